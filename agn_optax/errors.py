@@ -1,134 +1,134 @@
 """Every exception that agn_optax raises on purpose.
 
     AgnOptaxError
-    ├── InvalidArgumentError (ValueError)     a setting is outside what it may be
-    │   └── InvalidTypeError (TypeError)      it is not that kind of thing at all
-    ├── MissingArgumentError (ValueError)     an update lacks something it needs
+    ├── InvalidArgumentError (ValueError)     a setting has an invalid value
+    │   └── InvalidTypeError (TypeError)      a setting has the wrong type
+    ├── MissingArgumentError (ValueError)     an update lacks an argument it needs
     ├── TreeMismatchError (ValueError)        trees differ; the first path is named
     ├── UnboundAxisError (NameError)          the axis name is not bound here
     ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
-    ├── AmbiguousCenterError (LookupError)    ... or more than one
-    ├── MissingExtraError (ImportError)       what an extra installs is not there
-    └── CenterError                           a center refused a call
-        ├── NotInitializedError               it has no parameters (yet)
-        ├── AlreadyInitializedError           somebody else initialized it
+    ├── AmbiguousCenterError (LookupError)    an optimizer state holds several centers
+    ├── MissingExtraError (ImportError)       packages of an extra are not installed
+    └── CenterError                           a call to a center failed
+        ├── NotInitializedError               the center has no parameters yet
+        ├── AlreadyInitializedError           another worker initialized the center
         ├── WorkerStateError (RuntimeError)   calls came in an impossible order
         ├── NameTakenError                    another worker has that name
-        ├── CenterFullError                   it has no room for one more worker
+        ├── CenterFullError                   the center's limit of workers is reached
         ├── NotAllowedError (PermissionError) this caller may not do that
-        ├── MessageRefusedError               it has refused too many messages in a row
+        ├── MessageRefusedError               too many messages in a row were rejected
         ├── RuleMismatchError                 worker and center run different rules
-        ├── ProtocolError                     what came over the wire makes no sense
-        ├── DurabilityError (OSError)         what it keeps on disk, or where, is unfit
-        └── CenterUnreachableError            nobody answers (ConnectionError)
-            ├── CenterBusyError               it answers, and takes that call later
-            ├── CenterClosedError             it is going down, and said so
-            └── EncryptionError               TLS of the two ends does not go together
+        ├── ProtocolError                     invalid data came over the wire
+        ├── DurabilityError (OSError)         files cannot be read or written
+        └── CenterUnreachableError            no answer came (ConnectionError)
+            ├── CenterBusyError               the center asks for a retry later
+            ├── CenterClosedError             the center is shutting down
+            └── EncryptionError               the TLS settings of the ends do not match
 
-Each is also the builtin exception that a caller would expect, so ``except ValueError``
-keeps working. They are raised before anything changes: the state you hold is still
-good.
+Each class with a builtin exception in parentheses is also a subclass of it, so
+``except ValueError`` keeps working. The exceptions are raised before anything changes:
+the state that the caller holds is still valid.
 """
 
 from __future__ import annotations
 
 
 class AgnOptaxError(Exception):
-    """The root: catches everything below and nothing else."""
+    """The base class of every exception of agn_optax, and of no other exception."""
 
 
 class InvalidArgumentError(AgnOptaxError, ValueError):
-    """A setting is outside what it may be; says what came and what was expected."""
+    """An invalid value of a setting; names the value and the expected ones."""
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """A setting is not that kind of thing at all (``inner=None``, a boolean period)."""
+    """A setting of the wrong type, such as ``inner=None`` or a boolean period."""
 
 
 class MissingArgumentError(AgnOptaxError, ValueError):
-    """An update came without ``params`` or an extra argument that it needs."""
+    """An update without ``params``, or without an extra argument that it needs."""
 
 
 class TreeMismatchError(AgnOptaxError, ValueError):
-    """Two trees differ in structure, shape or kind of leaf; names the first path."""
+    """Two trees that differ in structure, shapes or dtypes; names the first path."""
 
 
 class UnboundAxisError(AgnOptaxError, NameError):
-    """``axis_name`` is not bound by a vmap, pmap or shard_map around the update."""
+    """An ``axis_name`` that no vmap, pmap or shard_map around the update binds."""
 
 
 class CenterNotFoundError(AgnOptaxError, LookupError):
-    """The optimizer state holds no center."""
+    """An optimizer state that holds no center."""
 
 
 class AmbiguousCenterError(AgnOptaxError, LookupError):
-    """The optimizer state holds more than one center, so "the center" means nothing."""
+    """An optimizer state that holds several centers, so "the center" is ambiguous."""
 
 
 class MissingExtraError(AgnOptaxError, ImportError):
-    """What an extra installs is not there; says which packages, and which extra."""
+    """Packages that are not installed; names the packages and their extra."""
 
 
 class CenterError(AgnOptaxError):
-    """A center outside the program refused a call."""
+    """A failed call to a center outside the program."""
 
 
 class NotInitializedError(CenterError):
-    """The center has no parameters yet: no chief has started."""
+    """A center without parameters: no chief has started yet."""
 
 
 class AlreadyInitializedError(CenterError):
-    """Another worker initialized the center; its parameters are kept."""
+    """A center that another worker initialized already; its parameters are kept."""
 
 
 class WorkerStateError(CenterError, RuntimeError):
-    """A worker's calls came in an impossible order: an exchange before its start."""
+    """Calls of a worker in an impossible order, such as an exchange before a start."""
 
 
 class NameTakenError(CenterError):
-    """Another worker, which is there, has that name."""
+    """A worker name that another registered worker has."""
 
 
 class CenterFullError(CenterError):
-    """The center has as many workers as it takes."""
+    """A center that has its maximum number of workers."""
 
 
 class NotAllowedError(CenterError, PermissionError):
-    """Who calls may not do that, or is unknown; says which role or name it takes."""
+    """A caller without permission, or an unknown one; names the role or name needed."""
 
-    is_known = True  # who calls
+    is_known = True  # False if the caller is unknown
 
 
 class MessageRefusedError(CenterError):
-    """A center has refused too many messages of a worker in a row; says why."""
+    """Too many rejected messages of one worker in a row; gives the reason."""
 
 
 class RuleMismatchError(CenterError):
-    """Worker and center do not run the same rule; names what differs."""
+    """Different rules in worker and center; names the parts that differ."""
 
 
 class ProtocolError(CenterError):
-    """What came over the wire is no message of this protocol, or of another version."""
+    """Data over the wire that is no message of this version of the protocol."""
 
 
 class DurabilityError(CenterError, OSError):
-    """What a center keeps on disk cannot be read or written; says what and why."""
+    """Files on disk that cannot be read or written; names the path and the reason."""
 
 
 class CenterUnreachableError(CenterError, ConnectionError):
-    """Nobody answers at the center's address; says which one, and since when."""
+    """A center that does not answer; names its address and since when."""
 
 
 class CenterBusyError(CenterUnreachableError):
-    """The center answers, and takes that call later; says why, as of too many calls."""
+    """A center that asks for a retry later; gives the reason, such as a rate limit."""
 
 
 class CenterClosedError(CenterUnreachableError):
-    """The center is going down; what it had not applied is to be sent again."""
+    """A center that is shutting down; send messages again that it had not applied."""
 
 
 class EncryptionError(CenterUnreachableError):
-    """The ends do not agree on TLS: says whose certificate it is, and what is wrong."""
+    """A failed TLS handshake; names the certificate and what is wrong with it."""
 
 
 __all__ = [name for name in dir() if name.endswith("Error")]

@@ -1,12 +1,13 @@
-"""A `Worker`'s exchanges with what Flax loops have in hand.
+"""Exchanges of a `Worker` with the state of Flax training loops.
 
-    linen   a `TrainState`: a new one comes back, with other params and opt_state
+    linen   a `TrainState`: a new one is returned, with other params and opt_state
     nnx     a model and its `nnx.Optimizer`: both are updated in place, as nnx does
 
 Only trained parameters and the state of the worker's optimizer take part. Everything
-else is the worker's own and stays as it is: batch statistics, random keys, counters. So
-give every worker random keys of its own, and make the statistics of the center anew
-with its parameters before it is evaluated or shipped: docs/loops.md has both.
+else (batch statistics, random keys, counters) is local to the worker and does not
+change. Give every worker its own random keys, and recompute the batch statistics with
+the center's parameters before the center is evaluated or shipped: docs/loops.md shows
+how.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from agn_optax import errors
 from agn_optax._internal import check
 
 PyTree = Any
-Worker = Any  # an agn_optax.Worker, or what takes its place
+Worker = Any  # an agn_optax.Worker, or a stand-in such as checkpoint.Resumable
 
 __all__ = ["exchange", "flush", "start"]
 
@@ -31,27 +32,27 @@ def start(
     chief: bool | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """`Worker.start` with the parameters of a state, or of a model.
+    """Call `Worker.start` with the parameters of a state or of a model.
 
     Args:
-      worker: a `Worker`, or what takes its place (`checkpoint.Resumable`).
+      worker: a `Worker`, or a `checkpoint.Resumable` in its place.
       state: a dataclass with the fields ``params`` and ``opt_state``, such as a linen
         ``TrainState`` made with ``tx=worker.tx``; or an nnx model.
       optimizer: the model's ``nnx.Optimizer(model, worker.tx, wrt=...)``; None for a
         state.
-      chief: as of `Worker.start`.
-      timeout: as of `Worker.start`.
+      chief: see `Worker.start`.
+      timeout: see `Worker.start`.
 
     Returns:
-      The state with the center's parameters and a fresh optimizer state; or the same
-      model, which has them now, as its optimizer has.
+      The state with the center's parameters and a fresh optimizer state. For a model,
+      the same model: it and its optimizer are updated in place.
 
     Raises:
       InvalidTypeError: ``state`` has no ``params`` and ``opt_state``, or ``optimizer``
-        is none of nnx.
-      InvalidArgumentError: the optimizer was not made of ``worker.tx``.
+        is not an ``nnx.Optimizer``.
+      InvalidArgumentError: the optimizer was not made with ``worker.tx``.
 
-    Also raises what `Worker.start` does.
+    Also raises the errors of `Worker.start`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, agn_optax
@@ -84,20 +85,20 @@ def exchange(
     steps: int = 1,
     weight: float | None = None,
 ) -> Any:
-    """`Worker.exchange` with a state, or with a model: after every local step.
+    """Call `Worker.exchange` with a state or a model, after every local step.
 
     Args:
       worker: the worker.
-      state: as of `start`, after the local step. Its ``params`` and ``opt_state`` are
-        donated.
-      optimizer: as of `start`.
-      steps: as of `Worker.exchange`.
-      weight: as of `Worker.exchange`.
+      state: a state or a model as for `start`, after the local step. Its ``params`` and
+        ``opt_state`` are donated.
+      optimizer: see `start`.
+      steps: see `Worker.exchange`.
+      weight: see `Worker.exchange`.
 
     Returns:
-      The state with which to go on; or the same model.
+      The state for the next local step; or the same model.
 
-    Raises what `start` and `Worker.exchange` do.
+    Raises the errors of `start` and `Worker.exchange`.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -114,7 +115,7 @@ def exchange(
       >>> center.version
       2
     """
-    if steps == 1 and not worker.due:  # whatever it is given, it returns
+    if steps == 1 and not worker.due:  # no exchange: the worker only counts the step
         opt_state = (state if optimizer is None else optimizer).opt_state
         worker.exchange(None, opt_state, weight=weight)
         return state
@@ -132,19 +133,19 @@ def flush(
     steps: int | None = None,
     weight: float | None = None,
 ) -> Any:
-    """`Worker.flush` with a state, or with a model: exchanges what is left of a round.
+    """Call `Worker.flush` with a state or a model, to exchange a partial round.
 
     Args:
       worker: the worker.
-      state: as of `exchange`.
-      optimizer: as of `exchange`.
-      steps: as of `Worker.flush`.
-      weight: as of `Worker.flush`.
+      state: see `exchange`.
+      optimizer: see `exchange`.
+      steps: see `Worker.flush`.
+      weight: see `Worker.flush`.
 
     Returns:
-      The state with which to go on; or the same model.
+      The state after the exchange; or the same model.
 
-    Raises what `start` and `Worker.flush` do.
+    Raises the errors of `start` and `Worker.flush`.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -166,13 +167,13 @@ def flush(
 
 
 def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
-    """Parameters and optimizer state, as the worker knows them.
+    """Return the parameters and the optimizer state to pass to the worker.
 
     Raises:
-      InvalidTypeError, InvalidArgumentError: as `start`.
+      InvalidTypeError, InvalidArgumentError: see `start`.
     """
     if optimizer is not None:
-        from flax import nnx  # noqa: PLC0415 heavy, an extra of its own
+        from flax import nnx  # noqa: PLC0415 slow to import, and an extra
 
         wanted = "optimizer must be an nnx.Optimizer of the model"
         check.instance(optimizer, nnx.Optimizer, wanted)
@@ -194,7 +195,7 @@ def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
 
 
 def _given(state: Any, optimizer: Any, params: PyTree, opt_state: PyTree) -> Any:
-    """What `_taken` was asked of, with these in it."""
+    """Return the state or the model, with new parameters and optimizer state."""
     if optimizer is None:
         return dataclasses.replace(state, params=params, opt_state=opt_state)
     from flax import nnx  # noqa: PLC0415
@@ -205,20 +206,20 @@ def _given(state: Any, optimizer: Any, params: PyTree, opt_state: PyTree) -> Any
 
 
 def _arrays(variables: PyTree) -> PyTree:
-    """A tree with the values of its nnx variables in their places."""
+    """Return a tree with each nnx variable replaced by its value."""
     from flax import nnx  # noqa: PLC0415
 
-    as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # as Flax 0.12.5 has it
+    as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name in Flax 0.12.5
     return as_pure(variables)
 
 
 def _mode(optimizer: Any) -> dict[str, Any]:
-    """Graph mode or tree mode, as the optimizer was told; older Flax has one only."""
+    """Return the optimizer's graph or tree mode; older Flax has only one mode."""
     return {"graph": optimizer.graph} if hasattr(optimizer, "graph") else {}
 
 
 def _check_tx(worker: Worker, tx: Any, wanted: str) -> None:
-    if tx != worker.tx:  # older Flax makes an equal one of it
+    if tx != worker.tx:  # equality: older Flax keeps an equal copy
         raise errors.InvalidArgumentError(
             f"the optimizer is not that of worker {worker.name!r}, whose rule records "
             f"what it sends: make it as {wanted}. What is done to gradients before is "

@@ -1,8 +1,8 @@
-"""Where the numbers of a run go: callbacks for `Worker` and `fit`.
+"""Callbacks for `Worker` and `fit` that write the numbers of a run.
 
-A callback is any function ``callback(step, values)``: a number that says when, and
-float values by their names. The classes here are such functions, which also have a
-``close`` and are context managers. They write nothing that they were not given.
+A callback is any function ``callback(step, values)``: the step's number, and float
+values by name. An instance of a class here is a callback; it also has a ``close``
+method and is a context manager. It writes no other values than those it is given.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["JsonLines", "TensorBoard", "WandB"]
 
 
 class _Sink(abc.ABC):
-    """Closed at the end of a ``with``."""
+    """A context manager that closes itself at the end of a ``with``."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends it."""
+        """Close the sink."""
 
     def __enter__(self) -> Self:
         return self
@@ -39,17 +39,18 @@ class _Sink(abc.ABC):
 
 
 class JsonLines(_Sink):
-    """Appends a line of JSON to a file for every step.
+    """A callback that appends a line of JSON to a file for every step.
 
-    A line is an object with ``time`` (seconds since the epoch), ``step``, and the
-    values; one that is not finite is null, for JSON has no other. It is written and
-    flushed at once, so that a killed process loses none. Threads may share one.
+    A line is an object with ``time`` (seconds since the epoch), ``step`` and the
+    values. A value that is not finite is null, because JSON has no such numbers. Each
+    line is written and flushed at once, so that a killed process loses none. Threads
+    may share one sink.
 
     Args:
-      path: of the file, which is made if it is not there, as is its folder.
+      path: path of the file. The file and its folder are created if they do not exist.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
 
     Example:
       >>> import pathlib, tempfile
@@ -69,7 +70,7 @@ class JsonLines(_Sink):
         self._writing = threading.Lock()
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line."""
+        """Write a line."""
         said: dict[str, Any] = {"time": time.time(), "step": int(step)}
         for name, value in values.items():
             said[name] = value if math.isfinite(value) else None
@@ -79,17 +80,17 @@ class JsonLines(_Sink):
             self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 class TensorBoard(_Sink):
-    """Writes scalars that TensorBoard reads; needs the package tensorboardX.
+    """A callback that writes scalars for TensorBoard; needs the package tensorboardX.
 
     Args:
-      folder: where event files are written; one for each worker shows them as runs of
-        their own.
-      prefix: of every name, such as ``"worker-0/"``.
+      folder: folder of the event files. With a folder for each worker, TensorBoard
+        shows each worker as a run of its own.
+      prefix: prefix of every name, such as ``"worker-0/"``.
 
     Raises:
       MissingExtraError: the extra ``tensorboard`` is not installed.
@@ -118,30 +119,29 @@ class TensorBoard(_Sink):
             raise
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a point of each scalar."""
+        """Write one point of each scalar."""
         for name, value in values.items():
             self._writer.add_scalar(self._prefix + name, value, int(step))
 
     def close(self) -> None:
-        """Writes what is left, and closes the file."""
+        """Write the buffered points and close the file."""
         self._writer.close()
 
 
 class WandB(_Sink):
-    """Logs to a run of Weights & Biases that you have begun.
+    """A callback that logs to an existing run of Weights & Biases.
 
     Args:
-      run: what ``wandb.init(...)`` returned. It stays yours: `close` does not finish
-        it.
-      prefix: of every name, such as ``"worker-0/"``. With several workers in one run,
-        their steps are not in one order: their values are then logged with the step
-        beside them, as ``prefix + "step"``, which can be chosen as an axis there.
+      run: the return value of ``wandb.init(...)``. `close` does not finish the run.
+      prefix: prefix of every name, such as ``"worker-0/"``. The steps of several
+        workers in one run are not in order, so the step is logged as a value too, under
+        ``prefix + "step"``, and can be chosen as an axis in Weights & Biases.
 
     Raises:
-      InvalidTypeError: ``run`` is no run.
+      InvalidTypeError: ``run`` has no method ``log``.
 
     Example:
-      As in ``sinks.WandB(wandb.init(project="digits"))``.
+      ``sinks.WandB(wandb.init(project="digits"))``
     """
 
     def __init__(self, run: Any, *, prefix: str = "") -> None:
@@ -152,9 +152,9 @@ class WandB(_Sink):
         self._run, self._prefix = run, prefix
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the values."""
+        """Log the values."""
         said = {self._prefix + name: value for name, value in values.items()}
         self._run.log({**said, f"{self._prefix}step": int(step)})
 
     def close(self) -> None:
-        """Nothing: the run is finished by whoever has begun it."""
+        """Do nothing: the caller of ``wandb.init`` finishes the run."""

@@ -1,11 +1,11 @@
-"""Exchanges of a worker beside a peer that behaves badly, and beside nobody.
+"""Exchanges of a worker next to a badly behaved peer, and without one.
 
-The peer is a process of its own that does what it does as often as the center lets it,
-but for a bound on its acts a second, and at the lowest priority: on this machine it
-takes time from the worker and the center that a peer on another host would not. It has
-used up already what callers have free. "speed" is relative to the worker alone, the
-median of neighbors in time with its quartiles; "processor" is the center's, which tells
-more on a machine that is busy with other work.
+The peer is a separate process that acts as often as the center permits, up to a bound
+of acts per second, at the lowest priority: on this machine it takes time from the
+worker and the center that a peer on another host would not take. The calls that are
+free for every caller are used up. "speed" is relative to the worker alone, the median
+of neighbors in time with its quartiles. "processor" is the center's CPU time, which is
+more reliable on a machine that is busy with other work.
 
     python benchmarks/bad_peers.py
     python benchmarks/bad_peers.py --megabytes 4 --calls 0
@@ -36,6 +36,7 @@ from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.service import Tls
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security._access import KEY_SIZE
@@ -48,7 +49,7 @@ ALONE_TLS = "nobody, over TLS"
 
 
 class BadPeer:
-    """What one does, on a thread of its own; each public method is one act."""
+    """A badly behaved peer on its own thread; each public method is one act."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class BadPeer:
             self._done += 1
 
     def _end(self) -> int:
-        """Returns how often it has acted."""
+        """Stop, and return the number of acts."""
         done = self._done
         self._ended.set()
         self._thread.join()
@@ -97,53 +98,53 @@ class BadPeer:
         return done
 
     def connects(self) -> None:
-        """And ends the connection, at each port in turn."""
+        """Connect to each port in turn, and close the connection."""
         for port in self._ports:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
     def says_nothing(self) -> None:
-        """Over 200 connections, in place of those that are cut off."""
+        """Open silent connections, at most 200 at a time."""
         if len(self._held) >= 200:
             self._held.pop(0).close()
         port = self._ports[next(self._numbers) % 2]
         self._held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
 
     def asks(self) -> None:
-        """Who is there."""
+        """Ask for the center's status."""
         self._observer.status()
 
     def pulls(self) -> None:
-        """The whole center."""
+        """Pull the whole center."""
         self._center.pull()
 
     def joins(self) -> None:
-        """Under a new name, and leaves."""
+        """Join under a new name, and leave."""
         self._center.join(f"eve {next(self._numbers)}").leave()
 
     def does_not_read(self) -> None:
-        """The answer to its message."""
+        """Send a message, and do not read the answer."""
         session = self._center.join("eve")
-        session.submit(1, self._contribution, anchor_version=0)
+        session.submit(Submission(1, self._contribution, anchor_version=0))
         session.disconnect()
 
     def reconnects(self) -> None:
-        """And says nothing, until the center ends that or the next one begins."""
+        """Replace a silent connection by a new one."""
         for each in self._held:
             each.close()
         self._held = [socket.create_connection(self._direct, timeout=5)]
 
     def wrong_key(self) -> None:
-        """Greets with a key that nobody has."""
+        """Greet with a key that is not known."""
         with socket.create_connection(self._direct, timeout=5) as end:
             end.sendall(_socket.GREETING + bytes(KEY_SIZE))
             end.recv(1)
 
     def handshakes(self) -> None:
-        """Of TLS, after which it says nothing."""
+        """Make a TLS handshake, and send nothing after it."""
         self._handshake(self._ports[1])
 
-    def handshakes_of_gRPC(self) -> None:  # noqa: N802 its name
-        """The same, at the port of gRPC."""
+    def handshakes_of_gRPC(self) -> None:  # noqa: N802 gRPC is its name
+        """Make a TLS handshake at the port of gRPC."""
         self._handshake(self._ports[0])
 
     def _handshake(self, port: int) -> None:
@@ -153,7 +154,7 @@ class BadPeer:
             pass
 
     def trickles(self) -> None:
-        """A packet that is announced and does not come, over a call of gRPC."""
+        """Announce a frame and never send it, in a gRPC call."""
         with grpc.insecure_channel(self._address) as channel:
             pieces = [HEAD.pack(1000, 0), *[b"x"] * 10]
             call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")
@@ -169,13 +170,13 @@ class BadPeer:
 
 
 ACTS = [name for name in vars(BadPeer) if not name.startswith("_")]
-# Those at a center with TLS, and those that cost who acts next to nothing.
+# Acts at a center with TLS, and acts that cost the peer next to nothing.
 ENCRYPTED = ["handshakes", "handshakes_of_gRPC"]
 CHURN = ["reconnects", "wrong_key", *ENCRYPTED]
 
 WORKERS = 4
 
-_peers: list[BadPeer] = []  # of the process that is one, at a time
+_peers: list[BadPeer] = []  # in the peer's process, one at a time
 
 
 def _begin(*args: Any) -> None:
@@ -215,7 +216,7 @@ def main() -> None:
         Process() as bad,
         contextlib.ExitStack() as stack,
     ):
-        # On another host it would take no time from the worker and the center.
+        # A peer on another host would take no time from the worker and the center.
         bad.call(os.nice, args.nice)
         pem = peers.certificates(pathlib.Path(folder))
         served = functools.partial(centers.served, process, size, args.leaves)

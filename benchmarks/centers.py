@@ -16,6 +16,7 @@ from processes import Process
 
 import agn_optax
 from agn_optax import rules
+from agn_optax.center import Submission
 
 PyTree = Any
 
@@ -25,20 +26,20 @@ TRANSPORTS = ("grpc", "socket", "memory")
 def connect(
     address: str | list[str], transport: str = "", codec: str = "", **options: Any
 ) -> Any:
-    """A connection to a center that `served` serves; "" takes the best transport."""
+    """Connect to a center of `served`; "" takes the best transport."""
     if transport:
         options["transports"] = [transport]
     return agn_optax.service.connect(address, rule(codec), **options)
 
 
-@functools.cache  # one and the same is compared once with that of the other side
+@functools.cache  # the same object, so it is compared with the other side's only once
 def rule(codec: str = "") -> rules.Rule:
-    """Of all centers here, with a codec of that name; "" sends contributions as is."""
+    """Return the rule of all centers, with a codec by name; "" is the identity."""
     return rules.downpour(codec=rules.CODECS[codec] if codec else None)
 
 
 def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
-    """About ``size`` bytes of float32 parameters, in equal leaves."""
+    """Make about ``size`` bytes of float32 parameters, in equal leaves."""
     shape = (max(1, round(size / 4 / leaves)),)
     return [jnp.full(shape, value) for _ in range(leaves)]
 
@@ -54,7 +55,11 @@ def served(
     codec: str = "",
     **limits: Any,
 ) -> Iterator[str]:
-    """A center in another process; gives its address. ``tokens`` are lines of them."""
+    """Serve a center in another process; yield its address.
+
+    ``tokens`` is the text of a token file; ``limits`` are arguments of
+    `agn_optax.service.Limits`.
+    """
     limits = {"max_workers": 256, "calls": None, **limits}
     address = process.call(_serve, size, leaves, address, tls, tokens, codec, limits)
     try:
@@ -63,7 +68,7 @@ def served(
         process.call(_stop, address)
 
 
-_servers: dict[str, Any] = {}  # of the process that serves
+_servers: dict[str, Any] = {}  # in the process that serves
 
 
 def _serve(
@@ -92,7 +97,7 @@ def _stop(address: str) -> None:
 
 
 def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
-    """What one takes, of as many as a window of seconds has room for."""
+    """Return the mean time of one exchange, over a window in seconds."""
     begin, done = time.perf_counter(), 0
     while (now := time.perf_counter()) < begin + window:
         exchange()
@@ -107,23 +112,22 @@ def exchanging(
     version: Any = 0,
     encode: Callable[[PyTree], PyTree] = lambda contribution: contribution,
 ) -> Callable[[], None]:
-    """One exchange after the other, each of a worker that is up to date."""
+    """Return a function that makes one exchange, always up to date."""
     session = center.join(worker)
     sequences = itertools.count(1)
 
     def run() -> None:
         nonlocal version
-        snapshot = session.exchange(
-            next(sequences), encode(contribution), anchor_version=version
-        )
-        jax.block_until_ready(snapshot.params)
-        version = snapshot.version
+        sent = Submission(next(sequences), encode(contribution), version)
+        answer = session.exchange(sent)
+        jax.block_until_ready(answer.params)
+        version = answer.version
 
     return run
 
 
 def encoding(codec: str, like: PyTree) -> Callable[[PyTree], PyTree]:
-    """What a worker makes of its contributions, one after the other, to be sent."""
+    """Return a function that encodes contributions, with the codec's state."""
     its_own = rule(codec).codec
     encode, state = jax.jit(its_own.encode, donate_argnums=1), its_own.init(like)
 
@@ -138,19 +142,19 @@ def encoding(codec: str, like: PyTree) -> Callable[[PyTree], PyTree]:
 def worker(
     address: str, transport: str, size: float, leaves: int, name: str
 ) -> Callable[[], None]:
-    """A worker with a connection of its own, ready to exchange."""
+    """Return a function that exchanges over its own connection."""
     center = connect(address, transport)
     return exchanging(center, tree(size, leaves, 1e-6), name)
 
 
 class Crew:
-    """Workers in a few processes, a thread each, all doing one thing at a time."""
+    """Workers as threads of a few processes, which all do the same thing."""
 
     def __init__(self, processes: int) -> None:
         self._processes = [Process() for _ in range(processes)]
 
     def hire(self, team: str, makers: Sequence[Callable[[], Any]]) -> None:
-        """Workers, made there, round robin: each is a function to be run repeatedly."""
+        """Make the functions of a team in the processes, round robin."""
         count = len(self._processes)
         for i, process in enumerate(self._processes):
             process.ask(_hire, team, makers[i::count])
@@ -158,15 +162,15 @@ class Crew:
             process.answer()
 
     def everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What a function returns in each of the processes."""
+        """Call a function in each process, and return the results."""
         for process in self._processes:
             process.ask(function, *args)
         return [process.answer() for process in self._processes]
 
     def work(self, team: str, workers: int, window: float) -> list[float]:
-        """How often each of the first workers of a team does it in ``window`` seconds.
+        """Return how often each of the first workers ran in ``window`` seconds.
 
-        What is begun before the window or ends after it counts in part.
+        A run that begins before the window or ends after it counts in part.
         """
         start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
         count = len(self._processes)
@@ -175,7 +179,7 @@ class Crew:
         return [done for process in self._processes for done in process.answer()]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for process in self._processes:
             process.close()
 
@@ -186,7 +190,7 @@ class Crew:
         self.close()
 
 
-_teams: dict[str, list[Callable[[], Any]]] = {}  # of a process of a crew
+_teams: dict[str, list[Callable[[], Any]]] = {}  # in a process of a crew
 
 
 def _hire(team: str, makers: Sequence[Callable[[], Any]]) -> None:

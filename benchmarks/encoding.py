@@ -1,10 +1,10 @@
-"""What encoding and decoding cost, beside a copy of the same numbers in memory.
+"""Cost of encoding and decoding, relative to a copy of the same numbers in memory.
 
-Programs are compiled for leaves of one size and run alone. A speed is that of the
-float32 numbers that go in or come out, relative to numpy's copy of them: 1 is as quick
-as memory. Copies and decoded numbers go into memory that is there. Times are those of
-the processor, all threads together, so that nobody else at work on it counts; give them
-one core. Bits are those of what is sent, for each parameter.
+Programs are compiled for leaves of one size and run alone. Speeds are those of the
+float32 numbers that go in or come out, relative to numpy's copy of them: 1 is as fast
+as memory. Copies and decoded numbers go into memory that is allocated already. Times
+are CPU times of all threads, so that other programs do not count; give the benchmark
+one core. Bits are the bits sent per parameter.
 
     taskset -c 0 python benchmarks/encoding.py --millions 10
     taskset -c 0 python benchmarks/encoding.py --leaf 1000 --only quantize
@@ -45,10 +45,10 @@ CODECS = [
 
 
 def forms_of(codec: codecs.Codec, leaves: list[Any]) -> tuple[list[Form], float]:
-    """Encoding and decoding, and bits a parameter."""
+    """Return forms of encoding and decoding, and the bits per parameter."""
     state = codec.init(leaves)
     encode = jax.jit(codec.encode, donate_argnums=1)
-    # Into memory that is there, as numpy's copy does.
+    # Into memory that is allocated already, like numpy's copy.
     decode = jax.jit(codec.decode, donate_argnums=1, keep_unused=True)
     sent, state = encode(leaves, state)
     kept = [state, jax.tree.map(jnp.zeros_like, leaves)]
@@ -66,7 +66,7 @@ def forms_of(codec: codecs.Codec, leaves: list[Any]) -> tuple[list[Form], float]
 
 
 def _form(name: str, run: Callable[[], None]) -> Form:
-    """What takes its own time: the processor's."""
+    """Return a form that measures its own CPU time."""
 
     def seconds() -> float:
         begin = time.process_time()
@@ -77,7 +77,7 @@ def _form(name: str, run: Callable[[], None]) -> Form:
 
 
 def measure(codec: codecs.Codec, leaves: list[Any], args: Any, report: Report) -> Row:
-    """One row: bits, and the speeds of both ways."""
+    """Return one row: bits, and the speeds of both directions."""
     arrays = [np.asarray(leaf) for leaf in leaves]
     copies = [np.empty_like(array) for array in arrays]
 

@@ -1,19 +1,19 @@
-"""Exchanges with a center in another process, beside the barest ways to do the same.
+"""Exchanges with a center in another process, and bare transports of the same bytes.
 
 Each transport of `agn_optax.service.connect`, over TCP loopback and over a Unix socket,
 takes turns with
 
-    gRPC stream      raw bytes there and back in chunks of 1 MiB, nothing is added; by
-                     the synchronous and by the asyncio client, of which the one with
-                     the smaller median is the peer
+    gRPC stream      raw bytes there and back in chunks of 1 MiB, without an addition;
+                     by the synchronous and by the asyncio client; the one with the
+                     smaller median is the peer
     raw socket       send, add, send back, 4 MiB at a time; over TLS by Python's ssl
     shared memory    the worker writes, the other process adds, the worker reads
     torch rpc        push, add, pull by torch.distributed.rpc, if `--torch-python` names
                      a Python that has torch
 
-and so does bfloat16 on the wire with float32. "speed" is relative to the peer's, the
-median of neighbors in time with its quartiles; "of gRPC" is the same relative to the
-bare gRPC stream. GB/s count both directions.
+and so do contributions in bfloat16 and in float32. "speed" is relative to the peer's,
+the median of neighbors in time with its quartiles; "of gRPC" is the same relative to
+the bare gRPC stream. GB/s count both directions.
 
     python benchmarks/exchange.py --megabytes 4 40 400
     python benchmarks/exchange.py --torch-python ~/torch/bin/python
@@ -48,14 +48,14 @@ SHARED_MEMORY = "shared memory"
 RAW = {"TCP": "raw TCP", "Unix socket": "raw Unix socket"}
 RAW_TLS = "raw TLS"
 
-# Exchanges a second of TensorFlow 1.14's AGNOptimizer with a parameter server process,
-# at 40 KB, by workers: of ANOTHER run, on a 2-core machine.
+# Exchanges/s of TensorFlow 1.14's AGNOptimizer with a parameter server process, at
+# 40 KB, by number of workers: from ANOTHER run, on a 2-core machine.
 TENSORFLOW = {1: 525.0, 4: 856.0}
 
 
 @dataclasses.dataclass
 class Sides:
-    """The other ends, in processes of their own."""
+    """The other ends, in separate processes."""
 
     center: Process
     peer: Process
@@ -68,7 +68,7 @@ def forms(
     args: argparse.Namespace,
     stack: contextlib.ExitStack,
 ) -> list[Form]:
-    """All ways to exchange ``size`` bytes over TCP or over a Unix socket."""
+    """Return all ways to exchange ``size`` bytes over TCP or a Unix socket."""
     folder = stack.enter_context(tempfile.TemporaryDirectory())
 
     def address(name: str) -> str:
@@ -116,7 +116,7 @@ def forms(
                 stack, served_narrow, transport, narrow, contribution, codec="bfloat16"
             )
             add(narrow, wide, run)
-    if network == "TCP":  # what leaves this machine may have to be encrypted
+    if network == "TCP":  # data that leaves a machine may have to be encrypted
         pem = peers.certificates(pathlib.Path(folder))
         run = stack.enter_context(peers.raw_socket(sides.peer, size, pem=pem))
         add(RAW_TLS, RAW["TCP"], run)
@@ -147,10 +147,10 @@ def _connected(
 def compare(
     made: list[Form], size: int, repeats: int, report: Report
 ) -> tuple[list[Row], str]:
-    """Runs the forms in turns; also says which client of gRPC is the peer."""
+    """Measure the forms in turns; return rows, and gRPC's faster client."""
     seconds = side_by_side.take_turns(made, repeats, report.console)
     best = side_by_side.fastest(seconds, CLIENTS)
-    seconds[STREAM] = seconds[best]  # what the others are measured against
+    seconds[STREAM] = seconds[best]  # the peer of the other forms
     rows = []
     for form in made:
         row = side_by_side.speed(side_by_side.compare(seconds, form.name, form.peer))
@@ -170,7 +170,7 @@ def compare(
 
 
 def small(sides: Sides, args: argparse.Namespace, report: Report) -> list[Row]:
-    """Exchanges a second of small models, by one worker and by several."""
+    """Measure exchanges/s of small models, by one worker and by several."""
     size = int(1e3 * args.kilobytes)
     made: list[Form] = []
     most = max(args.workers)
@@ -245,7 +245,7 @@ def main() -> None:
                     rows, best = compare(made, size, repeats, report)
                 title = f"{megabytes:g} MB in {args.leaves} leaves, {network}; {best}"
                 report.add(f"{network}, {megabytes:g} MB", f"{title} is the peer", rows)
-                del made  # with their buffers
+                del made  # frees their buffers
         title = f"{args.kilobytes:g} KB, TCP, a process for each worker"
         report.add("small", title, small(sides, args, report))
     report.write()

@@ -1,10 +1,10 @@
-"""Many workers at one center: exchanges a second of all, and the slowest one's share.
+"""Total exchanges/s of many workers at one center, and the slowest worker's share.
 
-Workers are threads of a few client processes, each with a connection of its own, and
+Workers are threads of a few client processes, each with its own connection, and
 exchange as fast as they can for a while. The numbers of workers take turns. "speed" is
-the aggregate relative to that of one worker, "of peak" relative to the best number of
+the total relative to that of one worker, "of peak" relative to the best number of
 workers, and "slowest" the share of the slowest worker relative to the mean. "raw TCP"
-are as many sockets that send, add and send back, each with numbers of its own.
+has as many sockets that send, add and send back, each with its own numbers.
 
     python benchmarks/fan_in.py --workers 1 2 4 8 16 32 64
 """
@@ -33,10 +33,10 @@ class FanIn:
 
     def __init__(self, crew: centers.Crew, args: argparse.Namespace) -> None:
         self._crew, self._args = crew, args
-        self._done: dict[str, list[list[float]]] = {}  # of every run, every worker's
+        self._done: dict[str, list[list[float]]] = {}  # by form: [runs][workers]
 
     def exchanging(self, transport: str, address: str) -> list[Form]:
-        """Workers at a center, in all numbers."""
+        """Hire workers at a center, and return a form for each number of them."""
         size, leaves = 1e6 * self._args.megabytes, self._args.leaves
         worker = functools.partial(centers.worker, address, transport, size, leaves)
         names = [f"worker-{i}" for i in range(max(self._args.workers))]
@@ -45,7 +45,7 @@ class FanIn:
         )
 
     def raw(self, process: Process) -> list[Form]:
-        """Raw sockets, in all numbers."""
+        """Open raw sockets, and return a form for each number of them."""
         size, most = peers.bytes_of(self._args.megabytes), max(self._args.workers)
         return self._forms(RAW, [peers.raw_worker(process, size) for _ in range(most)])
 
@@ -62,8 +62,8 @@ class FanIn:
         ]
 
     def slowest(self, form: Form) -> float:
-        """The smallest share of a worker, relative to the mean."""
-        measured = self._done[form.name][1:]  # without the run that warms up
+        """Return the smallest share of a worker, relative to the mean."""
+        measured = self._done[form.name][1:]  # without the warm-up run
         shares = np.sum(measured, axis=0)
         return round(float(shares.min() / shares.mean()), 3)
 

@@ -1,13 +1,13 @@
-"""What durability costs: exchanges with a journal, without one, and the disk alone.
+"""Cost of durability: exchanges with and without a journal, and the disk alone.
 
-All forms take turns, in a new order each time (a disk may be slower after much was
-written), with the same bytes, and ratios are of neighbors in time:
+All forms take turns with the same bytes, in a new order each time (a disk may be slower
+after large writes), and ratios are of neighbors in time:
 
 - disk: a write to the end of a file, and a sync.
 - journal: a record in a journal, with checksum and sync.
-- none, always: exchanges of all workers over gRPC with a center in another process, one
-  that is in memory, and one whose journal is on disk before it answers. The latter also
-  next to what it does: an exchange, and then the disk.
+- none, always: exchanges of all workers over gRPC with a center in another process: one
+  in memory, and one whose journal is on disk before it answers. The latter is also
+  compared with the sum of its work: an exchange, and then the disk.
 
     python benchmarks/journal.py --millions 10 --directory .
 """
@@ -41,7 +41,7 @@ BOTH = "none, then disk"
 
 
 def serve(pipe: Any, durability: Any) -> None:
-    """A center, until the pipe says or shows that it is over."""
+    """Serve a center until the pipe sends or closes."""
     with service.serve(RULE, durability=durability) as server:
         pipe.send(server.address)
         with contextlib.suppress(EOFError):
@@ -52,9 +52,9 @@ class Workers:
     """Workers that exchange with a center in another process, all at once.
 
     Args:
-      count: of them, each with a connection of its own.
+      count: number of workers, each with its own connection.
       size: elements of the center.
-      durability: of the center.
+      durability: durability of the center.
     """
 
     def __init__(self, count: int, size: int, durability: Any) -> None:
@@ -75,11 +75,11 @@ class Workers:
         self._threads = ThreadPoolExecutor(count)
 
     def run(self) -> None:
-        """One exchange of each worker."""
+        """Make one exchange of each worker."""
         list(self._threads.map(lambda exchange: exchange(), self._workers))
 
     def close(self) -> None:
-        """Ends the center as well."""
+        """Close the connections and end the center."""
         self._threads.shutdown()
         for connection in self._centers:
             connection.close()
@@ -88,10 +88,10 @@ class Workers:
 
 
 class Disk:
-    """A file that grows, and is on disk after each write.
+    """A file that grows and is synced after each write.
 
     Args:
-      directory: where it is.
+      directory: directory of the file.
       size: bytes of a write.
     """
 
@@ -101,24 +101,24 @@ class Disk:
         self._bytes = np.random.default_rng(0).bytes(size)
 
     def run(self) -> None:
-        """One write."""
+        """Write and sync once."""
         left = memoryview(self._bytes)
         while left:
             left = left[os.write(self._file, left) :]
         os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Removes the file."""
+        """Remove the file."""
         os.close(self._file)
         self._path.unlink()
 
 
 class Journal:
-    """A journal alone, without a center.
+    """A journal without a center.
 
     Args:
-      directory: where it is.
-      messages: in each record.
+      directory: directory of the journal.
+      messages: messages in each record.
       size: elements of a message.
     """
 
@@ -133,7 +133,7 @@ class Journal:
         )
 
     def run(self) -> None:
-        """One record."""
+        """Write one record."""
         self._writer.append({}, self._messages)
         self._written.acquire()
         if self._error is not None:
@@ -144,14 +144,14 @@ class Journal:
         self._written.release()
 
     def close(self) -> None:
-        """Ends its thread."""
+        """End the journal's thread."""
         self._writer.close()
         self._directory.close()
 
 
 @contextlib.contextmanager
 def forms(directory: pathlib.Path, workers: int, size: int) -> Iterator[list[Form]]:
-    """Each writes or exchanges the same bytes; what a form is compared to is there."""
+    """Yield the forms together; each writes or exchanges the same bytes."""
     nbytes = 4 * size * workers
     with contextlib.ExitStack() as stack:
         journal = center.Journal(directory / "center", size=1 << 40)
@@ -170,7 +170,7 @@ def forms(directory: pathlib.Path, workers: int, size: int) -> Iterator[list[For
 def measure(
     directory: pathlib.Path, workers: int, size: int, repeats: int, report: Report
 ) -> list[Row]:
-    """A row for every form, and one for an exchange and the disk together."""
+    """Return a row for every form, and one for an exchange and the disk together."""
     with forms(directory, workers, size) as made:
         order = np.random.default_rng(0)
         seconds = side_by_side.take_turns(made, repeats, report.console, order)

@@ -1,17 +1,17 @@
-"""Exchanges over a link that is slower than loopback: each transport, and codecs.
+"""Exchanges over a link that is slower than loopback: transports and codecs.
 
-Both ends' sockets are paced by the kernel (SO_MAX_PACING_RATE), so that the bytes leave
-at so many bits a second; nothing is lost, or takes longer than that on its way.
-A raw socket that sends, adds and sends back is paced the same way.
+The kernel paces the sockets of both ends (SO_MAX_PACING_RATE), which limits the rate at
+which bytes are sent; nothing is lost, and there is no further latency. A raw socket
+that sends, adds and sends back is paced the same way.
 
-"of link" is how much of the exchange the link itself takes at that rate, one direction
-after the other; "speed" is relative to the peer's, the median of neighbors in time with
-its quartiles.
+"of link" is the part of the exchange's time that the link takes at that rate, one
+direction after the other. "speed" is relative to the peer's, the median of neighbors in
+time with its quartiles.
 
-Codecs are compared over sockets, encoding and decoding included, with contributions of
-normal numbers. "planned" is what `agn-optax plan` makes of this machine's constants
-and of the codec's speed, which are measured first, and "pays below" the rate of a link
-at which, by that plan, an exchange takes as long as one in float32.
+Codecs are compared over sockets, including encoding and decoding, with contributions of
+normal random numbers. "planned" is the prediction of `agn_optax.planning` from this
+machine's constants and the codec's speed, which are measured first. "pays below" is the
+rate of a link at which, by that plan, an exchange takes as long as one in float32.
 
     python benchmarks/link.py --gigabits 1 10 --megabytes 400
     python benchmarks/link.py --only codecs --codec-gigabits 0.1 1 10
@@ -35,8 +35,7 @@ from processes import Process
 from report import Report, Row, parse
 from side_by_side import Form
 
-from agn_optax import rules
-from agn_optax.ops import planning
+from agn_optax import planning, rules
 from agn_optax.ops.cli import _calibrate
 from agn_optax.ops.planning import Cluster, Machine
 
@@ -44,7 +43,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace
 
 RAW = "raw TCP"
-# By their names: the peer, the transport and the codec.
+# By name: the peer, the transport and the codec.
 FORMS = {
     "agn_optax, socket": (RAW, "socket", ""),
     "agn_optax, socket, bfloat16": ("agn_optax, socket", "socket", "bfloat16"),
@@ -60,9 +59,9 @@ def compare(
     args: argparse.Namespace,
     report: Report,
 ) -> list[Row]:
-    """One row for each form, at one rate of the link."""
+    """Return one row for each form, at one rate of the link."""
     size = peers.bytes_of(args.megabytes)
-    rate = 1e9 * gigabits / 8  # bytes a second
+    rate = 1e9 * gigabits / 8  # bytes/s
     contribution = centers.tree(size, args.leaves, 1e-6)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(peers.raw_socket(peer, size))
@@ -79,7 +78,7 @@ def compare(
             exchange = centers.exchanging(connection, contribution, name)
             made.append(Form(name, of, exchange))
         for form in made:
-            form.run()  # so that all connections are there
+            form.run()  # opens all connections
         pace(rate)
         for process in (center, peer):
             process.call(pace, rate)
@@ -99,7 +98,7 @@ def compare(
     ]
 
 
-AS_IT_IS = "float32"  # of contributions without a codec
+AS_IT_IS = "float32"  # name of contributions without a codec
 
 
 def compare_codecs(
@@ -109,9 +108,9 @@ def compare_codecs(
     args: argparse.Namespace,
     report: Report,
 ) -> list[Row]:
-    """One row for each codec, at one rate of the link."""
+    """Return one row for each codec, at one rate of the link."""
     size = peers.bytes_of(args.codec_megabytes)
-    rate = 1e9 * gigabits / 8  # bytes a second
+    rate = 1e9 * gigabits / 8  # bytes/s
     rng = np.random.default_rng(0)
     like = centers.tree(size, args.leaves)
     contribution = [
@@ -137,7 +136,7 @@ def compare_codecs(
             run = centers.exchanging(connection, contribution, name, encode=encode)
             made.append(Form(name, AS_IT_IS, run))
         for form in made:
-            form.run()  # so that all connections are there
+            form.run()  # opens all connections
         pace(rate)
         center.call(pace, rate)
         rows = side_by_side.measure(made, args.repeats, report.console)
@@ -208,7 +207,7 @@ def main() -> None:
 
 
 def _machines(codecs: list[str]) -> dict[str, Machine]:
-    """What this machine takes for contributions as they are, and with each codec."""
+    """Measure this machine without a codec, and with each codec."""
     machine = _calibrate.calibrate()
     rates = {name: _calibrate.coding_rates(rules.CODECS[name]) for name in codecs}
     of_codecs = {

@@ -1,12 +1,12 @@
 """Peak memory of a center's server and of its workers, in models.
 
-Each has a process of its own, and each worker the whole loop: parameters, and the
-center as it adopted it last. "held" is what a process keeps between exchanges, "above"
-what its largest moment during several of them takes beyond that, both in units of the
-model's size, without the interpreter and its libraries. The peak is the kernel's own
-(VmHWM of /proc, reset before the first exchange). "private" and "shared" tell the
-process's own pages at their most from those that it shares with others; they are
-sampled, so they may miss a moment, and a peak need not be their sum.
+Each has its own process, and each worker has the whole loop: parameters, and the center
+as last adopted. "held" is the memory that a process keeps between exchanges, and
+"above" the memory beyond that at its peak during several exchanges, both in units of
+the model's size, without the interpreter and its libraries. The peak is the kernel's
+(VmHWM in /proc, reset before the first exchange). "private" and "shared" are the peaks
+of the process's own pages and of pages shared with others; these are sampled, so they
+may miss a short peak, and the peak need not be their sum.
 
     python benchmarks/memory.py --megabytes 400 --workers 1 4
 """
@@ -31,7 +31,7 @@ import agn_optax
 
 
 class Memory:
-    """What the kernel says of the memory of a process, in bytes."""
+    """Memory of a process as reported by the kernel, in bytes."""
 
     def __init__(self, process: Process) -> None:
         self._folder = pathlib.Path(f"/proc/{process.pid}")
@@ -41,19 +41,19 @@ class Memory:
         self._least = 0
 
     def settle(self) -> None:
-        """It is idle now: peaks count from here."""
+        """Reset the peaks; called while the process is idle."""
         self.idle = self._now("VmRSS")
         self._private = self._shared = 0
         self._least = self._now("RssAnon")
-        (self._folder / "clear_refs").write_text("5")  # sets the peak back
+        (self._folder / "clear_refs").write_text("5")  # resets the peak
 
     def sample(self) -> None:
-        """Looks at private and shared pages, whose peaks the kernel does not keep."""
+        """Sample private and shared pages, whose peaks the kernel does not keep."""
         self._private = max(self._private, self._now("RssAnon"))
         self._shared = max(self._shared, self._now("RssShmem"))
 
     def row(self, size: float) -> Row:
-        """In units of ``size``."""
+        """Return a table row, in units of ``size``."""
         peak = self._now("VmHWM")
         return {
             "held": (self.idle - self.base) / size,
@@ -73,7 +73,7 @@ class Memory:
 
 @contextlib.contextmanager
 def sampling(memories: Sequence[Memory]) -> Iterator[None]:
-    """Samples them all the time."""
+    """Sample memories continuously."""
     end = threading.Event()
 
     def sample() -> None:
@@ -117,7 +117,7 @@ def exchange(times: int) -> None:
 
 
 def peaks(transport: str, workers: int, args: argparse.Namespace) -> list[Row]:
-    """Of the server, and of the worker that took the most."""
+    """Measure the server, and the worker with the largest peak."""
     size = 1e6 * args.megabytes
     with contextlib.ExitStack() as stack:
         server, *clients = (stack.enter_context(Process()) for _ in range(1 + workers))
@@ -128,7 +128,7 @@ def peaks(transport: str, workers: int, args: argparse.Namespace) -> list[Row]:
         address = stack.enter_context(served)
         for i, client in enumerate(clients):
             client.call(start, address, transport, f"worker-{i}")
-        time.sleep(0.2)  # what was freed goes back to the kernel
+        time.sleep(0.2)  # freed memory goes back to the kernel
         for memory in memories:
             memory.settle()
         with sampling(memories):
@@ -138,7 +138,7 @@ def peaks(transport: str, workers: int, args: argparse.Namespace) -> list[Row]:
                 client.answer()
         of_server, *of_workers = (memory.row(size) for memory in memories)
         for client in clients:
-            client.close()  # before the center, which it would miss
+            client.close()  # before the center, which a client would look for
     most = max(of_workers, key=lambda row: row["peak"])
     return [
         {"process": name, "workers": workers, "transport": transport, **row}

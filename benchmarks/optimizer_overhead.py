@@ -1,9 +1,9 @@
-"""Time and memory of one optimizer step with a rule around it, relative to without.
+"""Time and memory of an optimizer step with a rule, relative to one without.
 
-Gradients are given, buffers are donated, adam is the inner optimizer. All forms run in
-turns within one process, period after period, and every ratio is of two neighbors in
-time: on a shared machine, only that means anything. Printed are the median and, in
-brackets, the quartiles.
+Gradients are given, buffers are donated, and adam is the inner optimizer. All forms run
+in turns within one process, period after period, and every ratio is of two neighbors in
+time, because on a shared machine only such ratios are meaningful. The median is
+printed, with the quartiles in brackets.
 
     python benchmarks/optimizer_overhead.py --millions 10 40
 """
@@ -27,7 +27,7 @@ from agn_optax import rules
 
 PyTree = Any
 
-# Rules that keep no record; agn has rows of its own.
+# Rules that keep no record; agn has separate rows.
 RECORDLESS: dict[str, Callable[[], rules.Rule]] = {
     "downpour": rules.downpour,
     "agn_window": rules.agn_window,
@@ -44,7 +44,7 @@ def adam() -> optax.GradientTransformation:
 class Form(side_by_side.Form):
     """One way to make a period of steps."""
 
-    temporary: float  # bytes that its programs allocate beside their arguments
+    temporary: float  # bytes that its programs allocate besides their arguments
 
 
 class Bench:
@@ -58,13 +58,13 @@ class Bench:
         self.grads = [jnp.full(self.shape, 0.1) for _ in range(self.leaves)]
 
     def params(self) -> PyTree:
-        """Parameters in buffers of their own, to be donated."""
+        """Make parameters in separate buffers, to be donated."""
         return [jnp.full(self.shape, 0.5 + i) for i in range(self.leaves)]
 
     def stepping(
         self, name: str, tx: Any, *, exchange: bool = False, peer: str = "plain"
     ) -> Form:
-        """A program for each step, and with ``exchange`` one more for each period."""
+        """Make a form with a program for a step, and one for the exchange if asked."""
 
         def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
             updates, state = tx.update(grads, state, params)
@@ -86,7 +86,7 @@ class Bench:
         return Form(name, peer, run, self._temporary(local, ending))
 
     def scanned(self, name: str, tx: Any, *, peer: str) -> Form:
-        """One program for the whole period, with the exchange where ``tx`` has one."""
+        """Make a form with one program for the whole period."""
 
         def nothing(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             return params, state

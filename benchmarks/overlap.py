@@ -1,19 +1,19 @@
-"""Local steps while an exchange is in flight, beside local steps with none.
+"""Local steps while an exchange is in flight, compared with undisturbed steps.
 
 A `Worker(overlap=True)` trains a model whose exchange takes as long as several of its
 steps. JAX has one core; the center and all threads of the exchange have the others. In
-every round the steps that lie within the exchange are compared with those that lie
-outside: "speed" is the rate within relative to the rate outside, the median of the
-rounds with its quartiles. The first of those steps waits for the departure, which
-makes the contribution; "later" is the rate of the others. "lost" are the milliseconds
-that all of them took longer, and "whole round" counts what comes after as well
-(adoption).
+every round the steps during the exchange are compared with the other steps: "speed" is
+the rate during the exchange relative to the other rate, the median of the rounds with
+its quartiles. The first step of an exchange waits until the contribution is made;
+"later" is the rate without that step. "lost" is the additional time of all steps
+during the exchange in milliseconds, and "whole round" includes the adoption after it.
 
 The bound is the rate of local steps with no exchange at all, while the other core
 copies memory.
 
-Two models of one size: one trains a few of its layers (a step of matrix products), the
-other all of them (where a step moves the whole model through memory too).
+There are two models of the same size: one trains a few of its layers (a step of matrix
+products), the other all of them (so that a step also moves the whole model through
+memory).
 
     python benchmarks/overlap.py --megabytes 400
 """
@@ -44,7 +44,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Square layers, of which the first ``trained`` are in use."""
+    """Square layers, of which the first ``trained`` are used."""
 
     layers: int
     width: int
@@ -53,11 +53,11 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        """Of all layers."""
+        """The bytes of all layers."""
         return 4 * self.layers * self.width**2
 
     def loss(self, params: PyTree, inputs: jax.Array) -> jax.Array:
-        """Of an autoencoder."""
+        """Return the loss of an autoencoder."""
         hidden = inputs
         for weights in params[: self.trained]:
             hidden = jnp.tanh(hidden @ weights.reshape(self.width, self.width))
@@ -66,34 +66,34 @@ class Model:
 
 @dataclasses.dataclass
 class Span:
-    """From when to when."""
+    """A span of time."""
 
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The length of the span."""
         return self.end - self.start
 
     def holds(self, other: Span) -> bool:
-        """Whether the other one lies within."""
+        """Return whether another span lies within this one."""
         return self.start <= other.start and other.end <= self.end
 
     def meets(self, other: Span) -> bool:
-        """Whether some of the other one lies within."""
+        """Return whether another span overlaps this one."""
         return self.start < other.end and other.start < self.end
 
 
 def windows(seconds: float, number: int) -> list[Span]:
-    """As many, of that length and as far apart, from soon on."""
+    """Return ``number`` spans of equal length, with pauses of the same length."""
     start = time.monotonic() + seconds
     starts = [start + 2 * seconds * n for n in range(number)]
     return [Span(start, start + seconds) for start in starts]
 
 
 def copy(size: int, when: list[Span]) -> None:
-    """Copies as many bytes, again and again."""
+    """Copy ``size`` bytes repeatedly within given spans."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     for span in when:
         time.sleep(max(0.0, span.start - time.monotonic()))
@@ -102,7 +102,7 @@ def copy(size: int, when: list[Span]) -> None:
 
 
 def local_step(model: Model, tx: optax.GradientTransformation) -> Any:
-    """Parameters and state to parameters and state."""
+    """Return a compiled function (params, state) -> (params, state)."""
     inputs = jnp.ones((model.batch, model.width))
 
     def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -115,13 +115,13 @@ def local_step(model: Model, tx: optax.GradientTransformation) -> Any:
 
 @functools.cache
 def alone(model: Model) -> Any:
-    """An optimizer, and its local step: to be compiled once."""
+    """Return an optimizer and its local step, compiled once."""
     inner = optax.sgd(1e-3)
     return inner, local_step(model, inner)
 
 
 def train_alone(model: Model, end: float) -> list[Span]:
-    """Every local step until then, but the first."""
+    """Make local steps until ``end``, and return all but the first."""
     params: PyTree = [jnp.zeros(model.width**2) for _ in range(model.layers)]
     inner, step = alone(model)
     loop = step(params, inner.init(params))
@@ -136,7 +136,7 @@ def train_alone(model: Model, end: float) -> list[Span]:
 def bound(
     model: Model, worker: Process, other: Process, seconds: float, number: int
 ) -> Row:
-    """Local steps while the other core copies, in so many windows of time."""
+    """Measure local steps while the other core copies, in windows of time."""
     worker.call(train_alone, model, 0.0)
     when = windows(seconds, number)
     other.ask(copy, model.bytes, when)
@@ -155,12 +155,12 @@ def bound(
 
 
 def median(rounds: list[dict[str, float]], key: str) -> float:
-    """Of all rounds."""
+    """Return the median of one value over all rounds."""
     return float(np.median([each[key] for each in rounds]))
 
 
 def spread(speeds: list[float]) -> Row:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, middle, high = np.percentile(speeds, [25, 50, 75])
     return {
         "speed": round(float(middle), 3),
@@ -170,7 +170,7 @@ def spread(speeds: list[float]) -> Row:
 
 @dataclasses.dataclass
 class Trace:
-    """Every local step, and every exchange."""
+    """All local steps and all exchanges."""
 
     steps: list[Span]
     flights: list[Span]
@@ -179,13 +179,13 @@ class Trace:
 def train(
     model: Model, address: str, transport: str, rounds: int, cores: list[int]
 ) -> Trace:
-    """Runs in a process that began with one core; ``cores`` are the others."""
+    """Train in a process that began on one core; ``cores`` are the others."""
     square = jnp.ones((model.width, model.width))
-    jax.block_until_ready(square @ square)  # JAX has all its threads now
+    jax.block_until_ready(square @ square)  # JAX has started all its threads now
     trace = Trace([], [])
     departures: list[float] = []
     length, answered = 2, 0
-    with on_cores(cores):  # whatever thread the connection has
+    with on_cores(cores):  # for the threads of the connection
         center = centers.connect(address, transport)
         join = center.join
 
@@ -194,7 +194,7 @@ def train(
             exchange = session.exchange
 
             def traced(*args: Any, **kwargs: Any) -> Any:
-                with on_cores(cores):  # the thread of an exchange, too
+                with on_cores(cores):  # for the thread of an exchange
                     start = time.monotonic()
                     answer = exchange(*args, **kwargs)
                     trace.flights.append(Span(start, time.monotonic()))
@@ -218,14 +218,15 @@ def train(
         params, state = worker.exchange(params, state)
         if worker._message is not None and worker._message is not before:
             departures.append(start)
-        if len(trace.flights) > max(answered, 1):  # by now all is compiled
+        if len(trace.flights) > max(answered, 1):  # all programs are compiled by now
             answered = len(trace.flights)
             flight = max(flight.seconds for flight in trace.flights[1:])
             quiet = float(np.median([step.seconds for step in trace.steps]))
             length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
     worker.flush(params, state)
     center.close()
-    # The first exchange waited, and the rounds of the next two were not long enough.
+    # Leave out the first exchange, which waited, and the next two, whose rounds were
+    # too short.
     trace.flights = [
         Span(start, flight.end)
         for start, flight in zip(departures, trace.flights[1:], strict=False)
@@ -234,15 +235,15 @@ def train(
 
 
 def rounds_of(trace: Trace) -> list[dict[str, float]]:
-    """Of every round, from one departure to the next."""
+    """Return the values of each round, from one departure to the next."""
     found = []
     for flight, following in zip(trace.flights, trace.flights[1:], strict=False):
         whole = Span(flight.start, following.start)
         quiet = Span(flight.end, following.start)
         steps = [step for step in trace.steps if whole.holds(step)]
-        # A fast exchange is over before the first step is.
+        # A fast exchange ends before the first step does.
         within = [step.seconds for step in steps if flight.meets(step)]
-        # The first one after the answer has the adoption to wait for.
+        # The first step after the answer waits for the adoption.
         outside = [step.seconds for step in steps if quiet.holds(step)][1:]
         if within and outside:
             alone = float(np.mean(outside))

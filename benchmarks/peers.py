@@ -1,8 +1,8 @@
-"""What an exchange is measured against: the barest way over each kind of transport.
+"""Baselines for an exchange: the bare minimum over each kind of transport.
 
-All of them carry float32 numbers to another process and as many back, and nothing
-else: no protocol, no model, no recovery. Each is a context that gives a function which
-does that once.
+All of them send float32 numbers to another process and as many back, without protocol,
+model or recovery. Each is a context that yields, or a function that returns, a function
+for one exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import grpc.aio
 import numpy as np
 from processes import Process
 
-CHUNK = 1 << 20  # bytes of one message of gRPC, the size that it likes best
+CHUNK = 1 << 20  # bytes of one gRPC message, the fastest size
 BUFFER = 4 << 20  # bytes of one call of a socket
 METHOD = "/benchmark.Peer/ThereAndBack"
 Run = Callable[[], Any]
@@ -37,7 +37,7 @@ Pem = tuple[pathlib.Path, pathlib.Path]  # a certificate, and its key
 
 
 def bytes_of(megabytes: float) -> int:
-    """Of whole numbers."""
+    """Return the bytes of whole float32 numbers."""
     return int(1e6 * megabytes) // 4 * 4
 
 
@@ -46,7 +46,7 @@ def bytes_of(megabytes: float) -> int:
 
 @contextlib.contextmanager
 def grpc_server(process: Process, size: int, address: str) -> Iterator[str]:
-    """Answers streams of ``size`` bytes, when they are whole; gives its address."""
+    """Serve streams of ``size`` bytes, echoed when complete; yield the address."""
     address = process.call(_serve_grpc, size, address)
     try:
         yield address
@@ -54,7 +54,7 @@ def grpc_server(process: Process, size: int, address: str) -> Iterator[str]:
         process.call(_stop_grpc, address)
 
 
-_servers: dict[str, grpc.Server] = {}  # of the process that serves
+_servers: dict[str, grpc.Server] = {}  # in the process that serves
 
 
 def _serve_grpc(size: int, address: str) -> str:
@@ -86,12 +86,12 @@ def _stop_grpc(address: str) -> None:
 
 
 def _chunks(size: int) -> list[bytes]:
-    # Not zeros: those would be one page of the kernel, always in the cache.
+    # Not zeros, which would be one page of the kernel, always in the cache.
     return [b"1" * min(CHUNK, size - i) for i in range(0, size, CHUNK)]
 
 
 def grpc_sync(address: str, size: int) -> Run:
-    """One stream that stays open, of the synchronous client."""
+    """Return an exchange on one open stream of the synchronous client."""
     chunks = _chunks(size)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     channel = grpc.insecure_channel(address)
@@ -108,7 +108,7 @@ def grpc_sync(address: str, size: int) -> Run:
 
 
 def grpc_asyncio(address: str, size: int) -> Run:
-    """One stream that stays open, of the asyncio client."""
+    """Return an exchange on one open stream of the asyncio client."""
     chunks = _chunks(size)
     loop = asyncio.new_event_loop()
 
@@ -129,7 +129,7 @@ def grpc_asyncio(address: str, size: int) -> Run:
 
 
 def _listen(path: str) -> socket.socket:
-    """A listening socket: at a path, or at any port where it is empty."""
+    """Open a listening socket at a path, or at any TCP port if the path is empty."""
     if path:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
@@ -142,7 +142,7 @@ def _listen(path: str) -> socket.socket:
 def _serve_one(
     path: str, talk: Callable[[socket.socket], None], pem: Pem | None = None
 ) -> Any:
-    """Listens, and talks with whoever comes first, in a thread; gives the address."""
+    """Serve the first connection in a thread, and return the address."""
     listener = _listen(path)
 
     def serve() -> None:
@@ -168,9 +168,9 @@ def _connect(address: Any) -> socket.socket:
 
 
 def certificates(folder: pathlib.Path) -> Pem:
-    """A certificate that vouches for itself, and its key, made by openssl."""
+    """Make a self-signed certificate and its key, with openssl."""
     made = folder / "certificate.pem", folder / "key.pem"
-    subprocess.run(  # noqa: S603 a tool that the system has
+    subprocess.run(  # noqa: S603 a tool of the system
         [
             *("openssl", "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"),
             *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
@@ -190,7 +190,7 @@ def _send(to: socket.socket, array: np.ndarray[Any, Any]) -> None:
 
 
 def _receive(source: socket.socket, array: np.ndarray[Any, Any]) -> None:
-    """Fills the array; says so by an error where the other end has gone."""
+    """Fill an array from a socket; raise if the other end has closed."""
     view = memoryview(array.data).cast("B")
     while view:
         count = source.recv_into(view, min(BUFFER, len(view)))
@@ -219,7 +219,7 @@ def raw_socket(
 
 
 def raw_worker(process: Process, size: int) -> Callable[[], Run]:
-    """The same over TCP, by whatever process calls it; with a center of its own."""
+    """Return the same over TCP for any process, with its own center."""
     address = process.call(_serve_one, "", _Adder(size))
     return functools.partial(_raw_worker, address, size)
 
@@ -239,7 +239,7 @@ def _there_and_back(connection: socket.socket, size: int) -> Run:
 
 
 class _Adder:
-    """The other end of a raw socket, as something that travels to its process."""
+    """The other end of a raw socket, in a form that can be pickled."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -249,7 +249,7 @@ class _Adder:
         piece = _floats(BUFFER)
         while True:
             for i in range(0, len(center), len(piece)):
-                part = center[i : i + len(piece)]  # added while it is in the cache
+                part = center[i : i + len(piece)]  # added while still in the cache
                 _receive(peer, piece[: len(part)])
                 part += piece[: len(part)]
             _send(peer, center)
@@ -264,7 +264,7 @@ def _floats(size: int, value: float = 0.0) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def shared_memory(process: Process, size: int) -> Iterator[Run]:
-    """The copies alone; a byte over a Unix socket says whose turn it is."""
+    """Exchange by copies alone; a byte over a Unix socket passes the turn."""
     message, center = _floats(size, 1e-6), _floats(size)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         there, back = (SharedMemory(create=True, size=size) for _ in range(2))
@@ -285,12 +285,12 @@ def shared_memory(process: Process, size: int) -> Iterator[Run]:
 
 
 def _view(block: SharedMemory) -> np.ndarray[Any, Any]:
-    """Not to be kept: a block in use cannot be closed."""
+    """View a block as an array; drop the view, because it keeps the block open."""
     return np.ndarray(block.size // 4, np.float32, block.buf)
 
 
 class _SharedAdder:
-    """The process that adds, as something that travels there."""
+    """The process that adds in shared memory, in a form that can be pickled."""
 
     def __init__(self, there: str, back: str) -> None:
         self._names = there, back
@@ -312,7 +312,7 @@ class _SharedAdder:
 def torch_rpc(
     python: pathlib.Path, size: int, *, tcp: bool
 ) -> Iterator[Callable[[], float]]:
-    """Push, add, pull between two processes of its own; see torch_peer.py."""
+    """Push, add, pull between two processes of torch; see torch_peer.py."""
     program = pathlib.Path(__file__).with_name("torch_peer.py")
     command = [str(python), "-W", "ignore", str(program), "--bytes", str(size)]
     command += ["--tcp"] if tcp else []
@@ -321,7 +321,7 @@ def torch_rpc(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # A PYTHONPATH of this Python's packages is nothing for that one.
+        # That Python cannot use a PYTHONPATH with this one's packages.
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     )
     assert peer.stdin is not None
@@ -339,7 +339,7 @@ def torch_rpc(
     try:
         yield run
     finally:
-        go.close()  # it ends at the end of its input
+        go.close()  # the peer ends at the end of its input
         try:
             peer.wait(20.0)
         except subprocess.TimeoutExpired:

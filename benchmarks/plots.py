@@ -1,4 +1,4 @@
-"""The results of all benchmarks as pictures; run_all.py draws them.
+"""Plots of the results of all benchmarks; run_all.py draws them.
 
 To draw them again:
 
@@ -23,7 +23,7 @@ Tables = Sequence[dict[str, Any]]
 
 
 def draw(found: Sequence[dict[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
-    """A picture for each benchmark that has one; gives their files."""
+    """Draw a plot for each benchmark that has one, and return the files."""
     paths = []
     for each in found:
         drawing = DRAWINGS.get(each["benchmark"])
@@ -38,12 +38,12 @@ def draw(found: Sequence[dict[str, Any]], folder: pathlib.Path) -> list[pathlib.
 
 
 def exchange(tables: Tables) -> Any:
-    """Throughput against size, a line for every form; a panel for every network."""
+    """Plot throughput against size, a line for each form, a panel for each network."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for table in tables:
         network, comma, size = table["key"].partition(", ")
         if not comma:
-            continue  # of small exchanges
+            continue  # a table of small exchanges
         lines = panels.setdefault(network, {})
         for row in table["rows"]:
             if "bfloat16" not in row["form"]:
@@ -52,7 +52,7 @@ def exchange(tables: Tables) -> Any:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(6.5 * len(panels), 4.5), sharey=True, squeeze=False
     )
-    colors: dict[str, str] = {}  # of forms, the same in all panels
+    colors: dict[str, str] = {}  # by form, the same in all panels
     for axis, (network, lines) in zip(axes[0], panels.items(), strict=True):
         for form, points in lines.items():
             style = "o-" if form.startswith("agn_optax") else "o--"
@@ -73,7 +73,7 @@ def exchange(tables: Tables) -> Any:
 
 
 def fan_in(tables: Tables) -> Any:
-    """Exchanges a second against workers, a line for every transport."""
+    """Plot exchanges/s against workers, a line for each transport."""
     figure, axis = plt.subplots(figsize=(6.5, 4.5))
     counts: set[float] = set()
     for table in tables:
@@ -92,7 +92,7 @@ def fan_in(tables: Tables) -> Any:
 
 
 def size(tables: Tables) -> Any:
-    """Milliseconds against bytes, and against leaves."""
+    """Plot milliseconds against bytes, and against leaves."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5))
     leaves: set[float] = set()
     for table in tables:
@@ -119,10 +119,10 @@ def size(tables: Tables) -> Any:
 
 
 def optimizer_overhead(tables: Tables) -> Any:
-    """Time of a step relative to the peer's, as bars with their quartiles.
+    """Plot step times relative to the peer's, as bars with quartiles.
 
     Bars begin at 1, on a logarithmic axis: a form that takes twice as long is as far
-    from it as one that takes half as long.
+    from 1 as one that takes half as long.
     """
     figure, axes = plt.subplots(
         1, len(tables), figsize=(6 * len(tables), 6), sharey=True, squeeze=False
@@ -155,7 +155,7 @@ def _of(network: str) -> str:
 def _logarithmic(
     axis: Any, ticks: Sequence[float] = (), within: Sequence[float] = (1, 2, 5)
 ) -> None:
-    """A logarithmic axis with plain numbers, at these places or within every decade."""
+    """Make an axis logarithmic, with plain numbers at given or default places."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     if ticks:
         axis.set_major_locator(ticker.FixedLocator(ticks))
@@ -166,7 +166,7 @@ def _logarithmic(
 
 
 def _legend(axis: Any) -> None:
-    """Below the axes, where it hides no line."""
+    """Draw the legend below the axes, where it hides no line."""
     axis.grid(alpha=0.3)
     axis.legend(
         fontsize="small",

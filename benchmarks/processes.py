@@ -1,4 +1,4 @@
-"""Processes beside this one, that do what they are told.
+"""Helper processes that run functions for this one.
 
 They are spawned, never forked: neither JAX nor gRPC survives a fork.
 """
@@ -12,36 +12,36 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-PATIENCE = 600.0  # seconds for one answer; a hang is an error, not a long night
+PATIENCE = 600.0  # s for one answer; a longer wait is an error
 
 
 class Process:
-    """A process of its own, which runs functions for this one, one after the other.
+    """A separate process, which runs functions for this one, in order.
 
     Args:
-      cores: those that it may run on; None for all that this process has.
+      cores: cores on which it may run; None for all cores of this process.
     """
 
     def __init__(self, cores: Collection[int] | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        with on_cores(cores):  # which a child inherits, before it imports anything
+        with on_cores(cores):  # inherited by the child, before it imports anything
             self._process.start()
         theirs.close()
 
     @property
     def pid(self) -> int:
-        """Its number, as in /proc."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def ask(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Begins to run a function there; ends with `answer`."""
+        """Begin to run a function in the process; `answer` returns its result."""
         self._pipe.send(functools.partial(function, *args, **kwargs))
 
     def answer(self) -> Any:
-        """What the function returned."""
+        """Wait for the function's result, and return it or raise its error."""
         if not self._pipe.poll(PATIENCE):
             raise TimeoutError(f"process {self.pid} has not answered in {PATIENCE} s")
         try:
@@ -56,12 +56,12 @@ class Process:
         return value
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function there, and returns what it returned."""
+        """Run a function in the process, and return its result."""
         self.ask(function, *args, **kwargs)
         return self.answer()
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(10.0)
@@ -87,7 +87,7 @@ def _serve(pipe: Any) -> None:
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int] | None) -> Iterator[None]:
-    """What this thread starts meanwhile runs on these cores."""
+    """Let threads and processes that this thread starts run on these cores only."""
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, before if cores is None else cores)

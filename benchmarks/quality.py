@@ -1,14 +1,14 @@
-"""What codecs cost in quality: bits a parameter, and the loss at the end of training.
+"""Cost of codecs in quality: bits per parameter, and loss at the end of training.
 
-Four workers make local steps with AdamW and average what they have moved (`rules.
+Four workers make local steps with AdamW and average their displacements (`rules.
 average`; `--rule diloco` has momentum at the center, `--rule sgd` has none), or do so
-in pairs that have no center ("pairs"; "NoLoCo", beside "momentum", which has one), on
-two problems: scikit-learn's digits with a perceptron, and characters of Python's own
-source with the transformer of examples/towers.py. Workers are rows of `vmap`, each
-round is one program (`scan_round`), and every codec sees the same first parameters and
-batches, seed by seed. "above" is how much its loss on held-out data is above that of
-float32 with the same seed: mean, least and most of the seeds. Of pairs it is the mean
-of their centers that is tested.
+in pairs without a common center ("pairs"; "NoLoCo", next to "momentum" with a center).
+There are two problems: scikit-learn's digits with a perceptron, and characters of
+Python's source with the transformer of examples/towers.py. Workers are rows of `vmap`,
+each round is one program (`scan_round`), and for each seed every codec gets the same
+first parameters and batches. "above" is the loss on held-out data minus that of float32
+with the same seed: mean, minimum and maximum of the seeds. With pairs, the mean of
+their centers is tested.
 
     python benchmarks/quality.py
     python benchmarks/quality.py --only text --codecs top_k --rounds 400 --period 5
@@ -44,7 +44,7 @@ from examples.towers import Transformer
 PyTree = Any
 
 AS_IT_IS = "float32"
-# By names of this table; the others are those of the command line's --codec.
+# By the names of this table; rules.CODECS has the names of the command line's --codec.
 CODECS = {
     AS_IT_IS: codecs.identity(),
     **rules.CODECS,
@@ -56,7 +56,7 @@ COMPARED = ("int8", "int4", "codebook2", "top_k")
 
 
 class Method(NamedTuple):
-    """What workers exchange, and with whom."""
+    """A rule, and the placement of its center."""
 
     rule: rules.Rule
     placement: agn_optax.Placement | None = None
@@ -64,8 +64,8 @@ class Method(NamedTuple):
 
 PAIRS = agn_optax.Placement(gossip=1.0)
 MOMENTUM = rules.diloco(optax.sgd(0.7, momentum=0.5))
-# Around which the codecs are compared: the center step of SparseLoCo with a rate of 1,
-# DiLoCo's with momentum, and that with SparseLoCo's rate of 0.8 and no momentum.
+# Rules with which the codecs are compared: SparseLoCo's center step with a rate of 1,
+# DiLoCo's with momentum, and DiLoCo's with SparseLoCo's rate of 0.8, without momentum.
 RULES: dict[str, Callable[..., rules.Rule]] = {
     "average": rules.average,
     "diloco": rules.diloco,
@@ -79,16 +79,16 @@ METHODS = {
 
 
 def method_of(name: str, rule: str) -> Method:
-    """A method by its name; a codec goes around a rule."""
+    """Return a method by its name; a codec's name applies it to a rule."""
     if name in CODECS:
         return Method(RULES[rule](codec=CODECS[name]))
     return METHODS[name]
 
 
 class Problem(NamedTuple):
-    """What is learned."""
+    """A learning problem."""
 
-    init: Callable[[jax.Array], PyTree]  # parameters, of a key
+    init: Callable[[jax.Array], PyTree]  # key -> parameters
     # Logits and labels of a batch: [..., classes] and [...].
     predict: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
     # Batches of all workers: leaves [workers, period, rows, ...].
@@ -98,7 +98,7 @@ class Problem(NamedTuple):
 
 
 def digits(args: argparse.Namespace) -> Problem:
-    """Each worker has a share of the training digits."""
+    """Return a problem in which each worker has a share of the training digits."""
     data = datasets.digits()
     shape = (args.workers, args.period, args.rows)
     share = len(data.train.labels) // args.workers
@@ -125,7 +125,7 @@ def digits(args: argparse.Namespace) -> Problem:
 
 
 def text(args: argparse.Namespace) -> Problem:
-    """Every next character of Python's own source."""
+    """Return a problem of predicting the characters of Python's source."""
     data = datasets.python_source(args.megabytes)
     model = Transformer(args.layers, args.width, args.context)
     window = np.arange(args.context + 1)
@@ -152,16 +152,16 @@ PROBLEMS = {"digits": digits, "text": text}
 
 
 class Trained(NamedTuple):
-    """What became of one seed, on held-out data."""
+    """Results of one seed, on held-out data."""
 
     loss: float  # nats
-    accuracy: float  # part of 1
+    accuracy: float  # in [0, 1]
 
 
 def training(
     problem: Problem, method: Method, args: argparse.Namespace
 ) -> Callable[[int], Trained]:
-    """Trains with a seed; all seeds share the compiled programs."""
+    """Return a function that trains with a seed; programs are compiled once."""
     tx = agn_optax.phases(
         problem.inner, method.rule, axis_name="workers", placement=method.placement
     )
@@ -197,7 +197,7 @@ def training(
         for _ in range(args.rounds):
             params, state, _ = run(params, state, problem.draw(rng))
         centers = agn_optax.center_params(state)
-        if method.placement is None:  # all have the same
+        if method.placement is None:  # all workers have the same center
             center = jax.tree.map(lambda x: x[0], centers)
         else:
             center = jax.tree.map(lambda x: x.mean(axis=0), centers)
@@ -207,7 +207,7 @@ def training(
 
 
 def bits_of(codec: codecs.Codec, params: PyTree) -> float:
-    """Bits a parameter of what is sent."""
+    """Return the bits per parameter that are sent."""
     sent = jax.eval_shape(lambda x: codec.encode(x, codec.init(x))[0], params)
 
     def bytes_of(tree: PyTree) -> int:
@@ -219,7 +219,7 @@ def bits_of(codec: codecs.Codec, params: PyTree) -> float:
 def rows_of(
     problem: Problem, args: argparse.Namespace, report: Report
 ) -> Iterator[Row]:
-    """One for each codec, the first for contributions as they are."""
+    """Yield one row for each codec; the first has none."""
     params = jax.eval_shape(problem.init, jax.random.key(0))
     plain: list[Trained] = []
     for name in (AS_IT_IS, *args.codecs):

@@ -1,4 +1,4 @@
-"""What every benchmark says, and how: options, tables on the screen, and JSON."""
+"""Options, tables and JSON that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Row = dict[str, Any]
 
 
 def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """The options, with those that every benchmark has.
+    """Parse the options, including those that all benchmarks have.
 
     ``quick`` has the defaults of a run that only shows that everything works; options
-    that are given count all the same.
+    of the command line override them.
     """
     parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
     parser.add_argument("--quick", action="store_true", help="tiny: does it work?")
@@ -36,11 +36,11 @@ def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 @dataclasses.dataclass
 class Report:
-    """Tables of one benchmark, shown as they come."""
+    """Tables of one benchmark, printed when they are added."""
 
     json: pathlib.Path | None = None
     console: Console = dataclasses.field(
-        # A file has room for tables.
+        # Wide enough for tables, if the output is not a terminal.
         default_factory=lambda: Console(width=None if sys.stdout.isatty() else 120)
     )
     tables: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -51,11 +51,11 @@ class Report:
         self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
 
     def say(self, text: str) -> None:
-        """A line on the screen only."""
+        """Print a line on the screen only."""
         self.console.print(escape(text))
 
     def add(self, key: str, title: str, rows: Sequence[Row]) -> None:
-        """A table; ``key`` is its name for programs, and rows have the same columns.
+        """Add a table; ``key`` names it for programs, and all rows have equal columns.
 
         Raises:
           ValueError: a number is not finite.
@@ -73,7 +73,7 @@ class Report:
         self.console.print(table)
 
     def write(self) -> None:
-        """The JSON, where it was asked for."""
+        """Write the JSON, if requested."""
         if self.json is None:
             return
         program, *options = sys.argv
@@ -88,7 +88,7 @@ class Report:
 
 
 def numbers(row: Row) -> Iterator[float]:
-    """Those of a row, with what quartiles have."""
+    """Yield the numbers of a row, including quartiles."""
     for value in row.values():
         if isinstance(value, list):
             yield from value
@@ -97,12 +97,12 @@ def numbers(row: Row) -> Iterator[float]:
 
 
 def heading(column: str) -> str:
-    """The name of a column as people read it."""
+    """Return a column's name for display."""
     return column.replace("_", " ")
 
 
 def text(value: Any) -> str:
-    """A number, quartiles or words, as tables show them."""
+    """Format a number, quartiles or words for a table."""
     match value:
         case None:
             return ""
@@ -117,7 +117,7 @@ def text(value: Any) -> str:
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """A table of the JSON, for a page."""
+    """Format a table of the JSON as Markdown."""
     columns = list(table["rows"][0])
     lines = [
         [heading(column) for column in columns],

@@ -1,7 +1,7 @@
-"""Runs every benchmark and collects what they found: `make bench`.
+"""Run every benchmark and collect the results: `make bench`.
 
-Each runs in a process of its own. Then bench-output/ has results.json, results.md with
-a table for each of its tables, and plots.
+Each benchmark runs in a separate process. After that, bench-output/ has results.json,
+results.md with all tables, and plots.
 
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only exchange fan_in --quick
@@ -44,7 +44,7 @@ BENCHMARKS = (
 
 
 def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
-    """What one benchmark found."""
+    """Run one benchmark and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         found = pathlib.Path(folder, "found.json")
         small = ["--quick"] if quick else []
@@ -60,7 +60,7 @@ def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """All tables, each benchmark with its command and its machine."""
+    """Format all tables, each benchmark with its command and its machine."""
     parts = ["# Benchmarks\n"]
     for each in found:
         machine = ", ".join(f"{key} {value}" for key, value in each["machine"].items())
@@ -86,7 +86,7 @@ def main() -> None:
             options = ["--torch-python", args.torch_python]
         try:
             found.append(run(name, options, quick=args.quick))
-        except subprocess.CalledProcessError:  # the others may tell something
+        except subprocess.CalledProcessError:  # run the others all the same
             failed.append(name)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(found, indent=1))

@@ -1,19 +1,19 @@
-"""What `agn-optax plan` predicts, beside what happens here: many, trees, shards, size.
+"""Predictions of `agn-optax plan`, and measurements: many, trees, shards, size.
 
-"predicted" is what `agn-optax plan` makes of this machine's constants, which are
-measured first, and "ratio" what was measured relative to that: the median of the
-repeats, with quartiles. All processes share this machine, where the plan takes every
-host for one by itself.
+"predicted" is the prediction of `agn_optax.planning` from this machine's constants,
+which are measured first, and "ratio" is the measurement relative to it: the median of
+the repeats, with quartiles. All processes share this machine, but the plan assumes
+separate hosts.
 
-- crowd: workers as threads of a few processes, a connection each, that exchange as fast
-  as they can, and with pauses in place of local steps: exchanges a second, and bytes.
-- tree: workers, and centers that are workers of centers, up to a root. At the end the
-  root must have every message of every worker, once.
-- shards: an exchange with a center in so many parts, whose connections are paced to a
-  rate each, as those to hosts with links of their own are; and not paced.
-- restart: a center with a journal is killed; seconds until another one goes on.
-- large: one exchange of a model that takes most of the memory, and the memory. Left out
-  where it is not free.
+- crowd: workers as threads of a few processes, with a connection each, that exchange as
+  fast as they can, and with pauses in place of local steps: exchanges/s, and bytes.
+- tree: workers, and centers that are workers of other centers, up to a root. At the end
+  the root must have applied every message of every worker once.
+- shards: an exchange with a center in several parts, with each connection paced to a
+  rate, like connections to hosts with separate links; and without pacing.
+- restart: a center with a journal is killed; seconds until another one continues.
+- large: one exchange of a model that takes most of the memory, and the memory used. It
+  is left out if the memory is not free.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --only large --gigabytes 4
@@ -44,21 +44,20 @@ import optax
 from processes import Process
 from report import Report, Row, parse
 
-from agn_optax import service
+from agn_optax import planning, service
 from agn_optax.center import Journal
-from agn_optax.ops import planning
 from agn_optax.ops.cli import _calibrate
 from agn_optax.ops.planning import Cluster, Cost, Disk, Machine, Tree
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace
 
-LOOPBACK = 1e15  # bytes a second of a link that is none: the ends are what it takes
+LOOPBACK = 1e15  # bytes/s of an infinitely fast link: only the ends take time
 TRANSPORT = "socket"
 
 
 def plan(size: float, machine: Machine, pause: float, **cluster: Any) -> Cost:
-    """Of float32 parameters of so many bytes, with a message after every pause."""
+    """Plan ``size`` bytes of float32 parameters, with a message after every pause."""
     cluster = {"step_time": pause, "bandwidth": LOOPBACK, **cluster}
     return planning.plan(
         centers.rule(),
@@ -70,7 +69,7 @@ def plan(size: float, machine: Machine, pause: float, **cluster: Any) -> Cost:
 
 
 def against(what: str, predicted: float, measured: Sequence[float]) -> Row:
-    """A row of a table."""
+    """Return a table row of a prediction and its measurements."""
     ratios = np.array(measured) / predicted
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return {
@@ -84,11 +83,11 @@ def against(what: str, predicted: float, measured: Sequence[float]) -> Row:
 
 # In the processes of workers.
 
-_pause = 0.0  # seconds, in place of local steps
+_pause = 0.0  # s, in place of local steps
 
 
 def set_pause(seconds: float) -> None:
-    """For all workers of this process."""
+    """Set the pause of all workers of this process."""
     global _pause
     _pause = seconds
 
@@ -96,7 +95,7 @@ def set_pause(seconds: float) -> None:
 def paced(
     address: str, size: float, leaves: int, name: str, value: float
 ) -> Callable[[], None]:
-    """A worker whose steps take time, from its second exchange on."""
+    """Return an exchange with a pause before it, from the second one on."""
     connection = centers.connect(address, TRANSPORT)
     contribution = centers.tree(size, leaves, value)
     exchange = centers.exchanging(connection, contribution, name)
@@ -118,7 +117,7 @@ _servers: dict[str, tuple[Any, contextlib.ExitStack]] = {}
 
 
 def serve(parent: str = "", period: int = 1, name: str = "", **options: Any) -> str:
-    """A center without parameters, which may be a worker of another one."""
+    """Serve a center without parameters, optionally as a worker of another one."""
     stack = contextlib.ExitStack()
     if parent:
         upwards = stack.enter_context(centers.connect(parent, TRANSPORT))
@@ -130,14 +129,14 @@ def serve(parent: str = "", period: int = 1, name: str = "", **options: Any) -> 
 
 
 def stop(address: str) -> None:
-    """It says its last to its parent."""
+    """Stop a center, which sends its remaining progress to its parent."""
     server, stack = _servers.pop(address)
     with stack:
         server.stop(grace=10.0)
 
 
 def seconds_to_serve(**options: Any) -> tuple[str, float]:
-    """The same, and how long that took."""
+    """Serve a center, and measure the time."""
     begin = time.perf_counter()
     address = serve(**options)
     return address, time.perf_counter() - begin
@@ -147,7 +146,7 @@ def seconds_to_serve(**options: Any) -> tuple[str, float]:
 
 
 def look(connections: Sequence[Any]) -> np.ndarray:
-    """Of each center: when; exchanges, and bytes received and sent in them."""
+    """Return the time, exchanges and traffic of each center."""
     found = []
     for connection in connections:
         said = connection.status()
@@ -158,7 +157,7 @@ def look(connections: Sequence[Any]) -> np.ndarray:
 
 
 def watching(stack: contextlib.ExitStack, addresses: Sequence[str]) -> list[Any]:
-    """Connections to centers, by which they are only looked at."""
+    """Open connections to centers for observation only."""
     return [
         stack.enter_context(centers.connect(address, TRANSPORT))
         for address in addresses
@@ -166,7 +165,7 @@ def watching(stack: contextlib.ExitStack, addresses: Sequence[str]) -> list[Any]
 
 
 def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """Many workers at one center."""
+    """Measure many workers at one center."""
     size = 1e3 * args.kilobytes
     rows = []
     with contextlib.ExitStack() as stack:
@@ -181,7 +180,7 @@ def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
         for pause in args.pauses:
             crew.everywhere(set_pause, pause)
             cost = plan(size, machine, pause or 1e-9, workers=args.workers)
-            crew.work("all", args.workers, 2 * pause)  # by then they are spread
+            crew.work("all", args.workers, 2 * pause)  # spreads the workers in time
             before = look(seen)
             measured = [
                 sum(crew.work("all", args.workers, args.window)) / args.window
@@ -204,7 +203,7 @@ def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 def grown(
     root: str, tree: Tree, workers: int, period: int, processes: Sequence[Process]
 ) -> Iterator[list[list[str]]]:
-    """The addresses of all centers of a tree, by levels from below."""
+    """Yield the addresses of a tree's centers, by levels from below."""
     levels = [[root]]
     with contextlib.ExitStack() as stack:
         for count, _ in reversed(tree.centers(workers)[:-1]):
@@ -223,7 +222,7 @@ def grown(
 def tree(
     args: argparse.Namespace, machine: Machine, period: int, report: Report
 ) -> None:
-    """A tree of centers, with a worker for each of its leaves."""
+    """Measure a tree of centers, with a worker for each of its leaves."""
     size = 1e3 * args.kilobytes
     shape = Tree(levels=args.levels, period=period)
     cost = plan(size, machine, args.step, workers=args.leaf_workers, tree=shape)
@@ -232,7 +231,7 @@ def tree(
         root = stack.enter_context(centers.served(process, size, args.leaves))
         sites = [stack.enter_context(Process()) for _ in range(args.processes)]
         crew = stack.enter_context(centers.Crew(args.processes))
-        # Its servers are stopped first of all: from below, as they were made last.
+        # The tree's servers are stopped first, from below, because they were made last.
         made = grown(root, shape, args.leaf_workers, period, sites)
         with made as levels:
             makers = [
@@ -255,7 +254,7 @@ def tree(
                     crew.work, "leaves", args.leaf_workers, all_of_it
                 )
                 looks = []
-                for _ in range(1 + args.repeats):  # by the first one all are at work
+                for _ in range(1 + args.repeats):  # all work at the first look
                     time.sleep(2 * args.window)
                     looks.append([look(level) for level in seen])
                 working.result()
@@ -283,7 +282,7 @@ def tree(
 
 
 def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """One worker, and a center in parts."""
+    """Measure one worker, and a center in parts."""
     size = 1e6 * args.megabytes
     contribution = centers.tree(size, args.leaves, 1e-6)
     rows = []
@@ -295,7 +294,7 @@ def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
             stack.enter_context(connection)
             version = connection.initialize(contribution, worker="worker-0").version
             exchange = centers.exchanging(connection, contribution, "worker-0", version)
-            exchange()  # so that all connections are there
+            exchange()  # opens all connections
             for rate in (None, args.rate):
                 if rate is not None:
                     pace(rate)
@@ -325,14 +324,14 @@ def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """A center with a journal, killed and started again."""
+    """Measure the restart of a killed center with a journal."""
     size, number = 1e6 * args.megabytes, args.records
     found: dict[str, list[float]] = {"exchange": [], "serve": [], "rejoin": []}
     for _ in range(args.repeats):
@@ -352,7 +351,7 @@ def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
             took = [timed(exchange) for _ in range(number)]
             found["exchange"].append(statistics.median(took))
             os.kill(first.pid, signal.SIGKILL)
-            first.close()  # when it is gone, its center may be had
+            first.close()  # wait for its end, which frees the center
             _, seconds = second.call(seconds_to_serve, durability=kept, address=address)
             found["serve"].append(seconds)
             found["rejoin"].append(timed(exchange))
@@ -383,7 +382,7 @@ def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
     report.add("restart", title, rows)
 
 
-_large: dict[str, Any] = {}  # of the process of the worker
+_large: dict[str, Any] = {}  # in the worker's process
 
 
 def join_large(address: str, size: float, leaves: int) -> None:
@@ -397,7 +396,7 @@ def exchange_large() -> float:
 
 
 def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """A model that takes most of the memory, once."""
+    """Measure one exchange of a model that takes most of the memory."""
     size = 1e9 * args.gigabytes
     available = memory_available()
     if available < 5 * size:
@@ -414,15 +413,15 @@ def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
         with centers.served(process, size, args.leaves) as address:
             initial = of_server.row(size)["peak"]
             client.call(join_large, address, size, args.leaves)
-            for _ in range(2):  # into memory that was never touched before
+            for _ in range(2):  # touches memory for the first time
                 client.call(exchange_large)
             of_server.settle()
             of_worker.settle()
             seconds = [client.call(exchange_large) for _ in range(args.repeats)]
             peaks = [memory.row(size)["peak"] for memory in (of_server, of_worker)]
             client.close()
-    # Nobody reads the center meanwhile, which moves in place. The worker has no loop:
-    # a message, and besides the answer the one before, which would be its anchor.
+    # The center is not read meanwhile, so it moves in place. The worker has no loop: it
+    # holds a message, the answer, and the answer before, which would be its anchor.
     center = cost.center.total - cost.center.version
     worker = cost.worker.staged + cost.worker.anchor
     rows = [
@@ -438,7 +437,7 @@ def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 
 
 def memory_available() -> float:
-    """Bytes, without pushing anything out."""
+    """Return the available memory in bytes, without swapping."""
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("MemAvail"))
     return 1024 * float(kilobytes)

@@ -1,6 +1,6 @@
-"""Measuring forms of one thing in turns, within one run.
+"""Measurement of several forms in turns, within one run.
 
-On a shared machine only ratios of neighbors in time mean anything.
+On a shared machine only ratios of neighbors in time are meaningful.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rich.progress import track
 
 @dataclasses.dataclass
 class Form:
-    """One way to do it, ready to run again and again."""
+    """One way to do a task, which can be run repeatedly."""
 
     name: str
     peer: str  # the form whose time is 1
-    # Returns its seconds where it took the time itself.
+    # Returns the seconds if it measures the time itself.
     run: Callable[[], float | None]
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine of the measurements."""
     packages = ("jax", "optax", "grpcio", "agn_optax")
     return {
         "device": jax.devices()[0].device_kind,
@@ -55,10 +55,10 @@ def take_turns(
     console: Console,
     order: np.random.Generator | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of every form, after one that warms it up.
+    """Return the seconds of every run of every form, after a warm-up run.
 
-    With ``order``, each turn has one of its own, for forms that leave work behind which
-    the next one would pay for.
+    With ``order``, each turn has a new random order, for forms that leave work behind
+    that slows down the next one.
     """
     for form in forms:
         form.run()
@@ -76,7 +76,7 @@ def take_turns(
 def compare(
     seconds: Mapping[str, Sequence[float]], name: str, peer: str
 ) -> dict[str, Any]:
-    """A form's seconds (the median), and its time relative to its peer's."""
+    """Return a form's median seconds, and its time relative to its peer's."""
     ratios = np.array(seconds[name]) / np.array(seconds[peer])
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return {
@@ -94,18 +94,18 @@ def measure(
     console: Console,
     order: np.random.Generator | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Of every form: seconds (the median), and its time relative to its peer's."""
+    """Return median seconds and relative time of every form."""
     seconds = take_turns(forms, repeats, console, order)
     return {form.name: compare(seconds, form.name, form.peer) for form in forms}
 
 
 def fastest(seconds: Mapping[str, Sequence[float]], names: Iterable[str]) -> str:
-    """The form with the smallest median among those named."""
+    """Return the form with the smallest median among those named."""
     return min(names, key=lambda name: float(np.median(seconds[name])))
 
 
 def speed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose ratio is one of speeds rather than of times: more is better."""
+    """Return a row whose ratio is of speeds instead of times: more is better."""
     low, high = row["quartiles"]
     turned = {
         "ratio": round(1 / row["ratio"], 3),

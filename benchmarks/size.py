@@ -1,8 +1,8 @@
-"""Cost of an exchange against size and leaves: a straight line in both?
+"""Cost of an exchange by size and by number of leaves, and its fit by a line.
 
-A model in few leaves, from a kilobyte to a gigabyte, with a straight line through the
-milliseconds (fitted to relative errors, so that small sizes count as much as large
-ones); then models of one size in 1 to 10,000 leaves, in turns with the one in one leaf.
+First a model in few leaves, from a kilobyte to a gigabyte, with a straight line through
+the milliseconds (fitted to relative errors, so that small sizes count as much as large
+ones). Then models of one size in 1 to 10,000 leaves, in turns with the one in one leaf.
 
     python benchmarks/size.py
     python benchmarks/size.py --largest 4e9 --leaves 1 10 100
@@ -24,7 +24,7 @@ from side_by_side import Form
 
 
 class Models:
-    """Centers of many shapes, all at once, each with a worker here."""
+    """Centers of many shapes, each with a worker in this process."""
 
     def __init__(self, process: Process, stack: contextlib.ExitStack) -> None:
         self._process, self._stack = process, stack
@@ -32,11 +32,11 @@ class Models:
     def form(
         self, name: str, peer: str, size: float, leaves: int, transport: str
     ) -> Form:
-        """Exchanges of one model; a small one makes several in a run."""
+        """Make the form of a model's exchanges; small models make several per run."""
         served = centers.served(self._process, size, leaves)
         address = self._stack.enter_context(served)
-        # The first exchange of very many leaves compiles for longer than a center may
-        # be silent by default.
+        # The first exchange of very many leaves compiles for longer than the default
+        # timeout.
         center = centers.connect(address, transport, timeout=600.0)
         self._stack.enter_context(center)
         contribution = centers.tree(size, leaves, 1e-6)
@@ -45,12 +45,12 @@ class Models:
 
 
 def times(size: float) -> int:
-    """Exchanges of one run: of small models one would be mostly noise."""
+    """Return the exchanges per run: one of a small model would be mostly noise."""
     return max(1, min(20, round(4e6 / size)))
 
 
 def averaged(exchange: Callable[[], None], count: int) -> Callable[[], float]:
-    """Seconds of one of ``count`` exchanges."""
+    """Return a function that measures the mean seconds of ``count`` exchanges."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -62,7 +62,7 @@ def averaged(exchange: Callable[[], None], count: int) -> Callable[[], float]:
 
 
 def against_size(leaves: int, args: argparse.Namespace, report: Report) -> Row:
-    """A table with a row for every size; gives the line through them."""
+    """Add a table with a row for every size, and return the fitted line."""
     exponents = range(3, round(np.log10(args.largest)) + 1)
     sizes = [10.0**e for e in exponents if 10.0**e < args.largest] + [args.largest]
     with Process() as process, contextlib.ExitStack() as stack:
@@ -102,7 +102,7 @@ def against_size(leaves: int, args: argparse.Namespace, report: Report) -> Row:
 
 
 def against_leaves(megabytes: float, args: argparse.Namespace, report: Report) -> None:
-    """A table with a row for every number of leaves."""
+    """Add a table with a row for every number of leaves."""
     size = 1e6 * megabytes
     one = str(args.leaves[0])
     begun = {}

@@ -1,6 +1,6 @@
-"""Time to `import agn_optax`, beside `import optax`, in fresh interpreters in turns.
+"""Time of `import agn_optax` and of `import optax`, in fresh interpreters in turns.
 
-The service, which needs gRPC, is a row of its own; jax is what optax itself imports.
+The service, which needs gRPC, is a separate row; jax is imported by optax itself.
 
     python benchmarks/startup.py
 """
@@ -23,12 +23,12 @@ start = time.perf_counter()
 import {module}
 print(time.perf_counter() - start)
 """
-# With what is compiled to bytes kept, as for everybody, also under ``python -B``.
+# Bytecode files are written, as usual, also if this runs under ``python -B``.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 def seconds(module: str) -> float:
-    """Of importing a module, without the start of the interpreter."""
+    """Return the seconds of an import, without the interpreter's start."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
     said = subprocess.run(  # noqa: S603 our own program
         command, env=ENVIRONMENT, check=True, capture_output=True, text=True

@@ -1,9 +1,9 @@
-"""What streaming does to training: fragments, delays, mixing and eager updates.
+"""Effect of streaming on training: fragments, delays, mixing and eager updates.
 
-Workers with an equal share each train a small network on scikit-learn's digits with
-DiLoCo, as rows of a vmap. The center's loss and accuracy on the test half are those
-after the last local step, when the last fragment has been exchanged; "most at once" is
-what a worker sends at a time, as a part of the model.
+Workers with equal shares of the data train a small network on scikit-learn's digits
+with DiLoCo, as rows of a vmap. The center's loss and accuracy on the test half are
+those after the last local step, when the last fragment has been exchanged. "most at
+once" is the largest fraction of the model that a worker sends at a time.
 
     python benchmarks/streaming.py --rounds 20 --period 20 --momentum 0.5
 """
@@ -32,7 +32,7 @@ BATCH = 32
 
 
 def settings(count: int, delay: int, period: int) -> dict[str, Fragments | None]:
-    """What is compared, by name."""
+    """Return the compared settings by name."""
     late = min(round(0.9 * period), period - 1)
     return {
         "all at once": None,
@@ -48,7 +48,7 @@ def settings(count: int, delay: int, period: int) -> dict[str, Fragments | None]
 
 
 def init(key: jax.Array) -> PyTree:
-    """A network, with a leaf for each matrix and each bias."""
+    """Initialize a network, with a leaf for each matrix and each bias."""
     sizes = list(itertools.pairwise(WIDTHS))
     keys = jax.random.split(key, len(sizes))
     return [
@@ -71,7 +71,7 @@ def loss(params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def program(fragments: Fragments | None, args: Any, data: Any) -> Any:
-    """``seed -> (loss, accuracy)`` of the center, on the half that is left out."""
+    """Return ``seed -> (loss, accuracy)`` of the center on the test half."""
     tx = agn_optax.diloco(
         optax.adamw(1e-3),
         args.period,

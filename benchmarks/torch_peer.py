@@ -1,7 +1,7 @@
 """torch.distributed.rpc as a peer: push, add, pull between two processes.
 
-exchange.py runs it with a Python that has torch (`--torch-python`). For every line
-that it reads it makes one exchange and prints the seconds that it took.
+exchange.py runs this program with a Python that has torch (`--torch-python`). For every
+input line it makes one exchange and prints the seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _center = torch.zeros(0)
 
 
 def exchange(message: torch.Tensor) -> torch.Tensor:
-    """Runs where the center is."""
+    """Add to the parameters; runs in the center's process."""
     global _center
     if _center.shape != message.shape:
         _center = torch.zeros_like(message)
@@ -28,7 +28,7 @@ def exchange(message: torch.Tensor) -> torch.Tensor:
 
 
 def join(name: str, rank: int, *, tcp: bool) -> None:
-    """Without ``tcp`` torch picks the transport, as it does for its users."""
+    """Join the processes; without ``tcp`` torch picks the transport, as by default."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
     if tcp:
         options = rpc.TensorPipeRpcBackendOptions(
@@ -39,7 +39,7 @@ def join(name: str, rank: int, *, tcp: bool) -> None:
 
 def hold_center(*, tcp: bool) -> None:
     join("center", 0, tcp=tcp)
-    rpc.shutdown()  # waits for the worker to go
+    rpc.shutdown()  # waits until the worker has left
 
 
 def main() -> None:

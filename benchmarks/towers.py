@@ -1,4 +1,4 @@
-"""What a mesh sends, and what a center in shards costs and saves.
+"""Traffic on a mesh, and cost and savings of a center in shards.
 
 Collectives and bytes are counted in the compiled programs. The exchanges run in turns
 within one process, and every ratio is of two neighbors in time.
@@ -57,11 +57,11 @@ class Model:
         self.bytes = 4 * self.leaves * self.shape[0]
 
     def params(self) -> PyTree:
-        """New ones."""
+        """Make new parameters."""
         return [jnp.full(self.shape, 0.5) for _ in range(self.leaves)]
 
     def step(self, tx: Any) -> Callable[..., Any]:
-        """A train step of ``tx``."""
+        """Return a train step of ``tx``."""
 
         def train_step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
             params, opt_state = state
@@ -73,9 +73,9 @@ class Model:
 
 
 def count(model: Model, towers: int, period: int) -> list[Row]:
-    """Collectives and bytes of a step (of a round, divided) in every mode."""
+    """Return collectives and bytes per step in every mode, averaged over a round."""
     rows = []
-    minimum = 2 * (towers - 1) / towers * model.bytes  # of an all-reduce, per device
+    minimum = 2 * (towers - 1) / towers * model.bytes  # all-reduce, per device
 
     def add(name: str, collectives: float, sent: float) -> None:
         rows.append(
@@ -112,24 +112,24 @@ def count(model: Model, towers: int, period: int) -> list[Row]:
 
 
 def of_program(mesh: Any, program: Any, tx: Any, model: Model, *batch: Any) -> Any:
-    """What one execution of a program of the mesh sends."""
+    """Return the traffic of one execution of a program on the mesh."""
     state = mesh.create(lambda p: (p, tx.init(p)), model.params())
     return traffic(program.lower(state, *batch).compile())
 
 
 @dataclasses.dataclass
 class Exchange(side_by_side.Form):
-    """An exchange with the center in one place."""
+    """An exchange with one placement of the center."""
 
     rule: str
     mode: str
     center: str
-    held: float  # bytes a tower: center, center optimizer's state, record
-    temporary: float  # bytes a tower, of the program
+    held: float  # bytes per tower: center, center optimizer's state, record
+    temporary: float  # bytes per tower, allocated by the program
 
 
 def exchanges(model: Model, towers: int, name: str, rule: rules.Rule) -> list[Exchange]:
-    """The exchange of independent towers and of one data-parallel worker."""
+    """Return the exchange of independent towers and of one data-parallel worker."""
     forms = []
     for mode, workers, axis in (
         ("independent", towers, "workers"),
@@ -210,7 +210,7 @@ def main() -> None:
                     "temporary": round(form.temporary / model.bytes, 3),
                 }
             )
-        del forms, form  # with their states
+        del forms, form  # frees their states
     title = f"an exchange of {args.towers} towers, {size}; memory of a tower in models"
     report.add("exchanges", title, exchange_rows)
     report.write()

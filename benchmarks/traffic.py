@@ -1,4 +1,4 @@
-"""What a compiled program sends: its collectives, counted and weighed."""
+"""Traffic of a compiled program: its collectives, counted and weighed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# Bytes that a device sends in the best algorithms (ring, pairwise exchange), in units
-# of the bytes of the result; n is the number of devices that take part.
+# Bytes sent by a device in the best algorithms (ring, pairwise exchange), in units of
+# the bytes of the result; n is the number of devices that take part.
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -24,8 +24,8 @@ _OPERATION = re.compile(
     rf"= (?P<result>.*?) (?P<kind>{'|'.join(_SENT)})(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,<=]*)\]")
-# The devices of a group in XLA's spellings: a list, a reshaped range, axes of a mesh
-# (of which one may be split), everyone.
+# The devices of a group in XLA's notations: a list, a reshaped range, axes of a mesh
+# (one of them may be split), all devices.
 _GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]*)\}")
 _RANGE_GROUPS = re.compile(r"replica_groups=\[\d+,(?P<size>\d+)\]")
 _MESH_GROUPS = re.compile(
@@ -44,20 +44,20 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 class Traffic(NamedTuple):
-    """What one execution of a program sends."""
+    """Traffic of one execution of a program."""
 
-    collectives: int  # collective operations
+    collectives: int  # number of collective operations
     bytes_sent: int  # by each device, with the best algorithm for each
     kinds: dict[str, int]  # collectives by kind
 
 
 def traffic(compiled: Any) -> Traffic:
-    r"""Counts the collectives of a compiled program, and the bytes a device sends.
+    r"""Count the collectives of a compiled program, and the bytes a device sends.
 
-    Of n devices with S bytes each, the best all-reduce sends
+    With n devices and S bytes each, the best all-reduce sends
     :math:`2 S (n - 1) / n` from every device, reduce-scatter and all-gather half of it.
-    What a scan repeats counts as often as it is repeated. A loop of unknown length
-    counts as one trip; the exchange of a drop-in optimizer, which is made once a
+    Operations in a scan count as often as they are repeated. A loop of unknown length
+    counts as one iteration; the exchange of a drop-in optimizer, which is made once a
     period, is such a loop.
 
     Args:
@@ -68,7 +68,7 @@ def traffic(compiled: Any) -> Traffic:
 
     Raises:
       TypeError: ``compiled`` is something else.
-      ValueError: it is spelled in a way that is not known here.
+      ValueError: a group of devices has an unknown notation.
 
     References:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
@@ -79,7 +79,7 @@ def traffic(compiled: Any) -> Traffic:
     kinds: Counter[str] = Counter()
     sent = 0.0
     for line, times in _executed(text):
-        line = line.partition(", metadata=")[0]  # which may mention anything
+        line = line.partition(", metadata=")[0]  # metadata may mention anything
         operation = _OPERATION.search(line)
         if operation is None:
             continue
@@ -98,7 +98,7 @@ def traffic(compiled: Any) -> Traffic:
 
 
 def _executed(text: str) -> Iterator[tuple[str, int]]:
-    """Every operation of a program, and how often one execution makes it."""
+    """Yield every operation of a program, and how often one execution runs it."""
     computations: dict[str, list[str]] = {}
     entry, lines = None, list[str]()
     for line in text.splitlines():
@@ -107,7 +107,7 @@ def _executed(text: str) -> Iterator[tuple[str, int]]:
             entry = header["name"] if header["entry"] else entry
         else:
             lines.append(line)
-    # One that stands alone, as in a test, is the entry.
+    # A single computation, as in a test, is the entry.
     computations.setdefault("", lines)
 
     def walk(name: str, times: int) -> Iterator[tuple[str, int]]:
@@ -141,7 +141,7 @@ def _nbytes(dtype: str, shape: str) -> int:
 
 
 def _members(line: str, kind: str, devices: int) -> int:
-    """How many devices take part in a collective together."""
+    """Return the number of devices that take part in a collective together."""
     if kind == "collective-permute":
         return 2
     if found := _GROUPS.search(line):

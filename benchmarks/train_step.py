@@ -1,9 +1,9 @@
-"""A whole training step, gradient included, with AGN and without.
+"""Time of a whole training step, gradient included, with AGN and without.
 
-A multilayer perceptron, adam inside, buffers donated. A run is a period of steps, so
-the exchange that ends it counts; "ratio" is the time relative to plain adam's. (The
-same step took TensorFlow 1.14's AGNOptimizer 1.15 times its plain optimizer's, of
-another run.)
+The model is a multilayer perceptron, adam is the inner optimizer, and buffers are
+donated. A run is a period of steps, so its exchange is included; "ratio" is the time
+relative to plain adam's. (In another run, the same step with TensorFlow 1.14's
+AGNOptimizer took 1.15 times as long as with its plain optimizer.)
 
     python benchmarks/train_step.py --millions 10 --batch 64
 """
@@ -30,14 +30,14 @@ def adam() -> optax.GradientTransformation:
 
 
 def perceptron(size: float, layers: int) -> list[jax.Array]:
-    """Square layers with about ``size`` parameters in all."""
+    """Make square layers with about ``size`` parameters in total."""
     width = round((size / layers) ** 0.5)
     keys = jax.random.split(jax.random.key(0), layers)
     return [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
 
 
 def loss(params: PyTree, inputs: jax.Array) -> jax.Array:
-    """Of an autoencoder."""
+    """Return the loss of an autoencoder."""
     hidden = inputs
     for weights in params:
         hidden = jnp.tanh(hidden @ weights)
@@ -45,7 +45,7 @@ def loss(params: PyTree, inputs: jax.Array) -> jax.Array:
 
 
 def training(name: str, tx: Any, args: argparse.Namespace) -> Form:
-    """A period of steps, and the exchange where it is a program of its own."""
+    """Return a form of a period of steps, with its exchange if that is separate."""
 
     def step(params: PyTree, state: PyTree, inputs: jax.Array) -> PyTree:
         grads = jax.grad(loss)(params, inputs)

@@ -1,8 +1,8 @@
-"""What a token and TLS cost an exchange, beside a center that is open.
+"""Cost of a token and of TLS in an exchange, relative to an open center.
 
-Every form is a center of its own in a second process, and one worker that exchanges
-with it for a while. "speed" is relative to the same transport in plain text and without
-a token: the median of neighbors in time with its quartiles.
+Every form has its own center in a second process, and one worker that exchanges with it
+for a while. "speed" is relative to the same transport in plain text and without a
+token: the median of neighbors in time with its quartiles.
 
     python benchmarks/trust.py
     python benchmarks/trust.py --megabytes 40 --repeats 9
@@ -69,7 +69,7 @@ def _forms(
     pem: peers.Pem,
     window: float,
 ) -> list[Form]:
-    """All, each with a center of its own."""
+    """Return all forms, each with its own center."""
     secret = {"tls": Tls(None, *pem)}, {"tls": Tls(pem[0])}
     token = {"tokens": f"worker * {TOKEN}"}, {"token": TOKEN}
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

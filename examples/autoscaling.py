@@ -1,8 +1,9 @@
-"""Workers come and go in the middle of a run: which rules mind?
+"""Changing numbers of workers in a run, and the effect on each rule.
 
-Digits, and a center around which two workers train, then four, then two again; each
-makes ten local steps a round, and they take turns (or meet, in rounds). For each rule
-the error of the center on held-out digits at the end of the three phases.
+Two workers train on digits with one center, then four, then two again. Each makes ten
+local steps a round, and the workers exchange in turn (or in synchronous rounds). For
+each rule, the program prints the center's error on held-out digits at the end of the
+three phases.
 
     python examples/autoscaling.py
 """
@@ -31,16 +32,16 @@ INNER = optax.adam(1e-3)
 
 
 def following(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A center optimizer whose rate follows the number of workers: an n-th of it.
+    """Divide an optimizer's steps by the number of workers, through the staleness.
 
-    Among n workers of one speed a message is n - 1 versions old.
+    Among n workers of the same speed, each message has a staleness of n - 1.
     """
     return optax.chain(optimizer, agn_optax.scale_by_staleness())
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A rule, and when its messages are applied."""
+    """A rule, and the mode of its center."""
 
     rule: Callable[[], rules.Rule]
     mode: center.Mode = dataclasses.field(default_factory=center.Asynchronous)
@@ -76,7 +77,7 @@ class Trainer:
         self._params, self._state = self.worker.start()
 
     def round(self) -> None:
-        """Local steps, and the exchange that ends them."""
+        """Make the local steps of a round, and its exchange."""
         for _ in range(PERIOD):
             self._params, self._state = _local_step(
                 self.worker.tx.update, self._params, self._state, next(self._data)
@@ -111,7 +112,7 @@ def _right(params: PyTree, data: datasets.Split) -> jax.Array:
 def errors_of(
     case: Case, data: datasets.Dataset, phases: list[int], rounds: int, seed: int
 ) -> list[float]:
-    """The center's error on held-out digits, in %, at the end of each phase."""
+    """Return the center's error on held-out digits, in %, at the end of each phase."""
     params = two_hosts.make_params(data.train.images[0].size, hidden=64)
     shared = agn_optax.LocalCenter(case.rule(), params, mode=case.mode)
     there: list[Trainer] = []
@@ -124,7 +125,7 @@ def errors_of(
                 own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
                 there.append(Trainer(shared, f"worker-{len(there)}", own))
             for _ in range(rounds):
-                if isinstance(case.mode, center.Synchronous):  # they wait in there
+                if case.mode.combines:  # rounds wait for all
                     list(threads.map(Trainer.round, there))
                 else:
                     for each in there:
@@ -136,7 +137,7 @@ def errors_of(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -151,7 +152,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table."""
+    """Print a table."""
     args = parse(arguments)
     data = datasets.digits()
     width = max(map(len, CASES))

@@ -1,4 +1,4 @@
-"""Real data: scikit-learn's digits, MNIST from its own idx files, Python's source."""
+"""Real data: scikit-learn's digits, MNIST from its idx files, and Python's source."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# The third byte of an idx file's magic number names the type of its elements, which
-# are big-endian.
+# The third byte of an idx file's magic number is the type of the elements, which are
+# big-endian.
 _IDX_TYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype(">u1"),
     0x09: np.dtype(">i1"),
@@ -33,7 +33,7 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """What a model is trained on, and what it is tested on."""
+    """Training and test images."""
 
     name: str
     train: Split
@@ -41,7 +41,7 @@ class Dataset(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Characters to learn from, and others to be tested on; uint8 below 128."""
+    """Training and test characters; uint8 below 128."""
 
     name: str
     train: Array
@@ -49,7 +49,7 @@ class Text(NamedTuple):
 
 
 def digits(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships."""
+    """Load scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 slow, and for these only
 
     bunch = load_digits()
@@ -65,10 +65,10 @@ def digits(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
 
 
 def mnist(folder: str | pathlib.Path) -> Dataset:
-    """MNIST, or a dataset in its format, from a folder with the four idx files.
+    """Load MNIST, or a dataset in its format, from a folder with the four idx files.
 
     Args:
-      folder: has ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+      folder: the folder of ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
         ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, plain or gzipped.
 
     Returns:
@@ -76,7 +76,7 @@ def mnist(folder: str | pathlib.Path) -> Dataset:
 
     Raises:
       FileNotFoundError: one of the files is missing.
-      ValueError: one of the files is not what its name says.
+      ValueError: one of the files does not have the content of its name.
     """
     folder = pathlib.Path(folder)
 
@@ -96,7 +96,7 @@ def mnist(folder: str | pathlib.Path) -> Dataset:
 
 
 def read_idx(path: pathlib.Path) -> Array:
-    """The array in an idx file: two zeros, type, rank, sizes, then the elements."""
+    """Read an idx file: two zero bytes, type, rank, sizes, then the elements."""
     raw = path.read_bytes()
     if raw[:2] == b"\x1f\x8b":
         raw = gzip.decompress(raw)
@@ -123,14 +123,15 @@ def _find(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def python_source(megabytes: float = 8.0, *, test_fraction: float = 0.05) -> Text:
-    """Source text of Python's own standard library, which is on every machine."""
+    """Load source text of Python's standard library, which every machine has."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path
         for path in folder.rglob("*.py")
         if "site-packages" not in path.parts and "test" not in path.parts
     )
-    # Every machine takes the same files of a Python version, from all over the library.
+    # A fixed random order: all machines with the same Python version take the same
+    # files, from all parts of the library.
     np.random.default_rng(0).shuffle(files)
     parts: list[bytes] = []
     size, wanted = 0, round(megabytes * 1e6)

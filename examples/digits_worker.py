@@ -1,8 +1,8 @@
-"""What is trained in ``digits.py``, by which rules, and what one worker process does.
+"""The network, the methods and the worker process of ``digits.py``.
 
 ``digits.py`` starts this file once per worker, with a `Job` as its argument. A worker
-has its own share of the data, knows the addresses of centers and its own settings, and
-nothing of other workers.
+has its own share of the data, the addresses of the centers and its own settings. It
+knows nothing about other workers.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A rule and the optimizers that it works well with.
+    """A rule and optimizers that work well with it.
 
-    Learning rates are the best of three by factors of two, with two other seeds than
-    the demo's: those that reached 94 % after the fewest exchanges, or at equality the
-    highest accuracy at the end. (DOWNPOUR's is a quarter of that, at which one of the
-    demo's seeds ended at 82 %.) ``--times 0.5`` and the like show what that changes.
+    Each learning rate is the best of three that differ by factors of two, with two
+    seeds other than the demo's: the rate that reached 94 % after the fewest exchanges,
+    or among equals the highest accuracy at the end. (DOWNPOUR's rate is a quarter of
+    that one, with which one of the demo's seeds ended at 82 %.) Try ``--times 0.5`` and
+    the like to see the effect of other rates.
     """
 
     name: str
-    inner: Callable[[float], optax.GradientTransformation]  # of the learning rate
-    rule: Callable[[float], rules.Rule] | None  # None: one alone, without a center
+    inner: Callable[[float], optax.GradientTransformation]  # learning rate -> optimizer
+    rule: Callable[[float], rules.Rule] | None  # None for one worker without a center
     rate: float
-    color: str  # of Okabe and Ito's palette, which color-blind people can tell apart
+    color: str  # from Okabe and Ito's palette, which color-blind people can distinguish
     mode: Callable[[], Any] = center.Asynchronous
-    period: int | None = None  # None for that of the command line
-    kills: bool = False  # one worker, in the middle; it is started again
+    period: int | None = None  # None for the period of the command line
+    kills: bool = False  # whether a worker is killed in the middle, and restarted
 
 
 EVERY_STEP = Method(
-    # The center's Adam sees the gradients of all workers at every step, and nobody
-    # makes a step of their own.
+    # The center's Adam gets the gradients of all workers at every step, and workers
+    # make no steps of their own.
     "averaging",
     inner=lambda rate: optax.set_to_zero(),
     rule=lambda rate: rules.agn(optax.adam(rate)),
@@ -106,12 +107,12 @@ METHODS = {
 
 
 def made(name: str, times: float) -> tuple[Any, Any]:
-    """The inner optimizer of a method, and its rule if it has one."""
+    """Return the inner optimizer of a method, and its rule if it has one."""
     method = METHODS[name]
     return _made(method.inner, method.rule, times * method.rate)
 
 
-@functools.cache  # what is one and the same is compiled once
+@functools.cache  # the same objects, so that programs are compiled once
 def _made(inner: Any, rule: Any, rate: float) -> tuple[Any, Any]:
     return inner(rate), rule(rate) if rule else None
 
@@ -119,17 +120,17 @@ def _made(inner: Any, rule: Any, rate: float) -> tuple[Any, Any]:
 class Network(nn.Module):
     """Two convolutions and two dense layers, for images of any size.
 
-    It has 139,000 parameters, whatever that size.
+    It has 139,000 parameters, independent of that size.
     """
 
     classes: int = 10
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits [n, classes] of images [n, height, width, 1]."""
+        """Return the logits [n, classes] of images [n, height, width, 1]."""
         x = nn.relu(nn.Conv(16, (3, 3))(images))
         x = nn.relu(nn.Conv(32, (3, 3), strides=(2, 2))(x))
-        if x.shape[1:3] != (4, 4):  # those of images that are not 8 x 8
+        if x.shape[1:3] != (4, 4):  # for images that are not 8 x 8
             x = jax.image.resize(x, (len(x), 4, 4, 32), "linear")
         x = x.reshape(len(x), -1)
         x = nn.relu(nn.Dense(256)(x))
@@ -137,9 +138,9 @@ class Network(nn.Module):
 
 
 def first_params(network: Network, images: Any, seed: int) -> PyTree:
-    """As Flax initializes such layers, but nothing has to be compiled for it.
+    """Initialize the network as Flax does, without compiling anything.
 
-    Kernels are normal with a variance of one over their inputs; biases are 0.
+    Kernels are normal with variance 1 / inputs; biases are 0.
     """
     rng = np.random.default_rng(seed)
 
@@ -155,16 +156,16 @@ def first_params(network: Network, images: Any, seed: int) -> PyTree:
 
 
 def loss_fn(network: Network, params: PyTree, images: Any, labels: Any) -> jax.Array:
-    """Mean cross-entropy of a batch."""
+    """Return the mean cross-entropy of a batch."""
     logits = network.apply({"params": params}, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 @functools.cache
 def gradient_of(network: Network) -> Callable[..., PyTree]:
-    """The gradient on the rows ``batch`` of the images and labels: one for all rules.
+    """Return the compiled gradient on the rows ``batch`` of images and labels.
 
-    It takes most of the time that there is to compile, so it is a program of its own.
+    It takes most of the compile time, so it is a separate program for all rules.
     """
 
     @jax.jit
@@ -177,7 +178,7 @@ def gradient_of(network: Network) -> Callable[..., PyTree]:
 
 @functools.cache
 def step_of(network: Network, tx: Any) -> Callable[..., tuple[PyTree, PyTree]]:
-    """A compiled local step; the same one for all seeds."""
+    """Return a compiled local step, the same one for all seeds."""
     gradient = gradient_of(network)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -194,14 +195,14 @@ def step_of(network: Network, tx: Any) -> Callable[..., tuple[PyTree, PyTree]]:
 
 
 def share(size: int, rank: int, workers: int) -> np.ndarray[Any, Any]:
-    """The rows of the data that one worker has, and no other worker sees."""
+    """Return the rows of the data that one worker has, and no other worker."""
     return np.arange(size)[rank::workers]
 
 
 def batches(
     rows: np.ndarray[Any, Any], batch_size: int, *seed: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Batches of these rows without end, epoch after epoch, each in its own order."""
+    """Yield batches of these rows forever, with a new order in each epoch."""
     rng = np.random.default_rng(seed)
     order: list[int] = []
     while True:
@@ -213,52 +214,52 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One run, and the center that it has to itself."""
+    """One run with its own center."""
 
     method: str
-    center: str  # its address
+    center: str  # address of the center
     period: int
-    versions: int  # of the center, at which the run is over
+    versions: int  # center version at which the run ends
     seed: int
-    dies_at: int | None = None  # version at which the process is killed, once
+    dies_at: int | None = None  # version at which the process kills itself, once
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything that a worker process is told."""
+    """The settings of a worker process."""
 
-    worker: str  # the name by which centers know this worker, in all of its lives
+    worker: str  # name of this worker at the centers, the same after a restart
     rank: int
-    workers: int  # in all
-    data: str  # an .npz file with images and labels
+    workers: int  # total number of workers
+    data: str  # path of an .npz file with images and labels
     classes: int
     batch: int
     slowdown: int  # 3 for a worker that takes three times as long for a step
-    rate: float  # bytes a second, of its link in either direction
-    times: float  # of all learning rates
-    tasks: list[Task]  # one after the other
+    rate: float  # bytes/s of its link, in either direction
+    times: float  # factor of all learning rates
+    tasks: list[Task]  # in order
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A line of JSON to the launcher, at the start of a run and after an exchange."""
 
-    task: int  # its place among the tasks
-    life: int
-    version: int  # of the center
-    staleness: int | None = None  # of the message; None at the start
-    seconds: float = 0.0  # for which the worker waited for the exchange
+    task: int  # index of the task
+    life: int  # number of restarts before
+    version: int  # version of the center
+    staleness: int | None = None  # staleness of the message; None at the start
+    seconds: float = 0.0  # time that the worker waited for the exchange
 
 
 def work(job: Job) -> None:
-    """Does one task after the other; another life goes on with the last one."""
+    """Do all tasks in order; after a restart, do the last one only."""
     life = int(os.environ["AGN_OPTAX_RESTARTS"])
     with np.load(job.data) as data:
         images, labels = jnp.asarray(data["images"]), jnp.asarray(data["labels"])
     mine = share(len(labels), job.rank, job.workers)
     for number, task in enumerate(job.tasks):
         if life == 0 or number == len(job.tasks) - 1:
-            # Another life goes through the data in another order.
+            # A restarted worker uses the data in another order.
             rows = batches(mine, job.batch, task.seed, job.rank, life)
             train(job, task, Report(number, life, 0), images, labels, rows)
 
@@ -266,23 +267,23 @@ def work(job: Job) -> None:
 def train(
     job: Job, task: Task, report: Report, images: Any, labels: Any, rows: Any
 ) -> None:
-    """Trains until the center has the version that is wanted.
+    """Train until the center has the task's version.
 
-    Where nobody waits for anybody, the fast workers make most of the exchanges.
+    In asynchronous methods, the fast workers make most of the exchanges.
     """
     inner, rule = made(task.method, job.times)
     with (
-        # The center is on this machine, but what is shown is another one at the end of
-        # a link: nothing in shared memory.
+        # The center is on this machine, but the demo shows one at the end of a link:
+        # shared memory is not used.
         service.connect(task.center, rule, transports=["grpc"]) as remote,
         agn_optax.Worker(remote, inner, period=task.period, name=job.worker) as worker,
     ):
         local_step = step_of(Network(job.classes), worker.tx)
-        # Compiled before the start, at which all workers wait for each other once.
+        # Compile before the start, where all workers wait for each other once.
         params = remote.pull().params
         local_step(params, worker.tx.init(params), images, labels, next(rows))
 
-        # In a later life too: the center is all that a worker needs to go on.
+        # The same after a restart: a worker only needs the center to continue.
         params, state = worker.start()
         pace(job.rate)
         tell(dataclasses.replace(report, version=worker.version))
@@ -293,7 +294,7 @@ def train(
             time.sleep((job.slowdown - 1) * (time.perf_counter() - begin))
             dies = report.life == 0 and task.dies_at is not None
             if dies and worker.version >= task.dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)  # without a word to anybody
+                os.kill(os.getpid(), signal.SIGKILL)  # without leaving the center
             exchanges, begin = worker.exchanges, time.perf_counter()
             params, state = worker.exchange(params, state)
             if worker.exchanges > exchanges:
@@ -310,12 +311,12 @@ def train(
 
 
 def tell(report: Report) -> None:
-    """Says something to the launcher, which reads this process's output."""
+    """Send a report to the launcher, which reads this process's output."""
     print(json.dumps(dataclasses.asdict(report)), flush=True)
 
 
 def job_of(text: str) -> Job:
-    """What `json.dumps` made of one."""
+    """Read a job from JSON."""
     said = json.loads(text)
     return Job(**{**said, "tasks": [Task(**task) for task in said["tasks"]]})
 

@@ -1,11 +1,12 @@
-"""A center and workers as actors of a Ray program of one's own.
+"""A center and workers as actors of your own Ray program.
 
     python examples/on_ray.py --folder /shared/folder
 
-`agn-optax launch run.toml --on ray` makes such actors for a program that knows nothing
-of Ray; here the actors are the program. Ray restarts those that are lost. The center
-goes on from its journal, in a folder that all nodes reach; a worker's method is called
-again, goes on from the center, and what it had sent twice counts once.
+`agn-optax launch run.toml --on ray` makes such actors for a program that does not use
+Ray; here the actors are the program. Ray restarts lost actors. The center continues
+from its journal, in a folder that all nodes can read and write. The method of a lost
+worker is called again and continues from the center; a message sent twice is applied
+once.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ RULE = rules.agn(optax.sgd(0.1))
 
 
 class Center:
-    """Serves the center; the next one, wherever Ray puts it, goes on with it."""
+    """An actor that serves the center; after a restart it continues anywhere."""
 
     def __init__(self, folder: pathlib.Path, token: str) -> None:
         security = service.Security(
             access=service.Access(f"chief,operator * {token}".encode()),
-            insecure=True,  # in a network that you trust
+            insecure=True,  # only in a network that you trust
         )
         while True:
             try:
@@ -48,29 +49,29 @@ class Center:
                 )
                 break
             except errors.DurabilityError as error:
-                # The one before it, on a node that is being lost, has the folder yet.
+                # The last actor, on a node that is being lost, still has the folder.
                 print(error)
                 time.sleep(1.0)
         (folder / "address").write_text(self._server.address)
 
     def pid(self) -> int:
-        """Of its process."""
+        """Return the id of its process."""
         return os.getpid()
 
     def stop(self) -> Any:
-        """Drains the center; returns its parameters."""
+        """Drain the center, and return its parameters."""
         self._server.stop()
         return jax.tree.map(np.asarray, self._server.center.pull().params)
 
 
 class Worker:
-    """Trains with its part of the data."""
+    """An actor that trains with its part of the data."""
 
     def train(self, rank: int, folder: pathlib.Path, token: str, steps: int) -> int:
-        """Some steps; returns how many exchanges it has made."""
+        """Make local steps, and return the number of exchanges."""
         target = jnp.full(3, float(rank))
-        # The file is read again at every call, so that a center that came back
-        # elsewhere is found.
+        # The file is read again at every call, so a center that was restarted elsewhere
+        # is found.
         with service.connect(
             f"file:{folder}/address", RULE, timeout=120, token=token, insecure=True
         ) as center:

@@ -1,13 +1,13 @@
 """Train a character-level transformer on a mesh: data parallel, independent, islands.
 
-One train step, one optimizer, and three ways to use the devices: all as one worker that
-reduces its gradients at every step; each as a worker of its own that meets the others
-once a period; or islands, data-parallel inside and meeting once a period. All see the
-same number of characters of Python's own standard library.
+The same train step and optimizer use the devices in three modes: as one worker that
+reduces its gradients at every step; as independent workers that exchange once a period;
+or as islands, which are data parallel inside and exchange once a period. All modes see
+the same number of characters of Python's standard library.
 
     python examples/towers.py                  # every local accelerator, else four CPUs
 
-On several hosts the same script is launched once on each (docs/towers.md).
+On several hosts, launch the same script once on each (docs/towers.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import matplotlib.pyplot as plt
 
 PyTree = Any
 
-# Of Okabe and Ito's palette, which color-blind people can tell apart.
+# From Okabe and Ito's palette, which color-blind people can distinguish.
 STYLES = (("#000000", "--"), ("#D55E00", "-"), ("#0072B2", "-."))
 RULES: dict[str, Callable[[], rules.Rule]] = {
     "average": rules.average,
@@ -50,7 +50,7 @@ RULES: dict[str, Callable[[], rules.Rule]] = {
 
 
 class Transformer(nn.Module):
-    """A decoder that predicts every next character."""
+    """A decoder that predicts the next character at every position."""
 
     layers: int
     width: int
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, characters: jax.Array) -> jax.Array:
-        """Logits ``[rows, context, 128]`` of characters ``[rows, context]``."""
+        """Return logits ``[rows, context, 128]`` of characters ``[rows, context]``."""
         x = nn.Embed(128, self.width)(characters)
         x = x + nn.Embed(self.context, self.width)(jnp.arange(self.context))
         mask = nn.make_causal_mask(characters)
@@ -72,30 +72,30 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass
 class Run:
-    """What one mode did: its center's test loss as training went on."""
+    """Results of one mode: the test loss of its center during training."""
 
     mode: str
     towers: agn_optax.Towers
     characters: list[int] = dataclasses.field(default_factory=list)
-    megabytes: list[float] = dataclasses.field(default_factory=list)  # sent by a device
-    loss: list[float] = dataclasses.field(default_factory=list)  # nats a character
-    seconds: float = 0.0  # of training, without compilation
+    megabytes: list[float] = dataclasses.field(default_factory=list)  # sent per device
+    loss: list[float] = dataclasses.field(default_factory=list)  # nats per character
+    seconds: float = 0.0  # training time, without compilation
 
 
 class Trainer:
-    """The problem that every mode solves."""
+    """Model, data and training loop, the same for all modes."""
 
     def __init__(self, text: datasets.Text, args: argparse.Namespace) -> None:
         self.text, self.args = text, args
         self.model = Transformer(args.layers, args.width, args.context)
-        self.own_rows = args.batch * len(jax.local_devices())  # of this process
+        self.own_rows = args.batch * len(jax.local_devices())  # rows of this process
         # Each process draws its own rows, and is tested on its own part.
         self.seed = (args.seed, jax.process_index())
         windows = self._windows(text.test, np.random.default_rng(self.seed), 64)
         self.test = windows
 
     def optimizer(self) -> tuple[optax.GradientTransformation, agn_optax.Phases]:
-        """Reduces gradients over the towers of a worker, exchanges with the others."""
+        """Return an optimizer that reduces gradients and exchanges, and its phases."""
         warmup = max(1, self.args.rounds * self.args.period // 10)
         schedule = optax.linear_schedule(0.0, self.args.learning_rate, warmup)
         split = agn_optax.phases(
@@ -104,7 +104,7 @@ class Trainer:
         return optax.chain(agn_optax.all_reduce("towers"), split), split
 
     def train(self, run: Run, report: Callable[[Run], None]) -> None:
-        """Trains from the same start on the same characters, mode after mode."""
+        """Train in one mode; first parameters and data are the same in all modes."""
         args, towers = self.args, run.towers
         tx, split = self.optimizer()
 
@@ -129,7 +129,7 @@ class Trainer:
         for i in range(args.rounds):
             start = time.perf_counter()
             state, losses = program(state, batches)
-            batches = next(data)  # while the devices are at work
+            batches = next(data)  # while the devices compute
             jax.block_until_ready(losses)
             run.seconds += time.perf_counter() - start
             if (i + 1) % args.evaluate == 0 or i + 1 == args.rounds:
@@ -137,7 +137,7 @@ class Trainer:
                 report(run)
 
     def _step(self, state: TrainState, rows: jax.Array) -> tuple[TrainState, jax.Array]:
-        """An ordinary train step: it knows nothing of towers."""
+        """Make an ordinary train step, which does not depend on the towers."""
 
         def objective(params: PyTree) -> jax.Array:
             return self._losses(params, rows).mean()
@@ -146,7 +146,7 @@ class Trainer:
         return state.apply_gradients(grads=grads), loss
 
     def _losses(self, params: PyTree, rows: jax.Array) -> jax.Array:
-        """The loss of every row, in nats a character."""
+        """Return the loss of every row, in nats per character."""
         rows = rows.astype(jnp.int32)
         logits = self.model.apply({"params": params}, rows[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
@@ -171,18 +171,18 @@ class Trainer:
             )
 
     def _windows(self, text: Any, rng: np.random.Generator, rows: int) -> Any:
-        """``rows`` stretches of text with a character more than the context."""
+        """Return ``rows`` windows of text, one character longer than the context."""
         starts = rng.integers(0, len(text) - self.args.context - 1, size=rows)
         return np.stack([text[s : s + self.args.context + 1] for s in starts])
 
 
 def sent_in_a_round(towers: agn_optax.Towers, params: PyTree, period: int) -> float:
-    """Bytes that each device sends: the gradients of every step, and an exchange.
+    """Return the bytes that each device sends in a round: gradients and an exchange.
 
     Each is an all-reduce over n members, in which the best algorithms send
     2 (n - 1) / n of the parameters' size.
     """
-    rows = sum(leaf.nbytes for leaf in jax.tree.leaves(params))  # one for every tower
+    rows = sum(leaf.nbytes for leaf in jax.tree.leaves(params))  # a row for each tower
     size = rows / towers.size
 
     def all_reduce(members: int) -> float:
@@ -193,7 +193,7 @@ def sent_in_a_round(towers: agn_optax.Towers, params: PyTree, period: int) -> fl
 
 
 def table_of(runs: list[Run]) -> Table:
-    """What each mode reached, and what it sent for that."""
+    """Make a table of the loss and the bytes sent of each mode."""
     table = Table(title="test loss of the center")
     table.add_column("mode")
     for column in ("workers", "nats a character", "MB sent by a device", "seconds"):
@@ -211,7 +211,7 @@ def table_of(runs: list[Run]) -> Table:
 
 
 def conclusion(runs: list[Run]) -> str:
-    """What the others sent for their loss, beside what the first mode did for its."""
+    """Compare the bytes and losses of the other modes with the first, in a line."""
     first, *others = runs
     if not others or not first.megabytes[-1]:
         return "Test loss against bytes"
@@ -224,7 +224,7 @@ def conclusion(runs: list[Run]) -> str:
 
 
 def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
-    """Loss of the center against characters seen and against bytes sent."""
+    """Plot the loss of the center against characters seen and against bytes sent."""
     figure, panels = plt.subplots(
         1, 2, figsize=(12, 4.8), sharey=True, layout="constrained"
     )
@@ -233,7 +233,7 @@ def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
         look = {"color": color, "linestyle": style, "linewidth": 2}
         millions = np.array(run.characters) / 1e6
         by_characters.plot(millions, run.loss, label=run.mode, **look)
-        sent = np.array(run.megabytes) > 0  # nothing is, before the first exchange
+        sent = np.array(run.megabytes) > 0  # without the first point, at zero bytes
         by_bytes.plot(np.array(run.megabytes)[sent], np.array(run.loss)[sent], **look)
     by_characters.set(
         title="After as many characters",
@@ -257,7 +257,7 @@ def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -298,7 +298,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> list[Run]:
-    """Trains in every mode; process 0 prints the table and writes the plot."""
+    """Train in every mode; process 0 prints the table and writes the plot."""
     args = parse(arguments)
     jax.config.update("jax_num_cpu_devices", args.towers)
     agn_optax.initialize_distributed()
@@ -307,8 +307,7 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     if len(devices) > 1:
         modes["independent"] = len(devices)
     if len(devices) % 2 == 0 and len(devices) > 2:
-        # Islands of devices that are close to each other: a host's, where there are
-        # several.
+        # Islands of nearby devices: those of one host, if there are several hosts.
         hosts = jax.process_count()
         modes["islands"] = hosts if 1 < hosts < len(devices) else 2
     trainer = Trainer(datasets.python_source(args.megabytes), args)

@@ -1,14 +1,14 @@
-"""Train one model on several hosts, each with all of its devices, over a center.
+"""Train one model on several hosts, each with all of its devices, through a center.
 
-The first host serves the center and trains, too; every other one is given its address:
+The first host serves the center and also trains; the others get its address:
 
     python examples/two_hosts.py --serve 0.0.0.0:50051 --insecure        # first host
     python examples/two_hosts.py --center FIRST-HOST:50051 --insecure    # second host
 
 (Or both in two terminals of one machine: ``--serve``, ``--center 127.0.0.1:50051``.)
 The devices of a host are one worker: they reduce their gradients at every step, and the
-host meets the others once a period, through the center. Nobody waits for a host that is
-slow, and one that is ended with Ctrl-C or SIGTERM leaves, while the others go on.
+host exchanges with the center once a period. The hosts do not wait for a slow one. A
+host that is ended with Ctrl-C or SIGTERM leaves the center, and the others go on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agn_optax import center, errors, rules, service
 
 PyTree = Any
 
-# A rule, and the inner optimizer that goes well with it. All hosts need the same rule.
+# Rules, and inner optimizers that work well with them. All hosts need the same rule.
 METHODS: dict[str, Callable[[], tuple[rules.Rule, optax.GradientTransformation]]] = {
     "agn": lambda: (rules.agn(optax.adam(2e-3)), optax.adam(2e-3)),
     "downpour": lambda: (rules.downpour(), optax.sgd(0.05)),
@@ -44,7 +44,10 @@ METHODS: dict[str, Callable[[], tuple[rules.Rule, optax.GradientTransformation]]
 
 
 def make_params(pixels: int, *, hidden: int = 128, classes: int = 10) -> PyTree:
-    """Of a network with one hidden layer; the center's count, and are the same."""
+    """Return first parameters, the same on all hosts: a network with one hidden layer.
+
+    Only those of the host that serves the center are used.
+    """
     rng = np.random.default_rng(0)
 
     def dense(inputs: int, outputs: int) -> PyTree:
@@ -55,26 +58,26 @@ def make_params(pixels: int, *, hidden: int = 128, classes: int = 10) -> PyTree:
 
 
 def apply(params: PyTree, images: Any) -> jax.Array:
-    """Logits ``[n, classes]`` of images ``[n, height, width, 1]``."""
+    """Return the logits ``[n, classes]`` of images ``[n, height, width, 1]``."""
     hidden, out = params
     x = images.reshape(len(images), -1)
     return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ out["w"] + out["b"]
 
 
 def loss_fn(params: PyTree, batch: datasets.Split) -> jax.Array:
-    """Mean cross-entropy of a tower's rows."""
+    """Return the mean cross-entropy of a tower's rows."""
     logits = apply(params, batch.images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
 def is_right(params: PyTree, batch: datasets.Split) -> jax.Array:
-    """Of every row, whether it is classified as it should be."""
+    """Return 1.0 for every row that is classified correctly, else 0.0."""
     logits = apply(params, batch.images)
     return (logits.argmax(axis=-1) == batch.labels).astype(jnp.float32)
 
 
 def batches(data: datasets.Split, rows: int, seed: int) -> Iterator[datasets.Split]:
-    """Of the whole data set; every host draws its own."""
+    """Yield random batches of the whole data set; every host draws its own."""
     rng = np.random.default_rng(seed)
     while True:
         picked = rng.integers(0, len(data.labels), rows)
@@ -82,7 +85,7 @@ def batches(data: datasets.Split, rows: int, seed: int) -> Iterator[datasets.Spl
 
 
 def say(text: str) -> None:
-    """At once, also through a pipe."""
+    """Print a line at once, also through a pipe."""
     print(text, flush=True)
 
 
@@ -94,14 +97,14 @@ def train(
     data: datasets.Dataset,
     args: argparse.Namespace,
 ) -> float:
-    """This host's part; the accuracy of the center as it was at the end of that."""
+    """Train on this host, and return the center's accuracy at the end."""
     worker = agn_optax.Worker(
         shared, inner, period=args.period, name=args.name, give_up=args.give_up
     )
     reduce = agn_optax.all_reduce("towers")
 
     def train_step(loop: PyTree, batch: datasets.Split) -> tuple[PyTree, jax.Array]:
-        """The local step of a tower, its gradients reduced with its neighbors'."""
+        """Make a local step of a tower, with gradients reduced over all towers."""
         params, state = loop
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         grads, _ = reduce.update(grads, reduce.init(params), params)
@@ -113,12 +116,12 @@ def train(
         data.train, args.batch * towers.size, zlib.crc32(args.name.encode())
     )
     say(f"{args.name} joins, as soon as there are enough others")
-    with worker:  # which leaves at the end, however that comes
+    with worker:  # leaves the center at the end, also after an error
         loop = towers.replicate(worker.start(params))
         say(f"{args.name} trains on {towers}")
         for i in range(1, args.steps + 1):
             loop, loss = step(loop, towers.shard(next(draws)))
-            due = worker.due  # until then, exchange only counts
+            due = worker.due  # if False, exchange only counts the step
             if due:
                 loop = towers.unreplicate(loop)
             loop = worker.exchange(*loop)
@@ -130,12 +133,12 @@ def train(
                     f"{float(towers.mean(loss)):.3f}, {worker.exchanges} exchanges, "
                     f"the last one {worker.staleness} behind the others"
                 )
-        worker.flush(*towers.unreplicate(loop))  # what the last round has begun
+        worker.flush(*towers.unreplicate(loop))  # the steps since the last exchange
         return towers.evaluate(is_right, shared.pull().params, data.test)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serves and trains, or only trains."""
+    """Serve and train, or only train."""
     rule, inner = METHODS[args.rule]()
     towers = agn_optax.Towers(workers=1)
     data = datasets.digits()
@@ -170,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -205,10 +208,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, 1 without a center, 130 if it was interrupted."""
+    """Run, and return the exit status: 0, 1 without a center, 130 if interrupted."""
     args = parse(arguments)
     jax.config.update("jax_num_cpu_devices", args.towers)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     try:
         run(args)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Threads that last: what they raise is logged, and loops go on."""
+"""Background threads: exceptions are logged, and loops continue."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def _no_pause(monkeypatch):
 
 
 class Error(Exception):
-    """Raised in a thread."""
+    """An error raised in a thread."""
 
 
 def fails(*_):
@@ -24,19 +24,19 @@ def fails(*_):
 
 
 @pytest.mark.parametrize("how", [{"lasting": True}, {"unread": True}])
-def test_an_exception_that_nobody_reads_is_logged(how, caplog):
+def test_unread_exception_of_a_thread_is_logged(how, caplog):
     future = in_background(fails, "a thread", **how)
     assert isinstance(future.exception(LIMIT), Error)
     wait_until(lambda: "thread 'a thread' ended with an exception" in caplog.text)
     assert "on purpose" in caplog.text  # with its traceback
 
 
-def test_an_exception_that_somebody_reads_is_not_logged(caplog):
+def test_exception_read_from_the_future_is_not_logged(caplog):
     assert isinstance(in_background(fails, "a thread").exception(LIMIT), Error)
     assert not caplog.records
 
 
-def test_a_loop_that_raises_begins_again_until_it_returns(caplog):
+def test_loop_that_raises_is_restarted_until_it_returns(caplog):
     runs = []
 
     def loop():
@@ -46,12 +46,12 @@ def test_a_loop_that_raises_begins_again_until_it_returns(caplog):
 
     assert keep_running(loop, "a loop").result(LIMIT) is None
     assert len(runs) == 5
-    (record,) = caplog.records  # the same again is said once a minute
+    (record,) = caplog.records  # the same error is logged once a minute
     assert "thread 'a loop' failed, and goes on" in record.message
     assert record.exc_info
 
 
-def test_a_cancel_that_raises_keeps_no_timeout_from_others(caplog):
+def test_failing_cancel_does_not_block_other_timeouts(caplog):
     watchdog, cancelled = Watchdog(), threading.Event()
 
     def late(cancel):
@@ -65,7 +65,7 @@ def test_a_cancel_that_raises_keeps_no_timeout_from_others(caplog):
     assert "could not be cancelled" in caplog.text
 
 
-def test_a_connection_that_cannot_be_cut_keeps_no_other_one():
+def test_failing_cut_does_not_block_other_connections():
     transfers, cancelled = Transfers(), threading.Event()
     with (
         transfers.under_way(fails, 0, LIMIT),

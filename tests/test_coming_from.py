@@ -1,7 +1,8 @@
-"""The pages for those who come from elsewhere: every line runs, and none is missing.
+"""The migration guides (coming-from pages): every line runs, and no API is missing.
 
-Of a table with a column "here", the code at the head of each cell of that column runs,
-in order, after the ``py`` blocks before it: all of a part (``##``) in one scope.
+In tables with a column "here", the code at the head of each cell of that column runs,
+in order, after the ``py`` blocks before it. All code of a section (``##``) has one
+scope.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ FENCE = re.compile(r"```(\S+)( \S+)?\n(.*?)```", re.DOTALL)
 ROW = re.compile(r"\| (?P<there>[^|]*) \| (?P<here>[^|]*) \|")
 TENSORFLOW = "coming-from-tensorflow.md"
 
-# What PARITY says there is: parts of the page, and what each of them has to name.
+# The original APIs: sections of the page, and the names that each must have.
 OF_OPTIMIZERS = (
     "minimize compute_gradients apply_gradients global_step use_locking name"
 )
@@ -83,13 +84,13 @@ ORIGINALS = {
 
 
 def parts(page):
-    """Of a page: titles of its parts, and what is in them."""
+    """Return the sections of a page by their titles."""
     pieces = re.split(r"^## (.*)\n", (DOCS / page).read_text(), flags=re.MULTILINE)
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
 def code(part):
-    """What runs: blocks, and cells of tables, as they follow each other."""
+    """Yield the code that runs, in order: blocks and cells of tables."""
     place = 0
     for fence in [*FENCE.finditer(part), None]:
         end = len(part) if fence is None else fence.start()
@@ -121,9 +122,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("page", "title"), PARTS)
-def test_every_line_runs(page, title, tmp_path, monkeypatch):
+def test_all_code_of_a_page_runs(page, title, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("CENTER", "RANK", "WORKERS", "WORKER"):  # set by the page; taken back
+    for name in ("CENTER", "RANK", "WORKERS", "WORKER"):  # set by the page and restored
         monkeypatch.setenv(f"AGN_OPTAX_{name}", "")
     scope, printed = {}, io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -133,7 +134,7 @@ def test_every_line_runs(page, title, tmp_path, monkeypatch):
 
 
 def named(part):
-    """Names in the code of what is on the left of tables, or before them."""
+    """Return the names in the left column of tables, or before the tables."""
     rows = "\n".join(row["there"] for row in map(ROW.match, part.splitlines()) if row)
     before = part.split("\n| ")[0]
     spans = re.findall(r"`([^`]*)`", rows + "\n" + FENCE.sub("", before))
@@ -141,12 +142,12 @@ def named(part):
 
 
 @pytest.mark.parametrize("title", ORIGINALS)
-def test_nothing_of_the_original_is_missing(title):
+def test_page_names_every_original_api(title):
     missing = set(ORIGINALS[title].split()) - named(parts(TENSORFLOW)[title])
     assert not missing
 
 
-# Options of a launch, and the program that it starts.
+# The options of a launch and the program that it starts.
 PROGRAMS = re.findall(
     r"`agn-optax launch --workers 2 ([^`]*) train\.py`.*?```py worker\n(.*?)```",
     (DOCS / TENSORFLOW).read_text(),
@@ -155,8 +156,8 @@ PROGRAMS = re.findall(
 
 
 @pytest.mark.parametrize(("options", "program"), PROGRAMS, ids=["agn", "easgd"])
-def test_a_whole_program(options, program, tmp_path, monkeypatch):
-    """Two workers, which are threads here, and a center by the options of its line."""
+def test_whole_program_trains_with_two_workers(options, program, tmp_path, monkeypatch):
+    """The workers are threads here; the center has the options of the launch line."""
     monkeypatch.chdir(tmp_path)
     address = f"unix:{tmp_path}/center"
     scopes = [{}, {}]
@@ -173,7 +174,9 @@ def test_a_whole_program(options, program, tmp_path, monkeypatch):
             monkeypatch.setenv("AGN_OPTAX_WORKER", f"worker-{rank}")
             threads.append(threading.Thread(target=work, args=(scope,)))
             threads[-1].start()
-            wait_until(lambda scope=scope: "env" in scope)  # it has read who it is
+            wait_until(
+                lambda scope=scope: "env" in scope
+            )  # it has read its environment
         for thread in threads:
             thread.join(commands.PATIENCE)
         trained = center.pull()

@@ -1,14 +1,14 @@
 """Run `make test` in places that differ from a developer's machine: `make anywhere`.
 
 Each place gets a copy of the checkout and runs the README's command there, with the
-checkout's virtual environment. The tests skip what cannot hold in a place, with the
-reason; nothing may fail. All of it takes an hour on two idle cores:
+checkout's virtual environment. Tests that cannot hold in a place are skipped with a
+reason; none may fail. All places together take an hour on two idle cores:
 
     make anywhere
     make anywhere ARGS="--only user offline -- tests/service -k token"
     make anywhere ARGS="--only here --times 20"
 
-Places that need another user, or a network and mounts of their own, need root.
+Places that need another user, or separate network and mount namespaces, need root.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 VENV = HERE / ".venv"
-COMPILED = HERE / ".pytest_cache" / "compiled"  # by tests in the checkout
-NOBODY = 65534  # the user without rights, on every Linux
+COMPILED = HERE / ".pytest_cache" / "compiled"  # programs of tests in the checkout
+NOBODY = 65534  # the unprivileged user on every Linux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Place:
 
     Args:
       summary: what differs here.
-      folder: the folder of the copy, in one that everybody may enter.
+      folder: the folder of the copy, in one that every user may enter.
       mode: the permissions of that folder.
       is_user: run as a plain user instead of as the caller.
-      namespaces: kinds of namespace of its own, as `unshare` names them.
+      namespaces: kinds of new namespaces, as `unshare` names them.
       setup: shell commands run before, in these namespaces and as the caller.
       environment: variables to set; ``{base}`` is the folder of all places.
       arguments: of pytest.
@@ -59,7 +59,7 @@ class Place:
         return "only root can make this place"
 
 
-# A /dev without shm: device files of the machine, in a file system of their own.
+# A /dev without shm: the device files of the machine in a new file system.
 WITHOUT_SHM = """
 new=$(mktemp -d)
 mount -t tmpfs -o mode=755 tmpfs "$new"
@@ -160,7 +160,7 @@ def run(place: Place, base: pathlib.Path, arguments: list[str]) -> str:
     copied(copy)
     outer.chmod(place.mode)
     home, compiled = base / "home", base / "compiled"
-    for each in (home, compiled):  # what is compiled in one place serves all
+    for each in (home, compiled):  # all places share compiled programs
         each.mkdir(exist_ok=True)
         each.chmod(0o777)
     script = place.setup
@@ -208,17 +208,17 @@ def copied(folder: pathlib.Path) -> None:
         check=True,
     ).stdout
     for name in map(os.fsdecode, filter(None, listed.split(b"\0"))):
-        if (HERE / name).exists():  # and was not removed since
+        if (HERE / name).exists():  # git may list files that were removed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(HERE / name, folder / name)
     (folder / ".venv").symlink_to(VENV)
 
 
 def opened(base: pathlib.Path) -> str:
-    """Return commands that let everybody reach Python and its packages.
+    """Return commands that let every user reach Python and its packages.
 
-    Both may be in a folder of root's that nobody else may enter. In a mount namespace
-    an empty folder takes the place of that one, with only these two in it.
+    Both may be in a folder that only root may enter. In a mount namespace, that folder
+    is replaced by an empty one that contains only these two.
     """
     closed: dict[pathlib.Path, list[pathlib.Path]] = {}
     for path in (pathlib.Path(sys.base_prefix).resolve(), VENV.resolve()):

@@ -1,13 +1,13 @@
-"""Puts faults into the package, one at a time, and says which of them the tests miss.
+"""Put faults into the package, one at a time, and list those that no test notices.
 
-A fault is a changed operator or constant, a dropped statement or keyword, a turned
-condition, or two swapped arguments. Each goes into a copy of the project, where the
-tests near the file run until one fails. What was tried is in mutants-output/ and is not
-tried again: a run goes on where the last one ended.
+A fault is a changed operator or constant, a dropped statement or keyword, a negated
+condition, or two swapped arguments. Each is put into a copy of the project, where the
+tests for the file run until one fails. Tried faults are recorded in mutants-output/ and
+not tried again: a run continues where the last one ended.
 
     python tools/mutants.py                             # everything, in random order
-    python tools/mutants.py rules/_rule.py --count 20   # some of one file
-    python tools/mutants.py rules round --list          # what would be tried
+    python tools/mutants.py rules/_rule.py --count 20   # some faults of one file
+    python tools/mutants.py rules round --list          # only lists the faults
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUTPUT = ROOT / "mutants-output"
-# The tests near each folder, quick ones first.
+# The tests for each folder, fast ones first.
 NEAR = {
     "rules": ("tests/rules", "tests/laws", "tests/parity"),
     "round": ("tests/rules", "tests/laws", "tests/towers/test_placement.py"),
@@ -61,22 +61,22 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A piece of a file, and what stands there instead."""
+    """A piece of a file, and its replacement."""
 
-    path: str  # in the package
+    path: str  # path within the package
     line: int
-    start: int  # of the piece, in bytes of the file
+    start: int  # offset of the piece, in bytes of the file
     end: int
     text: str
 
     @property
     def name(self) -> str:
-        """The same in every run, as long as the file is the same."""
+        """A name that stays the same as long as the file does."""
         return f"{self.path}:{self.line}:{self.start}: {' '.join(self.text.split())}"
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in the place of ``node``: each is wrong in one point."""
+    """Yield replacements for ``node``, each wrong in one point."""
     match node:
         case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPPED:
             yield changed(node, op=SWAPPED[type(op)]())
@@ -103,7 +103,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changed(node: ast.AST, **fields: object) -> ast.AST:
-    """A copy with other fields."""
+    """Return a copy with other fields."""
     other = copy.copy(node)
     for name, value in fields.items():
         setattr(other, name, value)
@@ -111,7 +111,7 @@ def changed(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """All below ``node`` that computes: no annotations, and no words of errors."""
+    """Yield all nodes below ``node`` that compute: no annotations, no error texts."""
     for name, value in ast.iter_fields(node):
         if name in {"annotation", "returns", "decorator_list", "type_params"}:
             continue
@@ -122,7 +122,7 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def faults_of(path: pathlib.Path) -> Iterator[Fault]:
-    """All that can be put into one file."""
+    """Yield all faults that can be put into one file."""
     source = path.read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -132,7 +132,7 @@ def faults_of(path: pathlib.Path) -> Iterator[Fault]:
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             text = ast.unparse(ast.fix_missing_locations(variant))
-            if isinstance(node, ast.If):  # its condition only, and not its body
+            if isinstance(node, ast.If):  # the condition only, not the body
                 start = starts[node.test.lineno - 1] + node.test.col_offset
                 end = starts[node.test.end_lineno - 1] + node.test.end_col_offset
                 text = f"not ({ast.unparse(node.test)})"
@@ -144,7 +144,7 @@ def faults_of(path: pathlib.Path) -> Iterator[Fault]:
 
 
 def is_noticed(fault: Fault, project: pathlib.Path, seconds: float) -> bool:
-    """Whether a test fails, or never ends, with ``fault`` in the copy ``project``."""
+    """Return whether a test fails or hangs with ``fault`` in the copy ``project``."""
     file = project / "agn_optax" / fault.path
     whole = file.read_bytes()
     file.write_bytes(whole[: fault.start] + fault.text.encode() + whole[fault.end :])
@@ -155,7 +155,7 @@ def is_noticed(fault: Fault, project: pathlib.Path, seconds: float) -> bool:
 
 
 def passes(tests: tuple[str, ...], project: pathlib.Path, seconds: float) -> bool:
-    """Whether all tests pass in time."""
+    """Return whether all tests pass in time."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:randomly"]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(project / "compiled")}
     with (project / "output.txt").open("w") as output:
@@ -189,7 +189,7 @@ def main() -> None:
         f for path in paths for f in (path.rglob("*.py") if path.is_dir() else [path])
     ]
     faults = [fault for file in sorted(files) for fault in faults_of(file)]
-    random.Random(args.seed).shuffle(faults)  # noqa: S311 no secret
+    random.Random(args.seed).shuffle(faults)  # noqa: S311 not for secrets
     if args.list:
         print(*(fault.name for fault in faults), sep="\n")
         return

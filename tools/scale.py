@@ -1,8 +1,8 @@
-"""What large runs would take, on paper: the tables of docs/scale.md, from the planner.
+"""Plans of large runs: the tables of docs/scale.md, from the planner.
 
-For every number of parameters and of workers: what one center on one host would have to
-do, how many shards or which tree of centers it takes instead, and what a journal is
-then. Beside `agn-optax plan`, which has all of it for one of them.
+For every number of parameters and of workers, the tables have the load of one center on
+one host, the shards or the tree of centers needed instead, and the cost of a journal.
+`agn-optax plan` gives the whole plan of a single run.
 
     python tools/scale.py                  # prints the tables
     python tools/scale.py --write          # puts them into docs/scale.md
@@ -30,11 +30,11 @@ BEGIN, END = "<!-- python tools/scale.py -->\n", "<!-- end -->"
 
 
 class Runs:
-    """Those that are planned."""
+    """The planned runs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        # In one leaf each: what a plan takes grows with their number, and bytes do not.
+        # One leaf each: a plan's time grows with the number of leaves, bytes do not.
         self._models = {
             count: [jax.ShapeDtypeStruct((round(count) // 1000, 1000), jnp.float32)]
             for count in args.parameters
@@ -42,7 +42,7 @@ class Runs:
         self._rule = rules.diloco(codec=rules.CODECS.get(args.codec))
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Parameters and workers."""
+        """Yield numbers of parameters and of workers."""
         for parameters in self.args.parameters:
             for workers in self.args.workers:
                 yield parameters, workers
@@ -50,7 +50,7 @@ class Runs:
     def cost(
         self, parameters: float, workers: int, period: int, **cluster: Any
     ) -> Cost:
-        """Of one of them."""
+        """Plan one run."""
         args = self.args
         return planning.plan(
             self._rule,
@@ -75,7 +75,7 @@ class Runs:
     def enough(
         self, parameters: float, workers: int, **cluster: Any
     ) -> tuple[int, int]:
-        """The period at which a worker by itself hides, and shards for all of them."""
+        """Return the period that hides a worker's exchange, and the shards needed."""
         alone = self.cost(parameters, 1, self.args.period)
         period = max(self.args.period, alone.hidden_period or 1)
         while True:
@@ -83,15 +83,15 @@ class Runs:
             assert cost.remedies is not None
             if cost.remedies.shards is not None:
                 return period, cost.remedies.shards
-            period *= 2  # as a small exchange is, of too many workers
+            period *= 2  # no number of shards is enough, as for many small exchanges
 
 
 def one_center(runs: Runs) -> list[str]:
-    """A center on one host: how busy it would be, and what would help."""
+    """Tabulate one center on one host: its load, and possible remedies."""
     rows = []
     for parameters, workers in runs:
         cost = runs.cost(parameters, workers, runs.args.period)
-        asked = workers / (cost.period * runs.args.step_time)  # exchanges a second
+        asked = workers / (cost.period * runs.args.step_time)  # exchanges/s
         help_ = cost.remedies
         assert help_ is not None
         rows.append(
@@ -120,7 +120,7 @@ def one_center(runs: Runs) -> list[str]:
 
 
 def enough(runs: Runs) -> list[str]:
-    """As many shards as it takes, for one center, and for each of a tree's."""
+    """Tabulate the shards needed, for one center and for each center of a tree."""
     rows = []
     fan_out = Tree(fan_out=runs.args.fan_out)
     for parameters, workers in runs:
@@ -155,14 +155,14 @@ def enough(runs: Runs) -> list[str]:
 
 
 def spread(cost: Cost) -> float:
-    """Bytes of a center whose workers come evenly: each is there for an exchange."""
+    """Return a center's bytes if workers come evenly, each only for its exchange."""
     lowest, center = cost.levels[0], cost.center
     there = min(1.0, lowest.exchange / lowest.interval)
     return center.total - center.messages * (1 - there)
 
 
 def journals(runs: Runs) -> list[str]:
-    """What a journal writes, with as many shards as it takes with it."""
+    """Tabulate a journal's cost, with as many shards as needed with it."""
     args, rows = runs.args, []
     disk = Disk(bandwidth=rate(args.disk, "--disk"), sync=args.sync)
     for parameters, workers in runs:
@@ -194,7 +194,7 @@ def journals(runs: Runs) -> list[str]:
 
 
 def page(args: argparse.Namespace) -> str:
-    """All tables, with what they assume."""
+    """Make all tables, with their assumptions."""
     runs = Runs(args)
     codec = f", contributions as {args.codec}" if args.codec else ""
     assumed = (
@@ -218,13 +218,13 @@ def page(args: argparse.Namespace) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Of Markdown."""
+    """Format a table in Markdown."""
     lines = [head, ["---:"] * len(head), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def size(value: float) -> str:
-    """Bytes, in two digits or three."""
+    """Format bytes, with two or three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if value < 999.5:
             return f"{value:.3g} {unit}"
@@ -233,7 +233,7 @@ def size(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """As people say it."""
+    """Format a duration with a readable unit."""
     if value < 0.9995:
         return f"{1e3 * value:.3g} ms"
     for unit, many in (("s", 1), ("min", 60), ("h", 3600)):
@@ -243,7 +243,7 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Of a whole, or of many."""
+    """Format a fraction in percent, or a multiple."""
     if value < 1:
         return f"{value:.1%}"
     return f"{value:,.1f} times" if value < 100 else f"{value:,.0f} times"
@@ -254,7 +254,7 @@ def number(value: int | None) -> str:
 
 
 def written(text: str, args: argparse.Namespace) -> str:
-    """The page's text, with its tables made again."""
+    """Return the page's text with new tables."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:begin]}\n{page(args)}\n{text[end:]}"
 

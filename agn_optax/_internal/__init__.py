@@ -1,13 +1,19 @@
-"""What every layer may use, and none of it is about training.
+"""Helpers for every layer of the package; none of them is about training.
 
-`check` has the checks of input, `trees` what `optax.tree` lacks, `description` which
-leaves a tree has, `layout` where they lie in one buffer, `tracing` what a traced
-program makes of its arguments, `extras` whether what an extra installs is there,
-`in_background` and `keep_running` threads that a process does not wait for,
-`write_whole` files that are there whole or not at all.
+- `check`: checks of callers' arguments
+- `combinations`: features that do not go together, with the reason
+- `trees`: functions on trees that `optax.tree` lacks
+- `description`: the leaves of a tree, as data that can be compared and stored
+- `layout`: offsets of leaves in one flat buffer
+- `tracing`: dataflow of a traced program, from its arguments to its results
+- `extras`: a check that the packages of an extra are installed
+- `in_background`: run a function on a daemon thread
+- `keep_running`: run a loop on a daemon thread, and restart it when it raises
+- `write_whole`: write a file atomically
 """
 
 from agn_optax._internal import check as check
+from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout

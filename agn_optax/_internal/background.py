@@ -1,4 +1,4 @@
-"""Daemon threads: what they raise is logged, and the process's end waits a while."""
+"""Daemon threads that log their exceptions; the process waits for them briefly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
-_GRACE = 5.0  # seconds at the end of the process
-_PAUSE = 0.5  # seconds until a loop that has raised begins again
-_QUIET = 60.0  # seconds between two logs of the same exception of one loop
+_GRACE = 5.0  # s, how long the end of the process waits for running calls
+_PAUSE = 0.5  # s until a loop that has raised is restarted
+_QUIET = 60.0  # s between two logs of the same type of exception of one loop
 
 _pending: set[Future[Any]] = set()
 
@@ -24,17 +24,17 @@ _pending: set[Future[Any]] = set()
 def in_background(
     call: Callable[[], T], name: str, *, lasting: bool = False, unread: bool = False
 ) -> Future[T]:
-    """Run ``call`` on a thread of its own.
+    """Run ``call`` on a new daemon thread and return its future.
 
-    Not of a pool: calls may wait for each other in there, and Python would wait for a
-    pool's threads before it lets go of the process, however long that takes.
+    A thread pool would not do: its calls could wait for each other, and Python waits
+    for a pool's threads before the process ends, without a time limit.
 
     Args:
-      call: what to run.
-      name: of the thread.
-      lasting: whether it runs until somebody ends it, and is not waited for at all.
-        What it raises is logged.
-      unread: whether nobody reads the result of a short call. What it raises is logged.
+      call: the function to run.
+      name: name of the thread.
+      lasting: whether the call runs until it is told to end. The end of the process
+        does not wait for it, and its exception is logged.
+      unread: whether the result of a short call is never read. Its exception is logged.
     """
     thread = _Owner(call, name)
     thread.start()
@@ -47,20 +47,21 @@ def in_background(
 
 
 def keep_running(loop: Callable[[], object], name: str) -> Future[None]:
-    """Run ``loop`` on a thread of its own until it returns.
+    """Run ``loop`` on a new daemon thread until it returns.
 
-    An exception is logged with its traceback, and the loop begins again after a pause:
-    the process relies on it. ``loop`` must return when whoever began it says so.
+    If ``loop`` raises, the exception is logged with its traceback, and ``loop`` is
+    called again after a pause, because the process relies on it. ``loop`` must return
+    when its owner tells it to end.
 
     Args:
-      loop: what to run, again and again.
-      name: of the thread.
+      loop: the function to run, and to restart after an exception.
+      name: name of the thread.
     """
     return in_background(functools.partial(_repeat, loop, name), name, lasting=True)
 
 
 def _repeat(loop: Callable[[], object], name: str) -> None:
-    said: tuple[type[BaseException], float] | None = None  # the last one, and when
+    said: tuple[type[BaseException], float] | None = None  # last logged type, and time
     while True:
         try:
             loop()
@@ -80,14 +81,14 @@ def _log_failure(name: str, future: Future[Any]) -> None:
 
 
 class _Owner(threading.Thread):
-    """Has the call while it runs; what that holds is free before it counts as done."""
+    """A thread that releases ``call`` and all it references, then sets its future."""
 
     def __init__(self, call: Callable[[], Any], name: str) -> None:
         super().__init__(target=self._call, args=(call,), name=name, daemon=True)
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
-        super().run()  # at whose end a thread lets go of its target and arguments
+        super().run()  # releases the target and its arguments at its end
         self._tell()
 
     def _call(self, call: Callable[[], Any]) -> None:
@@ -97,7 +98,9 @@ class _Owner(threading.Thread):
             self._tell = functools.partial(self.future.set_exception, error)
 
 
-@atexit.register  # before the service closes its connections, and so called after that
+# atexit is last in, first out: registered before the service's handler, this one runs
+# after the service has closed its connections.
+@atexit.register
 def _wait() -> None:
-    """Python aborts where it ends under a thread that is within a compiled program."""
+    """Wait for running calls: Python aborts at its end if one runs a JAX program."""
     wait(tuple(_pending), _GRACE)

@@ -1,4 +1,4 @@
-"""Checks of what callers hand in: each raises before anything changes, or returns."""
+"""Checks of callers' arguments: each raises before anything changes, or returns."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PyTree = Any
 T = TypeVar("T")
 
 _MAX_INT = 2**31 - 1  # counters are int32
-# Of float32, normal.
+# The smallest and the largest normal float32.
 _LEAST_WEIGHT = float(np.finfo(np.float32).smallest_normal)
 _MOST_WEIGHT = float(np.finfo(np.float32).max)
 
 
 def show(value: Any) -> str:
-    """``value`` short enough to stand in a message."""
+    """Return a short text of ``value`` for an error message."""
     if isinstance(value, str | numbers.Number) or value is None:
         return repr(value)
     name = getattr(value, "__name__", None)
@@ -35,7 +35,10 @@ def show(value: Any) -> str:
 
 
 def instance(value: Any, kind: type, wanted: str) -> None:
-    """``value`` is of a kind, and no function that makes one."""
+    """Raise unless ``value`` is an instance of ``kind``.
+
+    The error suggests a call if ``value`` is callable, such as an uncalled factory.
+    """
     if not isinstance(value, kind):
         hint = "; call it first" if callable(value) else ""
         raise errors.InvalidTypeError(f"{wanted}, got {show(value)}{hint}")
@@ -43,9 +46,9 @@ def instance(value: Any, kind: type, wanted: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Promoting:
-    """An ``update`` that may mix dtypes, also where JAX promotes strictly.
+    """An ``update`` that may mix dtypes even under JAX's strict dtype promotion.
 
-    Those of optax do: Adam takes a float to the power of an int32.
+    Optimizers of optax do mix dtypes: Adam raises a float to the power of an int32.
     """
 
     update: Callable[..., Any]
@@ -56,7 +59,7 @@ class _Promoting:
 
 
 def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
-    """``value`` as an optimizer that ignores extra arguments it does not know."""
+    """Return ``value`` as an optimizer that ignores unknown extra arguments."""
     such_as = "an optax.GradientTransformation, such as optax.sgd(0.1)"
     instance(value, optax.GradientTransformation, f"{argument} must be {such_as}")
     if isinstance(value.update, _Promoting):
@@ -70,7 +73,7 @@ def is_traced(value: Any) -> bool:
 
 
 def one_of(value: Any, argument: str, choices: tuple[Any, ...], hint: str = "") -> None:
-    """``value`` is one of ``choices``."""
+    """Raise unless ``value`` is one of ``choices``."""
     if isinstance(value, bool) or value not in choices:
         raise errors.InvalidArgumentError(
             f"{argument} must be one of {choices}, got {show(value)}{hint}"
@@ -78,10 +81,10 @@ def one_of(value: Any, argument: str, choices: tuple[Any, ...], hint: str = "") 
 
 
 def choose(name: object, among: Mapping[str, T], what: str) -> T:
-    """What has a name.
+    """Return the value of ``name`` in ``among``.
 
     Raises:
-      InvalidArgumentError: nothing has; says which names there are.
+      InvalidArgumentError: ``among`` has no such name; the error lists its names.
     """
     if not isinstance(name, str) or name not in among:
         raise errors.InvalidArgumentError(
@@ -91,17 +94,17 @@ def choose(name: object, among: Mapping[str, T], what: str) -> T:
 
 
 def is_real(dtype: Any) -> bool:
-    """Whether its numbers are integers or real floating ones."""
+    """Return whether ``dtype`` is an integer or a real floating dtype."""
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
 def _scalar(value: Any, wanted: str) -> Any:
-    """The number that an array is; whatever else ``value`` is, as it is."""
+    """Return the Python number of a scalar array; any other ``value`` unchanged."""
     return value.item() if _is_scalar_array(value, wanted) else value
 
 
 def _is_scalar_array(value: Any, wanted: str) -> bool:
-    """Whether it is an array, which must then be of one real number."""
+    """Return whether ``value`` is an array; raise if it is not a real scalar one."""
     if not isinstance(value, jax.Array | np.ndarray):
         return False
     if value.shape != () or not is_real(value.dtype):
@@ -112,7 +115,7 @@ def _is_scalar_array(value: Any, wanted: str) -> bool:
 
 
 def real_scalar(value: Any, argument: str) -> None:
-    """``value`` is one real number; that of a device is not waited for."""
+    """Raise unless ``value`` is one real number; do not wait for one on a device."""
     wanted = f"{argument} must be a real number, got "
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number or _is_scalar_array(value, wanted)):
@@ -120,10 +123,10 @@ def real_scalar(value: Any, argument: str) -> None:
 
 
 def positive_int(value: Any, argument: str) -> Any:
-    """``value`` if it is a positive whole number.
+    """Return ``value`` if it is a positive whole number.
 
-    Arrays pass too, so that ``inject_hyperparams`` may hand them in; a traced one has
-    no value to look at.
+    Scalar arrays pass too, because ``inject_hyperparams`` passes them. A traced value
+    passes unchecked.
     """
     if is_traced(value):
         return value
@@ -146,7 +149,15 @@ def whole_number(
     most: int | None = None,
     optional: bool = True,
 ) -> None:
-    """``value`` is an int of at least ``least``, or None if that is an option."""
+    """Raise unless ``value`` is an int in a range, or None where None is valid.
+
+    Args:
+      value: the value to check.
+      argument: its name, for the error.
+      least: the smallest valid value.
+      most: the largest valid value; None for no limit.
+      optional: whether None is valid.
+    """
     if value is None and optional:
         return
     is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -159,7 +170,7 @@ def whole_number(
 
 
 def seconds(value: object, argument: str, *, positive: bool = False) -> None:
-    """``value`` is a finite number of seconds, and not negative."""
+    """Raise unless ``value`` is a finite number >= 0, or > 0 if ``positive``."""
     is_number = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -171,25 +182,36 @@ def seconds(value: object, argument: str, *, positive: bool = False) -> None:
 
 
 def rate(
-    value: Any, argument: str, *, low: float, high: float, low_open: bool = False
+    value: Any,
+    argument: str,
+    *,
+    low: float,
+    high: float,
+    low_open: bool = False,
+    high_open: bool = False,
 ) -> Any:
-    """``value`` if it is a number between ``low`` and ``high``; traced ones pass."""
+    """Return ``value`` if it is a number from ``low`` to ``high``, or traced."""
     if is_traced(value):
         return value
-    opens, closes = "(" if low_open else "[", ")" if math.isinf(high) else "]"
+    high_open = high_open or math.isinf(high)
+    opens, closes = "(" if low_open else "[", ")" if high_open else "]"
     wanted = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
     number = _scalar(value, wanted)
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
     number = float(number)
     above = number > low if low_open else number >= low
-    if not (above and number <= high) or math.isinf(number):
+    below = number < high if high_open else number <= high
+    if not (above and below):
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")
     return value
 
 
 def weight(value: Any, argument: str = "weight") -> float | None:
-    """``value`` as a positive number that float32 has, or None; no array."""
+    """Return ``value`` as a positive float in the range of float32, or None.
+
+    Arrays are not valid.
+    """
     if value is None:
         return None
     wanted = f"{argument} must be a positive number of the host, got "
@@ -203,7 +225,7 @@ def weight(value: Any, argument: str = "weight") -> float | None:
 
 
 def float_dtype(value: Any, argument: str) -> Any:
-    """``value`` as a floating dtype, or None."""
+    """Return ``value`` as a floating dtype, or None if it is None."""
     if value is None:
         return None
     try:
@@ -224,7 +246,7 @@ def float_dtype(value: Any, argument: str) -> Any:
 
 
 def float_leaves(tree: PyTree, what: str) -> None:
-    """Every leaf of ``tree`` is a real floating array."""
+    """Raise unless every leaf of ``tree`` is a real floating array."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
         try:
             dtype: Any = jnp.result_type(leaf)
@@ -239,7 +261,7 @@ def float_leaves(tree: PyTree, what: str) -> None:
 
 
 def array_leaves(tree: PyTree, what: str) -> None:
-    """Every leaf of ``tree`` is an array or a number."""
+    """Raise unless every leaf of ``tree`` is an array or a number."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             continue
@@ -253,9 +275,10 @@ def array_leaves(tree: PyTree, what: str) -> None:
 
 
 def same_kinds(tree: PyTree, like: PyTree, what: str) -> None:
-    """Leaves of ``tree`` are floating where those of ``like`` are, else of its dtype.
+    """Raise unless the leaves' dtypes match those of ``like``.
 
-    Of two trees that are the `same_tree`.
+    Any floating dtype matches a floating leaf of ``like``; other dtypes must be equal.
+    The trees must have passed `same_tree`.
     """
     pairs = zip(tree_flatten_with_path(tree)[0], jax.tree.leaves(like), strict=True)
     for (path, leaf), other in pairs:
@@ -269,7 +292,7 @@ def same_kinds(tree: PyTree, like: PyTree, what: str) -> None:
 
 
 def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
-    """``tree`` has the structure and shapes of ``like``."""
+    """Raise unless ``tree`` has the structure and shapes of ``like``."""
     leaves, others = jax.tree.leaves(tree), jax.tree.leaves(like)
     structure: Any = jax.tree.structure(tree)
     like_structure: Any = jax.tree.structure(like)
@@ -298,7 +321,13 @@ def params_given(params: PyTree, who: str) -> None:
 
 
 def extra_argument_given(value: Any, such_as: str, who: str) -> None:
-    """``value`` is there, an extra argument of ``update`` such as ``staleness=0``."""
+    """Raise if ``value``, an extra argument of ``update``, is None.
+
+    Args:
+      value: the extra argument.
+      such_as: an example of it for the error, such as ``"staleness=0"``.
+      who: the transformation that needs it.
+    """
     if value is None:
         name = such_as.partition("=")[0]
         raise errors.MissingArgumentError(
@@ -308,7 +337,7 @@ def extra_argument_given(value: Any, such_as: str, who: str) -> None:
 
 
 def axis_bound(axis_name: Any, hint: str | None = None) -> None:
-    """``axis_name`` is bound where this is traced."""
+    """Raise unless ``axis_name`` is None or bound in the current trace."""
     if axis_name is not None and not is_bound(axis_name):
         raise errors.UnboundAxisError(
             f"axis_name {axis_name!r} is not bound here: "
@@ -321,7 +350,7 @@ def axis_bound(axis_name: Any, hint: str | None = None) -> None:
 
 
 def is_bound(axis_name: Any) -> bool:
-    """Whether it is the name of an axis, or of several, around what is traced."""
+    """Return whether ``axis_name``, one name or several, is bound in this trace."""
     try:
         jax.lax.axis_size(axis_name)
     except NameError:

@@ -1,6 +1,6 @@
-"""Which leaves a tree has, in words and numbers that can be written down and compared.
+"""Descriptions of trees (paths, dtypes, shapes) that can be stored and compared.
 
-Knows no arrays; `trees.describe` makes descriptions of trees.
+This module handles no arrays; `trees.describe` returns the description of a tree.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Description:
     """The leaves of a tree, and the containers around them.
 
     Args:
-      leaves: in order.
-      structure: the containers, in terms of JSON; not looked at here.
+      leaves: the leaves in the order of ``jax.tree.leaves``.
+      structure: the containers as JSON values, see `structure`; stored as it is.
     """
 
     def __init__(self, leaves: Sequence[Leaf], structure: Any = None) -> None:
@@ -46,19 +46,19 @@ class Description:
 
     @functools.cached_property
     def hash(self) -> bytes:
-        """Equal for equal leaves, whatever contains them."""
+        """A hash of the leaves (16 bytes), which ignores their containers."""
         text = json.dumps(self.leaves)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def difference(
         self, other: Description, own: str, others: str, *, dtypes: bool = True
     ) -> str | None:
-        """The first leaf that differs, in words; None if none does.
+        """Return a text that names the first leaf that differs; None if none does.
 
         Args:
-          other: what this is compared with.
-          own: the subject of what this has, such as "it".
-          others: the subject of what the other one has.
+          other: the description to compare this one with.
+          own: subject and verb of the text for this tree, such as "params has".
+          others: subject and verb of the text for the other tree.
           dtypes: whether leaves of different dtypes differ.
         """
         for mine, theirs in itertools.zip_longest(self.leaves, other.leaves):
@@ -73,7 +73,7 @@ class Description:
 
 
 def structure(tree: Any) -> Any:
-    """Containers in terms of JSON: dicts, lists, tuples and None; a leaf is 0."""
+    """Return the dicts, lists, tuples and Nones of a tree as JSON; a leaf is 0."""
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -84,9 +84,9 @@ def structure(tree: Any) -> Any:
 
 
 def rebuild(structure: Any, leaves: Iterator[Any]) -> Any:
-    """The tree of a `structure`, with ``leaves`` in it.
+    """Return the tree that has the containers of a `structure`, and ``leaves``.
 
-    Raises whatever comes of it if that is none.
+    An invalid structure raises some builtin exception (such as a KeyError).
     """
     if structure is None:
         return None

@@ -1,4 +1,4 @@
-"""What an extra installs is there, or an error says how to get it."""
+"""A check that the packages of an extra are installed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from agn_optax import errors
 
 
 def require(extra: str, *modules: str) -> None:
-    """Before the first import of what an extra installs.
+    """Raise unless the modules of an extra can be imported.
+
+    Call it before the first import of one of these modules.
 
     Args:
-      extra: of agn_optax, such as ``"service"``.
-      modules: that it brings, as they are imported.
+      extra: the name of an extra of agn_optax, such as ``"service"``.
+      modules: import names of modules that the extra installs.
 
     Raises:
-      MissingExtraError: one of them is not installed.
+      MissingExtraError: a module is not installed; the error has the pip command.
     """
     if missing := [name for name in modules if not _is_there(name)]:
         raise errors.MissingExtraError(
@@ -28,5 +30,5 @@ def require(extra: str, *modules: str) -> None:
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor what it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 
 
 def write_whole(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
-    """Writes a file in one step: who reads meanwhile reads what was there before.
+    """Write a file atomically: readers see the old text or the whole new one.
 
     Args:
-      path: of the file, whose folder is there.
-      text: what is to be in it, on the disk when this returns.
-      mode: who may read it; nobody else ever can.
+      path: path of the file, in an existing folder.
+      text: the new text; it is on the disk when this returns.
+      mode: permission bits of the file. No other user can read it at any time.
 
     Raises:
-      OSError: it cannot be written; nothing is left behind.
+      OSError: the file cannot be written. No temporary file is left behind.
     """
     descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     new = pathlib.Path(made)

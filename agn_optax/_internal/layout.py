@@ -1,15 +1,19 @@
-"""Where leaves lie in one buffer: the same in a packed center and on the wire."""
+"""Offsets of leaves in one flat buffer, the same in a packed center and on the wire."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Elements: leaves begin at multiples of it, where any dtype is aligned for XLA.
+# In elements: each leaf begins at a multiple of it, which aligns any dtype for XLA.
 ALIGNMENT = 64
 
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where leaves of so many elements begin, and where the last one ends."""
+    """Return where each leaf begins and where the last one ends, in elements.
+
+    Args:
+      sizes: the number of elements of each leaf.
+    """
     begins, end = [], 0
     for size in sizes:
         begins.append(-(-end // ALIGNMENT) * ALIGNMENT)
@@ -18,5 +22,5 @@ def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def middle(begins: Sequence[int], end: int) -> int:
-    """Where to cut all leaves into two parts of about one size, between two of them."""
+    """Return the leaf boundary that splits the buffer most evenly, in elements."""
     return min(begins[1:], key=lambda begin: abs(2 * begin - end))

@@ -1,4 +1,4 @@
-"""Handlers of signals, for a time; and a loop that is told to end by one."""
+"""Temporary signal handlers, and a block that finishes before SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-_ONCE = 1.0  # seconds in which a signal that comes twice was sent once: by srun, too
+_ONCE = 1.0  # seconds within which a repeated signal counts once: srun forwards it, too
 
 
 @contextlib.contextmanager
 def handled(
     signums: Iterable[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Has signals call ``handler``, in the main thread, between two instructions.
+    """Have signals call ``handler``, in the main thread, between two instructions.
 
-    A wait of the main thread may go on meanwhile: Python wakes nobody if the signal
-    comes right before it, or to another thread. So whoever is told of signals in this
-    way waits a little at a time.
+    A blocking call of the main thread may continue after a signal: Python does not
+    interrupt it if the signal comes right before the call, or to another thread. A
+    caller that handles signals in this way should therefore block for short times only.
 
-    Those that are ignored, as nohup and background jobs have it, stay so.
+    Signals that are ignored, as by nohup or in background jobs, stay ignored.
     """
     with contextlib.ExitStack() as stack:
         for signum in signums:
-            # None is a handler not of Python's, which could not be restored.
+            # None means a handler that Python did not set, and could not restore.
             if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None):
                 stack.callback(signal.signal, signum, before)
                 signal.signal(signum, handler)
@@ -35,23 +35,23 @@ def handled(
 
 @contextlib.contextmanager
 def told_to_end() -> Iterator[Callable[[], bool]]:
-    """SIGTERM waits for the end of a block, which then ends the program.
+    """Delay SIGTERM until the end of a block, which then ends the program.
 
-    An engine that takes a worker's place away (``scancel``, preemption, a drained node)
-    says so by SIGTERM, and kills some seconds later. A loop that asks at every step
-    still sends what it has, and leaves; the exit code is the one that shells have for
-    the signal, 143, so that whoever started the program knows why it ended.
+    An engine that takes a worker's resources away (``scancel``, preemption, a drained
+    node) sends SIGTERM, and kills the worker some seconds later. A loop that checks for
+    SIGTERM at every step can still send its contribution and leave. The exit code is
+    143, a shell's for SIGTERM, so that the engine knows why the program ended.
 
-    A call that waits, as an exchange does for a lost center, goes on waiting, until
-    another SIGTERM comes more than a second later: that one ends the program at once,
-    with the same exit code. Outside of the main thread, and where SIGTERM is ignored,
-    nothing changes.
+    A blocking call, such as an exchange with a lost center, continues to wait until
+    another SIGTERM comes more than a second later, which ends the program at once with
+    the same exit code. Outside of the main thread, and if SIGTERM is ignored, nothing
+    changes.
 
     Yields:
-      A function that says whether this process was told to end.
+      A function that returns whether this process was told to end.
 
     Raises:
-      SystemExit: it was, at the end of the block, which has had its time.
+      SystemExit: at the end of the block, if this process was told to end.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -70,7 +70,7 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
       >>> worker.exchanges
       3
     """
-    heard: list[float] = []  # when
+    heard: list[float] = []  # times of the signals
 
     def hear(signum: int, frame: FrameType | None) -> None:
         heard.append(time.monotonic())

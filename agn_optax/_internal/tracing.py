@@ -1,12 +1,12 @@
-"""What a program makes of its arguments, read from its jaxpr.
+"""Dataflow of a program, from its arguments to its results, read from its jaxpr.
 
-Every value of a program has an expression: the operation that makes it, and the
-expressions of what that reads, down to arguments and constants. Two values with equal
-expressions are equal wherever their arguments are, so that two programs can be
-compared, such as one for a whole tree and one for a part of it.
+Every value of a program has an expression: the operation that computes it, and the
+expressions of the operation's inputs, down to arguments and constants. Two values with
+equal expressions are equal if their arguments are equal. This is how two programs are
+compared, such as one for a whole tree and one for a part of the tree.
 
-An operation that takes each element for itself does the same to arrays of any shape,
-and its expression does not tell the shape. All others are listed (`Reading.across`).
+An elementwise operation does the same to arrays of any shape, so its expression does
+not contain the shape. All other operations are listed in `Reading.across`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
 
-# Primitives of JAX that take each element for itself.
+# Elementwise primitives of JAX.
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt
@@ -38,9 +38,10 @@ _ELEMENTWISE = frozenset(
     pvary pcast reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
     xor
-    """.split()  # noqa: SIM905 eighty words are easier to read so
+    """.split()  # noqa: SIM905 eighty words are easier to read in a block
 )
-_SHAPES = frozenset(("shape", "broadcast_dimensions", "sharding"))  # settings of these
+# Parameters of elementwise primitives that depend on the shapes.
+_SHAPES = frozenset(("shape", "broadcast_dimensions", "sharding"))
 
 # Primitives that call one program, once, with the operands as its arguments.
 _CALLS = frozenset(
@@ -52,16 +53,16 @@ _CALLS = frozenset(
 
 
 class UnfitError(Exception):
-    """A program is not what it would have to be; says why."""
+    """A program that lacks a required property; gives the reason."""
 
 
-# What code that was written for a whole tree may raise when it is traced with a part:
+# Exceptions of code that is written for a whole tree and traced with a part of it.
 _UNTRACEABLE = (
     UnfitError,
     errors.AgnOptaxError,  # our own checks of trees
-    TypeError,  # a tree of another structure, None for an array, a value JAX has not
-    ValueError,  # a tree of another structure, shapes that do not fit
-    LookupError,  # a leaf that is looked for by its name or number
+    TypeError,  # a tree of another structure, None for an array, a value unknown to JAX
+    ValueError,  # a tree of another structure, shapes that do not match
+    LookupError,  # a leaf that is looked up by its name or index
     AttributeError,  # None has no shape
     ArithmeticError,  # a mean over no leaves
     AssertionError,  # a check of the tree's structure
@@ -69,11 +70,12 @@ _UNTRACEABLE = (
 
 
 def unless_unfit(what: str, ask: Callable[[], T]) -> T | None:
-    """``ask()``; or None if it cannot be told, or is not so: the log says why.
+    """Return ``ask()``; or None, with the reason in the log, if it raises.
 
     Args:
-      what: would be done if the answer were good.
-      ask: traces programs, and may raise `UnfitError`.
+      what: the step that is skipped if ``ask`` raises, as a text for the log.
+      ask: a function that traces programs. It raises `UnfitError` if a program is
+        unfit, or another exception if the program cannot be traced.
     """
     try:
         return ask()
@@ -84,32 +86,33 @@ def unless_unfit(what: str, ask: Callable[[], T]) -> T | None:
 
 
 class Value(NamedTuple):
-    """What is known of one value in a program."""
+    """One value in a program."""
 
     expression: Hashable
-    leaves: frozenset[int] = frozenset()  # of the arguments' that it is made of
-    is_array: bool = True  # and no scalar
+    leaves: frozenset[int] = frozenset()  # the arguments' leaves that it depends on
+    is_array: bool = True  # False for a scalar
 
 
 class Reading(NamedTuple):
-    """What a program makes."""
+    """The results of a program, and its operations that are not elementwise."""
 
-    made: dict[str, Value]  # by the path in the result
-    # Operations that look at more than one element, and of each the operation of the
-    # outermost program that it is a part of.
+    made: dict[str, Value]  # results by their paths
+    # Each operation that is not elementwise, with the operation of the outermost
+    # program that contains it.
     across: list[tuple[JaxprEqn, JaxprEqn]]
-    program: Any  # whose constants are told by their identity: they must live on
+    program: Any  # kept alive, because expressions contain the ids of its constants
 
 
 def read(
     function: Callable[..., Any], *arguments: Any, given: Sequence[Value] | None = None
 ) -> Reading:
-    """What ``function`` makes of arguments of this kind.
+    """Trace ``function`` and return what its results depend on.
 
     Args:
-      function: to be traced.
-      *arguments: trees of arrays, or of what says their shapes and dtypes.
-      given: what their leaves are; None tells each by its path and its number.
+      function: the function to trace.
+      *arguments: trees of arrays, or of objects with a shape and a dtype.
+      given: the values of the arguments' leaves; None identifies each leaf by its path
+        and its index.
     """
     program, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
     if given is None:
@@ -122,7 +125,7 @@ def read(
 
 
 def origin(operation: JaxprEqn) -> str:
-    """The optimizer that an operation comes from, as well as it can be told."""
+    """Return the name of the optimizer that made an operation, as a best guess."""
     traceback = operation.source_info.traceback
     frames: list[Any] = [] if traceback is None else traceback.frames
     outside = [f.function_name for f in frames if "/jax/" not in f.file_name]
@@ -131,7 +134,7 @@ def origin(operation: JaxprEqn) -> str:
 
 
 def operations(program: Any) -> Iterator[JaxprEqn]:
-    """All operations of a jaxpr, those of the programs inside it, too."""
+    """Yield all operations of a jaxpr, including those of programs inside it."""
     from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
 
     for equation in program.eqns:
@@ -141,19 +144,23 @@ def operations(program: Any) -> Iterator[JaxprEqn]:
 
 
 def called(operation: JaxprEqn) -> Any:
-    """The program that an operation calls, once, with its operands; None for others."""
+    """Return the program that an operation calls, once, with its operands, or None."""
     return _programs(operation)[0] if operation.primitive.name in _CALLS else None
 
 
 class _Reader:
-    """Follows values through programs, and keeps what looks across elements."""
+    """An interpreter that follows values through programs.
+
+    Attributes:
+      across: the operations found that are not elementwise, see `Reading`.
+    """
 
     def __init__(self) -> None:
         self.across: list[tuple[JaxprEqn, JaxprEqn]] = []
-        self._outermost: list[JaxprEqn] = []  # the operation that is being read
+        self._outermost: list[JaxprEqn] = []  # enclosing operations, outermost first
 
     def follow(self, program: Any, given: Sequence[Value]) -> list[Value]:
-        """The results of a program, whose arguments are ``given``."""
+        """Return the results of a program for the arguments ``given``."""
         consts = map(_constant, getattr(program, "consts", ()))
         program = getattr(program, "jaxpr", program)
         known = dict(zip(program.invars, given, strict=True))
@@ -183,7 +190,8 @@ class _Reader:
             ]
         told: list[Any] = [name]
         if name in ("scan", "while"):
-            # Not followed from trip to trip: every result may be made of every operand.
+            # Iterations are not followed one by one: every result may depend on every
+            # operand.
             for body in _programs(equation):
                 inputs = [
                     Value(("input", i), is_array=_is_array(variable))
@@ -213,7 +221,7 @@ class _Reader:
 
 
 def _made(variable: Any, what: Hashable, read: Sequence[Value]) -> Value:
-    """A result that ``what`` makes of values that were ``read``."""
+    """Return the value of a result: ``what`` computes it from the values ``read``."""
     is_array = _is_array(variable)
     dtype = str(getattr(variable.aval, "dtype", ""))
     told = (what, dtype, is_array, *(value.expression for value in read))
@@ -231,12 +239,12 @@ def _constant(value: Any) -> Value:
 
 
 def _programs(equation: JaxprEqn) -> list[Any]:
-    """The programs that an operation calls, with their constants."""
+    """Return the programs that an operation calls, with their constants."""
     return [value for value in equation.params.values() if hasattr(value, "eqns")]
 
 
 def _scans_nothing(scan: JaxprEqn) -> bool:
-    """Whether a scan takes no array apart, and puts none together."""
+    """Return whether a scan has only carries: no array is split or stacked."""
     (body,) = (getattr(each, "jaxpr", each) for each in _programs(scan))
     taken, made = map(_shape, scan.invars), map(_shape, scan.outvars)
     return [*taken] == [*map(_shape, body.invars)] and [*made] == [
@@ -255,7 +263,7 @@ def _is_elementwise(operation: JaxprEqn) -> bool:
 
 
 def calls_back(operation: JaxprEqn) -> bool:
-    """Whether an operation runs Python, which may look at anything."""
+    """Return whether an operation calls back into Python, which may do anything."""
     return "callback" in operation.primitive.name
 
 

@@ -1,4 +1,4 @@
-"""What optax.tree lacks and more than one module here needs."""
+"""Functions on trees that several modules need and `optax.tree` lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PyTree = Any
 
 
 def copy(tree: PyTree, dtype: Any = None) -> PyTree:
-    """``tree`` in buffers of its own, which outlive a donation of the original."""
+    """Return a copy of ``tree`` whose buffers survive a donation of the original."""
     return jax.tree.map(
         lambda leaf: jnp.array(leaf, dtype=dtype or jnp.result_type(leaf), copy=True),
         tree,
@@ -26,19 +26,19 @@ def copy(tree: PyTree, dtype: Any = None) -> PyTree:
 
 
 def kinds(tree: PyTree) -> Any:
-    """Structure, shapes and dtypes: what two trees have alike that are of one kind."""
+    """Return the structure, shapes and dtypes of a tree, to compare it with others."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def nodes(tree: PyTree, kind: Any) -> list[tuple[Any, Any]]:
-    """The nodes of a type, with their paths, wherever wrappers have put them."""
+    """Return all nodes of a type, at any depth, with their paths."""
     leaves = tree_flatten_with_path(tree, is_leaf=lambda n: isinstance(n, kind))[0]
     return [(path, node) for path, node in leaves if isinstance(node, kind)]
 
 
 def map_nodes(function: Callable[[Any], Any], tree: PyTree, kind: Any) -> PyTree:
-    """``function`` of every node of a type; the leaves beside them stay."""
+    """Replace every node of a type by ``function(node)``; keep all other leaves."""
 
     def is_found(node: Any) -> bool:
         return isinstance(node, kind)
@@ -49,23 +49,23 @@ def map_nodes(function: Callable[[Any], Any], tree: PyTree, kind: Any) -> PyTree
 
 
 def wider(*dtypes: Any) -> Any:
-    """The dtype that holds all of ``dtypes``, also where JAX promotes strictly."""
+    """Return the promoted dtype of ``dtypes``, even under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
 
 
 def wide(leaf: Any) -> Any:
-    """The dtype to compute with a leaf in: float32, or the leaf's own if wider."""
+    """Return the dtype for computing with a leaf: float32, or its own if wider."""
     return wider(jnp.result_type(leaf), jnp.float32)
 
 
 def widened(leaf: Any) -> jax.Array:
-    """A leaf in the dtype to compute with it in."""
+    """Return a leaf as an array of the dtype `wide` returns for it."""
     return jnp.asarray(leaf).astype(wide(leaf))
 
 
 def scaled(tree: PyTree, factor: jax.Array) -> PyTree:
-    """``factor * tree`` in the dtypes of the tree, computed in float32 at least."""
+    """Return ``factor * tree`` in the tree's dtypes, computed in float32 or wider."""
 
     def scale(leaf: Any) -> jax.Array:
         return (widened(leaf) * factor.astype(wide(leaf))).astype(jnp.result_type(leaf))
@@ -74,10 +74,11 @@ def scaled(tree: PyTree, factor: jax.Array) -> PyTree:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` as ``dtype`` would hold it, in its own dtype.
+    """Round ``x`` to the precision of ``dtype``; the result keeps the dtype of ``x``.
 
-    A cast there and back says the same, but XLA may leave both out where that keeps
-    more precision, and then two programs disagree about what was adopted.
+    A cast to ``dtype`` and back has the same result, but XLA may remove both casts
+    because that keeps more precision, and then two programs would disagree about the
+    center that a worker adopted.
     """
     own, other = jnp.finfo(x.dtype), jnp.finfo(dtype)
     if other.bits >= own.bits:
@@ -88,7 +89,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def place_like(tree: PyTree, like: PyTree) -> PyTree:
-    """``tree`` on the devices of ``like``; arrays already there stay what they are.
+    """Put ``tree`` on the devices of ``like``; keep arrays that are already there.
 
     In place of a leaf of ``like``, ``tree`` may have a tree of arrays.
     """
@@ -112,23 +113,23 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is an array of random keys."""
+    """Return whether a leaf is an array of random keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def nbytes(tree: PyTree, dtype: Any = None) -> int:
-    """Of all leaves, as they are or in one dtype."""
+    """Return the size of all leaves in bytes, in their dtypes or all in one dtype."""
     leaves = jax.tree.leaves(tree)
     return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in leaves)
 
 
 def describe(tree: PyTree, dtype: Any = None) -> Description:
-    """Which leaves a tree has, and in which containers.
+    """Return the description of a tree: its leaves and containers.
 
     Args:
-      tree: of arrays, or of what says their shapes and dtypes.
-      dtype: in place of that of each leaf; None keeps it.
+      tree: a tree of arrays, or of objects with a shape and a dtype.
+      dtype: replaces the dtype of each leaf; None keeps it.
     """
     leaves = [
         Leaf(keystr(path), _dtype_name(leaf, dtype), jnp.shape(leaf))
@@ -140,12 +141,15 @@ def describe(tree: PyTree, dtype: Any = None) -> Description:
 def _dtype_name(leaf: Any, dtype: Any) -> str:
     try:
         return jnp.dtype(dtype or jnp.result_type(leaf)).name
-    except TypeError:  # no array, or one of random keys
+    except TypeError:  # not an array, or an array of random keys
         return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _structure(tree: PyTree) -> Any:
-    """The containers of a tree; None if they are not all dicts, lists and tuples."""
+    """Return the `description.structure` of a tree.
+
+    Return None if the tree has other containers than dicts, lists, tuples and None.
+    """
     treedef: Any = jax.tree.structure(tree)
     try:
         made = description.structure(tree)

@@ -9,10 +9,11 @@ import jax
 
 from agn_optax import errors
 from agn_optax.center._core import Core
-from agn_optax.center._ledger import Mode, Synchronous
 from agn_optax.center._limits import Limits
-from agn_optax.center._protocol import Session, Snapshot
+from agn_optax.center._modes import Mode
+from agn_optax.center._protocol import Session
 from agn_optax.center._store import CenterState
+from agn_optax.center._submission import Snapshot
 from agn_optax.center.durability import Durability
 from agn_optax.rules import Rule
 
@@ -115,9 +116,7 @@ class LocalCenter:
             packs=self._packs,
         )
         self.life = self.core.life
-        if rule.combine == "mean" and not isinstance(
-            self.core.ledger.mode, Synchronous
-        ):
+        if rule.combine == "mean" and not self.core.ledger.mode.combines:
             _log.warning(
                 "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
                 "combines the messages of all workers by their mean, and in mode %s n "

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.center import LocalCenter, ShardedCenter
 from agn_optax.checkpoint import _save
 from agn_optax.checkpoint._parts import CenterPart, WorkerPart
@@ -326,10 +326,10 @@ class Resumable:
         parts: dict[str, Any] = {**self._center_parts}
         present = {name for center in self._ending for name in center.workers}
         if others := present - {worker.name}:
-            raise errors.InvalidArgumentError(
-                f"a center in memory is saved with its only worker, and beside "
-                f"{worker.name!r} this one has {sorted(others)}: give it "
-                "durability=agn_optax.center.Journal(...)"
+            combinations.refuse(
+                "Resumable with a center in memory",
+                "other workers of the center",
+                f"worker {worker.name!r} beside {sorted(others)}",
             )
         parts["worker"] = _Sending(worker, params, state, **about)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1

@@ -18,21 +18,21 @@ _RATE = re.compile(
 
 
 def rate(text: str, what: str) -> float:
-    """Bytes a second.
+    """Parse a rate, and return it in bytes per second.
 
-    Only the letter ``b`` by itself has a case: ``b`` is a bit and ``B`` a byte, of 8 of
-    them; ``bit`` and ``byte`` say it without. Prefixes are k, M, G and T, powers of
-    1000, and Ki, Mi, Gi and Ti, of 1024, in any case. ``/s`` or ``ps`` may follow.
+    The unit ``b`` is a bit and ``B`` a byte of 8 bits; ``bit`` and ``byte`` are written
+    in any case. Prefixes, in any case, are k, M, G and T for powers of 1000, and Ki,
+    Mi, Gi and Ti for powers of 1024. ``/s`` or ``ps`` may follow.
 
     Args:
-      text: such as ``"1Gbit"``, ``"100 Mb/s"`` or ``"1.2GB"``.
-      what: what it is, for the message.
+      text: a rate such as ``"1Gbit"``, ``"100 Mb/s"`` or ``"1.2GB"``.
+      what: name of the rate, for the error message.
 
     Returns:
-      The rate in bytes a second.
+      The rate in bytes per second.
 
     Raises:
-      InvalidArgumentError: it is not written so, or not positive.
+      InvalidArgumentError: the text is not a rate, or the rate is not positive.
 
     Example:
       >>> rate("1Gbit", "bandwidth"), rate("100Mb/s", "bandwidth")
@@ -55,10 +55,12 @@ def rate(text: str, what: str) -> float:
 
 
 def size(text: str, what: str) -> int:
-    """Bytes of memory: a rate's number, of bytes, and not a second.
+    """Parse a size, and return it in bytes.
+
+    A size is written as a rate is, in bytes and without ``/s``.
 
     Raises:
-      InvalidArgumentError: it is not written so, or not positive.
+      InvalidArgumentError: the text is not a size, or the size is not positive.
 
     Example:
       >>> size("1.5GB", "memory"), size("16 GiB", "memory")

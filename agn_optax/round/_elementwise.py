@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
-from agn_optax._internal import tracing
+from agn_optax._internal import combinations, tracing
 from agn_optax.round import _round
 from agn_optax.rules import Rule, codecs
 
@@ -45,11 +44,11 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
     exchange = functools.partial(_exchange, rule)
     whole = tracing.read(exchange, params)
     for operation, outermost in whole.across:
-        raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot move a center in shards: "
-            f"{tracing.origin(outermost)} looks at more than one element at a time "
-            f"({operation.primitive.name}). Leave it out of the center optimizer, or "
-            "keep the center whole"
+        combinations.refuse(
+            "a center in shards",
+            "a rule that is not elementwise",
+            f"rule {rule.name!r}, where {tracing.origin(outermost)} looks at more than "
+            f"one element at a time ({operation.primitive.name})",
         )
 
     def same() -> bool:
@@ -60,10 +59,10 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
         return True
 
     if not tracing.unless_unfit(f"rule {rule.name!r} on parts", same):
-        raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot move a center in shards: it treats leaves by "
-            "their shape or their number, and pieces of them otherwise. Keep the "
-            "center whole"
+        combinations.refuse(
+            "a center in shards",
+            "a rule that is not elementwise",
+            f"rule {rule.name!r}, which treats leaves by their shape or their number",
         )
 
 

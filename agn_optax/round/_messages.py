@@ -1,7 +1,7 @@
 """Combination of messages that an all-reduce cannot sum on the way.
 
 Encoded messages must be decoded before they are summed, and a robust rule must compare
-all messages. So every message travels by itself, and the receiver combines them.
+all messages. So every message is sent by itself, and the receiver combines them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
+"""The rules: training methods in pure optax and jax, without devices, axes or I/O.
 
-`_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
-which form contributions travel, `robust` how those of a round become one where some
-are not trusted, `center_optimizers` how a center moves, `_weights` how much a message
-counts, and `_schedules` what a center optimizer counts.
-`_fingerprint` tells two rules apart, and `_named` finds them by their names.
+- `_combinators`: the optax transformations that rules are built of
+- `_rule`: the record `Rule`, and the rules of the literature
+- `codecs`: how contributions are encoded for transmission
+- `robust`: how the messages of a round are combined if some are not trusted
+- `center_optimizers`: how a center moves
+- `_weights`: how much a message counts
+- `_schedules`: the steps that the schedules of a center optimizer count
+- `_fingerprint`: how two rules are compared
+- `_named`: how a rule is found by its name and settings
 
-The names here are the rule records; the drop-in optimizers of the same names are in
-`agn_optax`. What is imported `as` itself is for the layers above.
+The names in ``__all__`` are rules; the drop-in optimizers of the same names are in
+`agn_optax`. The names that are imported ``as`` themselves are for other layers.
 """
 
 from agn_optax.rules import center_optimizers as center_optimizers

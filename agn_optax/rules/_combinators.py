@@ -1,4 +1,4 @@
-"""What the rules are made of: optax transformations, each useful alone in a chain."""
+"""The optax transformations that rules are built of; each also works in a chain."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PyTree = Any
 class AccumulateState(NamedTuple):
     """State of `accumulate`."""
 
-    sum: PyTree  # as the updates, in the accumulator's dtype
-    steps: jax.Array  # int32 scalar: updates summed
+    sum: PyTree  # shapes of the updates, dtype of the accumulator
+    steps: jax.Array  # int32 scalar: number of updates in the sum
 
 
 def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
-    r"""Turns updates into their running sum.
+    r"""Replace the updates by their running sum.
 
     .. math:: s_t = s_{t-1} + u_t, \qquad s_0 = 0
 
-    The sum never begins anew by itself: whoever owns the state starts a new window with
-    a fresh ``init``, as an exchange does.
+    The transformation never resets the sum. The owner of the state starts a new window
+    with a fresh ``init``, as an exchange does.
 
     Args:
       dtype: floating dtype of the sum; None keeps the dtype of the parameters. A
-        float32 sum of bfloat16 gradients does not lose the small ones.
+        float32 sum of bfloat16 gradients does not lose small gradients.
 
     Returns:
       A transformation whose updates are the sums so far and whose state has ``.sum``
@@ -81,18 +81,18 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
 class NormalizeState(NamedTuple):
     """State of `normalize`."""
 
-    updates_seen: jax.Array  # int32 scalar: updates since init
+    updates_seen: jax.Array  # int32 scalar: number of updates since init
 
 
 def normalize() -> optax.GradientTransformationExtraArgs:
-    r"""Divides the updates by the number of steps that they sum up.
+    r"""Divide the updates by the number of steps that they are the sum of.
 
     .. math:: u \leftarrow u / \max(\text{steps}, 1)
 
     ``steps`` is an extra argument of ``update``. Without it, the transformation counts
-    its own updates since ``init``, which is the number of steps of an `accumulate` that
-    stands before it in the chain: ``optax.chain(accumulate(), normalize())`` is the
-    running mean.
+    its own updates since ``init``. That number equals the steps of an `accumulate`
+    before it in the chain: ``optax.chain(accumulate(), normalize())`` is the running
+    mean.
 
     Returns:
       A transformation that keeps the dtypes of its updates.
@@ -135,24 +135,24 @@ def normalize() -> optax.GradientTransformationExtraArgs:
 
 
 def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
-    r"""Adds the gradient of an elastic spring between the parameters and a center.
+    r"""Add the gradient of an elastic spring between the parameters and a center.
 
     .. math:: u \leftarrow u + \text{rate} \cdot (x - c)
 
-    which is the gradient of :math:`\tfrac{\text{rate}}{2} \lVert x - c \rVert^2`.
-    ``center`` is an extra argument of ``update`` with the structure and shapes of the
-    parameters.
+    The added term is the gradient of
+    :math:`\tfrac{\text{rate}}{2} \lVert x - c \rVert^2`. ``center`` is an extra
+    argument of ``update`` with the structure and shapes of the parameters.
 
     Args:
       rate: stiffness of the spring, a non-negative scalar (may be a traced array).
 
     Returns:
-      A stateless transformation that keeps the dtypes of its updates; the difference is
-      taken in the wider of the dtypes of parameters and center.
+      A stateless transformation that keeps the dtypes of its updates. The difference is
+      computed in the widest of the dtypes of updates, parameters and center.
 
     Raises:
       InvalidArgumentError: ``rate`` is negative, infinite or not a number.
-      MissingArgumentError: ``update`` came without ``params`` or ``center``.
+      MissingArgumentError: ``update`` is called without ``params`` or ``center``.
       TreeMismatchError: updates, parameters and center are different trees.
 
     Example:
@@ -196,27 +196,29 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
 def scale_by_staleness(
     *, exponent: float = 1.0, decay: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Divides the updates by one more than their staleness, or by a power of that.
+    r"""Divide the updates by their staleness plus one, or by a power of it.
 
     .. math:: u \leftarrow d^\tau (\tau + 1)^{-a} u
 
     ``staleness`` (:math:`\tau`), the number of center updates since the message's
     anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
-    As the ``discount`` of a rule it has late messages move the center less, also those
-    that become one with others. First in a center optimizer it does so where messages
-    come one by one.
+    The transformation makes late messages move the center less. Use it as the
+    ``discount`` of a rule, which scales every message before the messages of a round
+    are combined; or as the first part of a center optimizer, for messages that come one
+    by one.
 
     Args:
       exponent: :math:`a`, at least 0.
-      decay: :math:`d`, in (0, 1]: below 1, late messages also count exponentially less.
+      decay: :math:`d`, in (0, 1]. Below 1, the weight of a message also decreases
+        exponentially with its staleness.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
 
     Raises:
-      MissingArgumentError: ``update`` came without ``staleness``.
+      MissingArgumentError: ``update`` is called without ``staleness``.
       InvalidArgumentError: an argument is out of range, or ``staleness`` is negative
-        (seen where it is not traced).
+        (checked only if it is not traced).
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -257,7 +259,10 @@ def scale_by_staleness(
 
 
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
-    """``updates / divisor``, in float32 at least: bfloat16 has no 257."""
+    """Return ``updates / divisor``, computed in float32 or wider.
+
+    bfloat16 cannot represent every integer: 257 is the first one that it lacks.
+    """
 
     def divide(u: Any) -> jax.Array:
         u = jnp.asarray(u)

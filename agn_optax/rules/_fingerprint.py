@@ -1,8 +1,8 @@
-"""What a rule does, in numbers, so that two rules can be told apart.
+"""Fingerprints of rules, numbers by which a worker and a center compare their rules.
 
-Functions do not travel, and their programs differ from one JAX to the next. So each
-part of a rule is run on a small probe, and the results are compared: a learning rate of
-0.1 here and of 0.2 there is seen, and named.
+Functions cannot be sent, and their programs differ between versions of JAX. Therefore
+each part of a rule is run on a small probe, and the results are compared: a learning
+rate of 0.1 in the worker and of 0.2 in the center is found, and named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agn_optax.rules._rule import Rule, discounted, told
 from agn_optax.rules.codecs import Codec
 
 PyTree = Any
-# By part of the rule: a setting, or what the part makes of the probe.
+# By part of the rule: the value of a setting, or the part's result on the probe.
 Fingerprint = Mapping[str, Any]
 
 SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec")
@@ -29,10 +29,10 @@ SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec"
 
 @functools.lru_cache(maxsize=32)
 def fingerprint(rule: Rule) -> Fingerprint:
-    """What tells ``rule`` from others.
+    """Return the fingerprint of ``rule``.
 
-    A part that cannot be run on the probe, such as a center optimizer with a mask made
-    for a model's own tree, has no numbers, and is not compared: the log says why.
+    A part that cannot be run on the probe, such as a center optimizer with a mask for
+    the tree of one model, is left out and not compared; the log has the reason.
     """
     prints: dict[str, Any] = {name: str(getattr(rule, name)) for name in SETTINGS}
     parts = (_contribution, _encoding, _answers, _message, _adopt, _penalty, _center)
@@ -51,9 +51,14 @@ def _numbers(part: Callable[[Any], PyTree], rule: Rule | None) -> list[float]:
 
 
 def difference(theirs: Fingerprint, rule: Rule) -> str | None:
-    """Return what differs between another rule and this one, in words; or None.
+    """Return a text that names the differences of two rules; None if there are none.
 
-    All parts that differ are named, with both values or the first numbers of both.
+    The text names all parts that differ, with both values, or the first numbers of
+    both.
+
+    Args:
+      theirs: the fingerprint of the other rule.
+      rule: this rule.
     """
     mine = fingerprint(rule)
     found = {
@@ -61,7 +66,7 @@ def difference(theirs: Fingerprint, rule: Rule) -> str | None:
         for part, value in mine.items()
         if part in theirs and not _is_same(part, theirs[part], value)
     }
-    if "name" in found:  # all else follows from that
+    if "name" in found:  # other differences follow from this one
         return found["name"]
     if "codec" in found:
         found.pop("encoding", None)
@@ -100,7 +105,12 @@ def _part_difference(part: str, other: Any, mine: Any) -> str:
 
 
 def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
-    """Return what two sequences of steps may differ by: rows, first step first."""
+    """Return a likely cause for the difference of two sequences of steps, or "".
+
+    Args:
+      theirs: the steps of the other rule on the probe, a row for each.
+      own: the steps of this rule.
+    """
     if (factor := _factor(theirs, own)) is not None:
         return (
             f": each is {factor:.4g} times as large as here, so the rates may differ "
@@ -112,12 +122,12 @@ def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
 
 
 def _factor(theirs: np.ndarray, own: np.ndarray) -> float | None:
-    """Return by how much each of some numbers is larger; None if it is not one."""
+    """Return the factor between two arrays; None if no one factor fits or it is 1."""
     size = float(np.sum(own * own)) if theirs.shape == own.shape else 0.0
     if not (size > 0 and np.isfinite(size)):
         return None
     factor = float(np.sum(theirs * own)) / size
-    # Steps are differences of float32 numbers near 1.
+    # Tolerant, because steps are differences of float32 numbers near 1.
     is_one = np.allclose(theirs, factor * own, rtol=1e-2, atol=1e-6)
     return factor if is_one and abs(factor - 1) > 1e-3 else None
 
@@ -133,7 +143,7 @@ _CENTER = 2.0  # the seed of the probe's center
 
 
 def _probe(seed: float) -> PyTree:
-    """Two leaves, all elements different, none of them zero."""
+    """Return a tree of two leaves whose elements all differ and are not zero."""
     w = jnp.sin(seed + jnp.arange(1.0, 7.0, dtype=jnp.float32)).reshape(3, 2)
     return {"b": w[:, 0] * 0.5, "w": w}
 

@@ -1,4 +1,4 @@
-"""Rules and center optimizers by their names and settings, as text can have them."""
+"""Rules, codecs and center optimizers by their names and settings as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from agn_optax.rules._rule import Rule
 
 _log = logging.getLogger("agn_optax")
 
-# Of optax. Their signatures say which settings they have, ours too.
+# Optimizers of optax. The signature of an optimizer defines its settings, here and in
+# CENTER_OPTIMIZERS.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: getattr(optax, name)
     for name in (
@@ -44,7 +45,7 @@ CENTER_OPTIMIZERS = {
         )
     },
 }
-# Whatever that module has which returns one: a new method is there by its name.
+# All functions of that module that return a Rule, so that new rules are found by name.
 RULES: dict[str, Callable[..., Rule]] = {
     name: make
     for name, make in sorted(vars(_rule).items())
@@ -55,7 +56,7 @@ _LOSING = {
     **{f"int{bits}": codecs.quantize(bits) for bits in (8, 4, 2)},
     "e3m0": codecs.quantize(4, format="e3m0"),
     "sign": codecs.sign(),
-    # With what SparseLoCo has: 64 of 4096 elements, in 2 bits.
+    # The settings of SparseLoCo: 64 of 4096 elements, in 2 bits.
     "top_k": codecs.chain_codecs(
         codecs.top_k(64), codecs.quantize(2, format="codebook")
     ),
@@ -66,7 +67,7 @@ CODECS = {
     "low_rank": codecs.error_feedback(codecs.low_rank(4)),
     "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
 }
-# Those that learn far less beside momentum at the center: docs/codecs.md has how much.
+# Codecs that learn far less with momentum at the center: docs/codecs.md has numbers.
 _WITHOUT_MOMENTUM = ("sign", "top_k")
 ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
 COMBINATIONS: dict[str, Any] = {
@@ -77,7 +78,7 @@ COMBINATIONS: dict[str, Any] = {
     "krum": robust.krum(),
     "radial": robust.radial(),
 }
-# What a setting of an optimizer may be at most; 0 is the least.
+# The largest valid value of each setting of an optimizer; the smallest is 0.
 _HIGHEST = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
@@ -86,20 +87,22 @@ _OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
 def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
-    """The rule that settings name.
+    """Return the rule that the settings describe.
 
     Args:
-      given: ``rule``, the name of one; its own settings; ``codec`` and ``answers`` by
-        their names, see `named_codec`; ``combine`` by its name; and
-        ``center_optimizer``, the name of an optimizer, with the settings of that. Or
-        ``rule_from``, "module:object", alone: a rule, or a function without arguments
-        that returns one; modules in the current directory are found.
-      spelt: how a setting is called where its user finds it.
+      given: the settings by name: ``rule``, the name of a rule; the settings of that
+        rule; ``codec`` and ``answers``, names of codecs, see `named_codec`;
+        ``combine``, the name of a combination; and ``center_optimizer``, the name of an
+        optimizer, with the settings of that optimizer. Or only ``rule_from``,
+        "module:object": a rule, or a function without arguments that returns one;
+        modules in the current directory are found.
+      spelt: function from the name of a setting to the name that the user knows, for
+        errors.
 
     Raises:
-      InvalidArgumentError: they name none, or a setting is missing, out of range or not
-        one of this rule or optimizer.
-      InvalidTypeError: ``rule_from`` is no rule.
+      InvalidArgumentError: the settings describe no rule, or a setting is missing, out
+        of range, or unknown to this rule or optimizer.
+      InvalidTypeError: ``rule_from`` is not a rule.
     """
 
     def refuse(why: str, names: Collection[str]) -> None:
@@ -152,7 +155,7 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
 
 
 def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
-    """Whether an optimizer keeps a sum or a mean of the updates that it has seen."""
+    """Return whether an optimizer keeps a sum or a mean of its past updates."""
     state = jax.eval_shape(optimizer.init, jnp.zeros(1))
     fields = ("trace", "mu", "momentum")
     return any(optax.tree.get_all_with_path(state, field) for field in fields)
@@ -161,10 +164,16 @@ def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
 def named_codec(
     given: Mapping[str, Any], spelt: Callable[[str], str] = str
 ) -> codecs.Codec:
-    """The codec that settings name: ``codec`` one way, ``answers`` back, or neither.
+    """Return the codec that the settings describe.
+
+    Args:
+      given: the settings by name: ``codec`` for the uplink and ``answers`` for the
+        downlink; both are optional.
+      spelt: function from the name of a setting to the name that the user knows, for
+        errors.
 
     Raises:
-      InvalidArgumentError: there is none of that name.
+      InvalidArgumentError: no codec has that name.
     """
     made = codecs.identity()
     if "codec" in given:
@@ -200,7 +209,11 @@ def _settings(
     what: str,
     spelt: Callable[[str], str],
 ) -> dict[str, Any]:
-    """The arguments of a factory that were given."""
+    """Return the given settings that are arguments of ``factory``.
+
+    Raises:
+      InvalidArgumentError: a required setting is missing.
+    """
     parameters = known(factory)
     for name, parameter in parameters.items():
         if name not in given and parameter.default is parameter.empty:
@@ -209,7 +222,7 @@ def _settings(
 
 
 def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Its parameters that are settings."""
+    """Return the parameters of ``factory`` that are settings."""
     return {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()

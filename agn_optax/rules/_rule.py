@@ -1,7 +1,8 @@
-"""The rule record, and the rules: what tells one method from another, and no more.
+"""The record `Rule`, and the rules of the literature.
 
-A rule is data. It owns no parameters, no loop, no device and no clock; `_round` is
-the one place that says in which order its parts are called.
+A rule is data: the parts in which one method differs from another. It owns no
+parameters, loop, device or clock. Only `agn_optax.round._round` determines the order in
+which its parts are called.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
@@ -30,7 +30,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    r"""One method: what a worker keeps and sends, and what the center makes of it.
+    r"""One training method: what a worker sends, and how it moves the center.
 
     .. math::
         \text{local step:}\quad & x \leftarrow x + \text{inner}(\text{penalty}(g));
@@ -40,54 +40,55 @@ class Rule:
             & c' = c + \text{center}(m);
             \qquad x \leftarrow \text{adopt}(x, c \text{ or } c')
 
-    where :math:`\hat k` is :math:`k` encoded and decoded by the codec. Messages follow
-    the gradient convention: the center optimizer descends along them. A
-    new method is a new ``Rule``; every placement (in an optimizer state, on a mesh, in
-    a center outside the program) then runs it.
+    where :math:`r` is the record, :math:`a` the anchor, :math:`c` the center and
+    :math:`k` the contribution, which the center reads after it was encoded and decoded
+    by the codec. Messages follow the gradient convention: the center optimizer descends
+    along them. A new method is a new ``Rule``, which every placement can run: in an
+    optimizer state, on a mesh, and in a center outside the program.
 
     Attributes:
-      name: shown in messages.
-      center: the center optimizer. ``update`` gets the message, its own state, the
-        center, and as extra arguments, all scalars: ``staleness`` (int32), how many
-        versions the center has moved since the worker's anchor; ``steps`` (int32), the
-        local steps that the message was made of; ``weight`` (float32, or float64 where
-        JAX has it enabled), what its worker says that they count, 1 if it says nothing;
+      name: name of the rule in error texts and logs.
+      center: the center optimizer. Its ``update`` gets the message, its own state, the
+        center, and these extra arguments, all scalars: ``staleness`` (int32), the
+        number of center updates since the worker's anchor; ``steps`` (int32), the local
+        steps that the message was made of; ``weight`` (float32, or float64 if JAX has
+        it enabled), the weight that the worker gave the message, by default 1;
         ``since`` (int32), the version of the anchor, so that ``since + staleness`` is
-        the center's now; and ``workers`` (int32), how many there are. The one message
-        of a round has staleness 0, the mean steps of its messages (rounded, 1 at least)
-        and their mean weight. In an optimizer state versions are exchanges, and
-        ``weight`` is an extra argument of the step, or of the exchange, that ends the
-        round.
-      contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
-        is. ``record`` is the state of the transformation ``record``; ``steps`` the
-        local steps really made, an int32 scalar. Returns a tree with the structure and
-        shapes of the center. If it has a method ``recover(contribution, params, anchor,
-        steps)``, which tells the parameters that it was made of (in the dtypes of
-        ``params``, the later ones), a worker keeps no copy of them while it overlaps.
-      message: ``(contribution, center) -> message``, made where the center is, for
-        rules that need the center as it is now; None if the contribution is the
-        message.
-      discount: a stateless optax transformation of every message, before those of a
-        round become one, which makes none of them larger; gets the extra arguments
-        that the center optimizer gets, those of the message itself. None for none.
-      record: an optax transformation that is fed the gradients of every local step and
-        whose state is the record; a fresh ``init`` begins the next window.
-      penalty: a stateless optax transformation of every local gradient, before the
-        inner optimizer; gets the anchor as the extra argument ``center``. None for
-        none.
-      combine: how the messages of a round become one, those of the workers of a mesh or
-        of a synchronous center: ``"sum"``, in which each counts whole, or ``"mean"``,
-        in which each counts by its ``weight``, which may be made on their way; or one
-        of `agn_optax.robust`, which needs all of them at a time.
-      adopt: ``(params, center) -> params``, how a worker takes the center back, or
-        None: the parameters become the center.
-      adopts: whether the worker adopts the center as it was before or after its own
-        message.
-      needs_params: whether ``contribution`` reads the worker's parameters; if not, it
+        the center's current version; and ``workers`` (int32), the current number of
+        workers. The combined message of a round has staleness 0, the mean steps of its
+        messages (rounded, at least 1) and their mean weight. In an optimizer state,
+        versions count exchanges, and ``weight`` is an extra argument of the step, or of
+        the exchange, that ends the round.
+      contribution: ``(record, params, anchor, steps) -> tree``, computed by the worker.
+        ``record`` is the state of the transformation ``record``; ``steps`` is the
+        number of local steps made, an int32 scalar. Returns a tree with the structure
+        and shapes of the center. It may have a method ``recover(contribution, params,
+        anchor, steps)``, which returns the parameters that the contribution was made of
+        (in the dtypes of ``params``, the current parameters); then a worker keeps no
+        copy of those parameters while an exchange is in flight.
+      message: ``(contribution, center) -> message``, computed by the center, for rules
+        that need the current center. None if the contribution is the message.
+      discount: a stateless optax transformation of every message, applied before the
+        messages of a round are combined. It must not make a message larger. It gets the
+        extra arguments that the center optimizer gets, with the values of the message
+        itself. None for no discount.
+      record: an optax transformation that gets the gradients of every local step; its
+        state is the record. A fresh ``init`` begins the next window.
+      penalty: a stateless optax transformation of every local gradient, applied before
+        the inner optimizer. It gets the anchor as the extra argument ``center``. None
+        for no penalty.
+      combine: how the messages of a round (of the workers of a mesh or of a synchronous
+        center) are combined. ``"sum"`` adds them, and ``"mean"`` averages them by their
+        ``weight``; both may be computed while messages are transmitted. A `Combine` of
+        `agn_optax.robust` needs all messages at once.
+      adopt: ``(params, center) -> params``, how a worker adopts the center. None
+        replaces the parameters by the center.
+      adopts: which center the worker adopts, that before or that after its own message.
+      needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
-      needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor; if not, it
-        gets None, and no copy of the anchor is kept.
-      codec: how contributions travel, one of `agn_optax.codecs`.
+      needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
+        ``contribution`` gets None, and no copy of the anchor is kept.
+      codec: how contributions are encoded, one of `agn_optax.codecs`.
 
     All functions are traced, so they must be pure.
 
@@ -104,8 +105,8 @@ class Rule:
       ... )
       >>> tx = agn_optax.exchange_every(optax.sgd(0.1), sign, period=3)
 
-      And BMUF, block momentum on the mean displacement, which differs from model
-      averaging in its center optimizer only:
+      BMUF, block momentum on the mean displacement, which differs from model averaging
+      only in its center optimizer:
 
       >>> import dataclasses
       >>> momentum = optax.sgd(1.0, momentum=0.5)
@@ -137,13 +138,12 @@ class Rule:
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
-            raise errors.InvalidArgumentError(
-                f"codec {of_rule} must send all elements, as its contributions are not "
-                f"differences: got {self.codec}, which leaves most out. Such as "
-                "quantize(8) or cast('bfloat16') will do"
+            combinations.refuse(
+                "a codec that leaves out elements",
+                "a rule that sends parameters",
+                f"codec {self.codec} {of_rule}",
             )
-        # Wrapped here, once, so that the round may hand every part the extra arguments
-        # it has.
+        # Wrapped once, so that an exchange may pass its extra arguments to every part.
         for field in ("center", "record", "penalty", "discount"):
             part = getattr(self, field)
             if part is not None or field in ("center", "record"):
@@ -152,22 +152,22 @@ class Rule:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the messages of a round may be added up on their way."""
+        """True if the messages of a round may be summed while they are transmitted."""
         return not isinstance(self.combine, Combine)
 
     @property
     def combines_elements(self) -> bool:
-        """Whether each element of a round's message is made of that element alone."""
+        """True if the messages of a round are combined element by element."""
         return not isinstance(self.combine, Combine) or self.combine.elementwise
 
 
 def check_rule(value: Any) -> None:
-    """``value`` is a rule."""
+    """Raise unless ``value`` is a rule."""
     such_as = "a record of agn_optax.rules, such as rules.downpour()"
     check.instance(value, Rule, f"rule must be {such_as}")
 
 
-# What a center optimizer is told of a message: where nobody says so, and as what.
+# The extra arguments of a center optimizer: default value and dtype of each.
 _TOLD = {
     "staleness": (0, jnp.int32),
     "steps": (1, jnp.int32),
@@ -178,7 +178,12 @@ _TOLD = {
 
 
 def told(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra arguments of a center optimizer: what is said, and all that it gets."""
+    """Return the extra arguments of a center optimizer for one message.
+
+    Args:
+      said: metadata of the message. Missing entries get their defaults; unknown ones
+        are kept.
+    """
     own = {
         name: jnp.asarray(said.get(name, unsaid), dtype)
         for name, (unsaid, dtype) in _TOLD.items()
@@ -187,7 +192,13 @@ def told(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def discounted(rule: Rule, message: PyTree, **extra_args: Any) -> PyTree:
-    """A message as much as it counts, of which so much is said."""
+    """Return a message scaled by the rule's discount.
+
+    Args:
+      rule: the rule.
+      message: the message.
+      **extra_args: the extra arguments of the center optimizer for the message.
+    """
     if rule.discount is None:
         return message
     stateless = rule.discount.init(message)
@@ -195,14 +206,14 @@ def discounted(rule: Rule, message: PyTree, **extra_args: Any) -> PyTree:
 
 
 class _Displacement:
-    """``a - x``: what the local steps took away from the anchor.
+    """The contribution ``a - x``, from the anchor and the parameters after the steps.
 
-    Under parameters of a narrower dtype than the center's, the worker adopted the
-    rounded anchor, so the rounding is not part of its displacement: the center keeps
-    its low bits.
+    If the parameters have a narrower dtype than the center, the worker adopted the
+    rounded anchor. The rounding is not part of the displacement, so that the center
+    keeps its low bits.
 
     Args:
-      per_step: whether it is divided by the steps.
+      per_step: whether the displacement is divided by the number of steps.
     """
 
     def __init__(self, *, per_step: bool = False) -> None:
@@ -222,11 +233,14 @@ class _Displacement:
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        """``a - k``: what rounding kept from the center is not counted as sent."""
+        """Return ``a - k``, the parameters without the rounding error of ``k``.
+
+        The rounding error does not count as sent.
+        """
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
             if self.per_step:
-                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
+                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 cannot hold 257
                 k = (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
             return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
@@ -234,7 +248,7 @@ class _Displacement:
 
 
 class _Parameters:
-    """``x``."""
+    """The contribution ``x``: the parameters themselves."""
 
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
@@ -245,7 +259,7 @@ class _Parameters:
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        """Themselves."""
+        """Return the contribution."""
         del params, anchor, steps
         return contribution
 
@@ -261,17 +275,21 @@ def agn(
     record_dtype: Any = None,
     codec: Codec | None = None,
 ) -> Rule:
-    r"""Accumulated gradient normalization as TensorFlow's AGNOptimizer does it.
+    r"""Return the rule of accumulated gradient normalization, as in TensorFlow.
 
     .. math::
         s \leftarrow s + g \text{ at every local step}; \qquad m = s / \lambda; \qquad
         c' = c + \text{center}(m); \qquad x \leftarrow c'
 
+    This is the form of TensorFlow's AGNOptimizer.
+
     Args:
-      center: the center optimizer; it sees the mean gradient of the window, so its
-        learning rate means what it means for a single step.
-      record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      center: the center optimizer. It gets the mean gradient of the window, so use a
+        learning rate for single steps.
+      record_dtype: floating dtype of the gradient sum; None keeps the dtype of the
+        parameters.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule, with messages of the size of the parameters.
@@ -301,15 +319,16 @@ def agn(
 
 
 def agn_window(*, codec: Codec | None = None) -> Rule:
-    r"""Accumulated gradient normalization in the paper's form: the mean local update.
+    r"""Return the rule of accumulated gradient normalization, as in the paper.
 
     .. math:: m = (a - x) / \lambda; \qquad c' = c - m; \qquad x \leftarrow c'
 
-    It normalizes what the inner optimizer did with the gradients rather than the
-    gradients, so it needs no record. dist-keras calls it ADAG.
+    It normalizes the updates of the inner optimizer and not the gradients, so it needs
+    no record: a message is the mean local update. dist-keras calls this rule ADAG.
 
     Args:
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule.
@@ -329,12 +348,13 @@ def agn_window(*, codec: Codec | None = None) -> Rule:
 
 
 def downpour(*, codec: Codec | None = None) -> Rule:
-    r"""DOWNPOUR: the center takes every worker's displacement whole.
+    r"""Return the rule DOWNPOUR: the center adds every worker's whole displacement.
 
     .. math:: m = a - x; \qquad c' = c - m; \qquad x \leftarrow c'
 
     Args:
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule.
@@ -356,15 +376,16 @@ def downpour(*, codec: Codec | None = None) -> Rule:
 
 
 def dynsgd(*, codec: Codec | None = None) -> Rule:
-    r"""DynSGD: DOWNPOUR that trusts late messages less.
+    r"""Return the rule DynSGD: DOWNPOUR in which late messages count less.
 
     .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
 
-    where :math:`\tau` is each message's staleness, counted where the center is. On a
-    mesh every message is fresh, and dynsgd is downpour.
+    where :math:`\tau` is the staleness of each message, counted by the center. On a
+    mesh every message has staleness 0, and dynsgd equals downpour.
 
     Args:
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule.
@@ -384,16 +405,18 @@ def dynsgd(*, codec: Codec | None = None) -> Rule:
 
 
 def average(*, codec: Codec | None = None) -> Rule:
-    r"""Model averaging (local SGD): the center becomes the mean of the workers.
+    r"""Return the rule of model averaging (local SGD).
 
     .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c - m = \tfrac1n \sum_i x_i;
         \qquad x \leftarrow c'
 
-    The mean is over the workers of one mesh; a center outside the program takes
-    messages one by one, and each is then a mean of one.
+    The center becomes the mean of the workers of one mesh, or of the round of a
+    synchronous center. An asynchronous center applies messages one by one, and each is
+    then the mean of one message.
 
     Args:
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule.
@@ -412,19 +435,22 @@ def average(*, codec: Codec | None = None) -> Rule:
 def diloco(
     center: optax.GradientTransformation | None = None, *, codec: Codec | None = None
 ) -> Rule:
-    r"""DiLoCo: model averaging whose mean displacement goes through an outer optimizer.
+    r"""Return the rule DiLoCo: model averaging with an outer optimizer.
 
     .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c + \text{center}(m); \qquad
         x \leftarrow c'
 
     Args:
-      center: the outer optimizer; None is the paper's
-        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. Use AdamW as the inner one.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      center: the outer optimizer, which gets the mean displacement; None is the paper's
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. Use AdamW as the inner
+        optimizer.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
-      The rule. The mean is over the workers of one mesh; a center outside the program
-      takes the displacements of n workers one by one and moves n times as far.
+      The rule. The mean is over the workers of one mesh, or of the round of a
+      synchronous center. An asynchronous center applies the displacements of n workers
+      one by one and moves n times as far.
 
     Raises:
       InvalidTypeError: ``center`` is not an optax optimizer.
@@ -444,21 +470,23 @@ def diloco(
 
 
 def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Rule:
-    r"""Elastic averaging: worker and center pull at each other and neither gives in.
+    r"""Return the rule of elastic averaging (EASGD).
 
     .. math::
         g \leftarrow g + \rho (x - a) \text{ at every local step}; \qquad
         e = \alpha (x - c); \qquad x \leftarrow x - e; \qquad c' = c + e
 
-    ``e`` uses the center before this worker's message, and that is what the worker
-    adopts as its anchor. With a Nesterov inner optimizer this is EAMSGD.
+    Worker and center move towards each other, and neither becomes the other. ``e`` uses
+    the center before this worker's message, and that center becomes the worker's
+    anchor. With a Nesterov inner optimizer this is EAMSGD.
 
     Args:
       moving_rate: :math:`\alpha`, in (0, 1].
       rho: :math:`\rho \ge 0`, the elastic penalty towards the anchor in the local
         gradients. TensorFlow's default is ``moving_rate / learning_rate``; 0 is advised
-        when asynchronous.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+        for asynchronous training.
+      codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them
+        unchanged.
 
     Returns:
       The rule.
@@ -477,12 +505,11 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
     """
     check.rate(moving_rate, "moving_rate", low=0.0, high=1.0, low_open=True)
     check.rate(rho, "rho", low=0.0, high=float("inf"))
-    # A rho that is an array may change from step to step; only a plain 0 is known to
-    # stay away.
+    # A rho that is an array may change from step to step; only a Python 0 stays 0.
     penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)
 
-    # Differences are taken in the wider of the dtypes of worker and center, so that
-    # neither is rounded to the other's.
+    # Differences are computed in the wider dtype of worker and center, so that neither
+    # is rounded to the other's dtype.
     def wide(x: jax.Array, c: jax.Array) -> jax.Array:
         return x.astype(trees.wider(x.dtype, c.dtype))
 
@@ -490,7 +517,7 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
         return jax.tree.map(lambda c, x: wide(c, x) - wide(x, c), center, params)
 
     def adopt(params: PyTree, center: PyTree) -> PyTree:
-        # x - e, with e the gradient of the spring: a descent step of size 1.
+        # x - e, where e is the gradient of the spring: a descent step of size 1.
         pull = elastic_pull(moving_rate)
         none = jax.tree.map(jnp.zeros_like, jax.tree.map(wide, params, center))
         force, _ = pull.update(none, pull.init(params), params, center=center)

@@ -1,26 +1,26 @@
-"""What the schedules of a center optimizer count: exchanges, or local steps."""
+"""Schedules of center optimizers, which count exchanges or local steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 
 PyTree = Any
 
 
 @functools.cache
 def _scheduled() -> tuple[type, ...]:
-    """The states of optax whose count is what a schedule is asked for.
+    """Return the state classes of optax whose count is the argument of a schedule.
 
-    Adam's is none of them: it tells of how many updates its moments are made.
+    Adam's state is not one of them: its count is for the bias correction.
     """
     sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 0.1)
     state = jax.eval_shape(sgd.init, ())
@@ -29,7 +29,10 @@ def _scheduled() -> tuple[type, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Init:
-    """The init of a center optimizer whose schedules count local steps."""
+    """The ``init`` of a center optimizer whose schedules count local steps.
+
+    The class marks such an optimizer.
+    """
 
     init: Callable[[PyTree], PyTree]
 
@@ -40,23 +43,24 @@ class _Init:
 def by_local_steps(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""A center optimizer whose schedules count local steps, not exchanges.
+    r"""Make the schedules of a center optimizer count local steps, not exchanges.
 
     .. math:: c' = c + \text{center}_{\eta(t - 1)}(m), \quad
         t = \text{local steps that a worker has made, this round's included}
 
-    An optimizer asks its schedules once for each of its updates, and a center has one
-    update an exchange: after N local steps with period :math:`\lambda`, a cosine of N
-    steps would be at N / :math:`\lambda`, and its rate hardly lower than at first. So
-    wrapped, a center optimizer takes the rate that a worker's last local step had.
-    `agn_optax.agn` wraps the inner optimizer so, where it is also the center's.
+    An optimizer calls its schedules once for each of its updates, and a center has one
+    update per exchange. After N local steps with period :math:`\lambda`, a cosine decay
+    over N steps would only be at N / :math:`\lambda`, with a rate hardly lower than at
+    the start. With this wrapper, the center optimizer uses the rate of a worker's last
+    local step. `agn_optax.agn` applies the wrapper if the inner optimizer is also the
+    center optimizer.
 
-    Only the counts of schedules are moved on, in ``scale_by_schedule`` and
-    ``inject_hyperparams``; Adam's bias correction counts updates, as it must.
+    Only the counts of schedules are advanced, those of ``scale_by_schedule`` and
+    ``inject_hyperparams``. Adam's bias correction still counts updates, as it must.
 
     Args:
-      optimizer: a center optimizer for rules in an optimizer state: drop-in, split or
-        round. Its state stays what it was.
+      optimizer: a center optimizer for rules in an optimizer state (drop-in, split or
+        round form). The structure of its state does not change.
 
     Returns:
       An optax transformation, which needs the extra argument ``steps`` (int32 scalar):
@@ -64,10 +68,10 @@ def by_local_steps(
 
     Raises:
       InvalidTypeError: ``optimizer`` is not an optax optimizer.
-      MissingArgumentError: by its ``update``, without ``steps``.
+      MissingArgumentError: raised by its ``update`` if ``steps`` is missing.
 
-    A center outside the program refuses it: workers there are not at the same step, and
-    schedules count the messages that the center has applied.
+    A center outside the program rejects the wrapped optimizer: its workers are not all
+    at the same step, and its schedules count the messages that it has applied.
 
     Example:
       >>> import optax, agn_optax
@@ -76,7 +80,7 @@ def by_local_steps(
       >>> tx = agn_optax.diloco(optax.adamw(4e-4), period=500, center=outer)
     """
     if isinstance(getattr(optimizer, "init", None), _Init):
-        return optimizer  # it does
+        return optimizer  # wrapped already
     optimizer = check.optimizer(optimizer, "optimizer")
 
     def update(
@@ -85,7 +89,7 @@ def by_local_steps(
         params: PyTree = None,
         *,
         steps: Any = None,
-        outside: Any = False,  # whether it moves a center outside the program
+        outside: Any = False,  # whether the center is outside the program
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         if steps is None:
@@ -94,7 +98,7 @@ def by_local_steps(
                 "round that ends, got steps=None"
             )
         if outside is not False:
-            raise _outside()
+            _refuse_outside()
 
         def move_on(node: Any) -> Any:
             count = node.count
@@ -107,21 +111,25 @@ def by_local_steps(
 
 
 def check_outside(optimizer: optax.GradientTransformation) -> None:
-    """It may move a center outside the program."""
+    """Raise if ``optimizer`` cannot move a center outside the program."""
     if isinstance(optimizer.init, _Init):
-        raise _outside()
+        _refuse_outside()
 
 
-def _outside() -> errors.InvalidArgumentError:
-    return errors.InvalidArgumentError(
-        "a center outside the program cannot count local steps, for its workers "
-        "are not at the same one, got a center optimizer by_local_steps(...): its "
-        "schedules count the messages that it has applied; give it the optimizer "
-        "as it is, with a schedule of as many"
+def _refuse_outside() -> NoReturn:
+    combinations.refuse(
+        "by_local_steps",
+        "a center outside the program",
+        "a center optimizer by_local_steps(...)",
     )
 
 
 def counts_exchanges(optimizer: optax.GradientTransformation, state: PyTree) -> bool:
-    """Whether it, of which ``state`` is, has a schedule asked once an exchange."""
+    """Return whether an optimizer has schedules that count exchanges.
+
+    Args:
+      optimizer: the center optimizer.
+      state: its state.
+    """
     is_told_steps = isinstance(optimizer.init, _Init)
     return not is_told_steps and bool(trees.nodes(state, _scheduled()))

@@ -1,4 +1,4 @@
-"""How much a message counts: by weight, by steps, by how often its worker comes."""
+"""Transformations that scale a message by its weight, steps or worker's speed."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ PyTree = Any
 class WeightState(NamedTuple):
     """State of `scale_by_weight` without a reference."""
 
-    mean: jax.Array  # float scalar: of all weights so far
-    updates_seen: jax.Array  # int32 scalar
+    mean: jax.Array  # float scalar: mean of all weights so far
+    updates_seen: jax.Array  # int32 scalar: number of weights in the mean
 
 
 def scale_by_weight(
     measure: Callable[[Any, Any], Any] | None = None, *, reference: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Multiplies the updates by their weight, relative to others'.
+    r"""Multiply the updates by their weight, relative to the mean weight.
 
     .. math:: u \leftarrow \frac{w}{\bar w} u
 
-    ``weight`` is an extra argument of ``update``: what a message stands for, such as
-    the tokens that were seen. :math:`\bar w` is the weight that counts as one: the mean
-    of all so far, this one among them. So messages one by one, or in a
-    `center_optimizers.buffered`, move the center as their weighted mean would.
+    ``weight`` is an extra argument of ``update``: the amount of work behind a message,
+    such as the number of tokens that its worker saw. :math:`\bar w` is the weight that
+    counts as one: the mean of all weights so far, including this one. Messages that
+    come one by one, or through `center_optimizers.buffered`, then move the center as
+    their weighted mean would.
 
     Args:
-      measure: ``(weight, steps) -> weight``, what to make of it, with the extra
-        argument ``steps``; None takes it as it is. Decoupled DiLoCo has
-        ``lambda tokens, steps: tokens**2 / steps``.
+      measure: ``(weight, steps) -> weight``, the weight to use instead; ``steps`` is
+        the extra argument of ``update``. None uses the weight unchanged. Decoupled
+        DiLoCo has ``lambda tokens, steps: tokens**2 / steps``.
       reference: :math:`\bar w`, positive; None is the mean.
 
     Returns:
-      A transformation that keeps the dtypes of its updates; its state is `WeightState`,
+      A transformation that keeps the dtypes of its updates. Its state is `WeightState`,
       or empty with a reference.
 
     Raises:
       InvalidArgumentError: ``reference`` is not a positive number.
-      MissingArgumentError: ``update`` came without ``weight``, or without ``steps``
-        though there is a measure.
+      MissingArgumentError: ``update`` is called without ``weight``, or without
+        ``steps`` although there is a measure.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -57,8 +58,8 @@ def scale_by_weight(
 
     References:
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026, for weights by tokens and steps; as implementations have it,
-      for the paper was not read.
+      Pre-training*, 2026, for weights by tokens and steps. The formula follows
+      implementations, because the paper was not read.
     """
     if reference is not None:
         check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
@@ -86,8 +87,8 @@ def scale_by_weight(
         if reference is not None:
             return trees.scaled(updates, weight / reference), state
         seen = optax.safe_increment(state.updates_seen)
-        # A running mean: a sum would stop growing after 2^24 messages, and the mean
-        # would fall.
+        # A running mean, because a float32 sum would stop growing after 2^24 messages,
+        # and the mean would fall.
         mean = state.mean + (weight - state.mean) / seen.astype(weight.dtype)
         return trees.scaled(updates, weight / mean), WeightState(mean, seen)
 
@@ -97,17 +98,17 @@ def scale_by_weight(
 def scale_by_steps(
     reference: float, *, exponent: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Multiplies the updates by a power of the local steps that they stand for.
+    r"""Multiply the updates by a power of the local steps that they were made of.
 
     .. math:: u \leftarrow (\text{steps} / H)^a \, u
 
-    ``steps`` is an extra argument of ``update``. Where workers make different numbers
-    of steps, the displacement of one that makes more is longer as well. With
-    :math:`a = -1` each counts by its mean step, as FedNova normalizes; with 1/2, as
-    signal and noise together grow. (`normalize` divides by the steps.)
+    ``steps`` is an extra argument of ``update``. If workers make different numbers of
+    steps, a worker with more steps also has a longer displacement. With :math:`a = -1`
+    each displacement counts by its mean step, as in FedNova; with :math:`a = 1/2`, by
+    the joint growth of signal and noise. (`normalize` divides by the steps.)
 
     Args:
-      reference: :math:`H`, steps that count as one, positive.
+      reference: :math:`H`, the number of steps whose updates stay unchanged, positive.
       exponent: :math:`a`.
 
     Returns:
@@ -115,7 +116,7 @@ def scale_by_steps(
 
     Raises:
       InvalidArgumentError: ``reference`` is not a positive number.
-      MissingArgumentError: ``update`` came without ``steps``.
+      MissingArgumentError: ``update`` is called without ``steps``.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -148,29 +149,30 @@ def scale_by_steps(
 def scale_by_turnaround(
     workers: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Multiplies the updates by the share of all messages in which their worker comes.
+    r"""Multiply the updates by their worker's turnaround, relative to a full round.
 
     .. math:: u \leftarrow \frac{\tau + 1}{n} u
 
-    ``staleness`` (:math:`\tau`) is an extra argument of ``update``. Where messages come
-    one by one, a worker that is k times as fast sends k times as many, and the center
-    goes to a minimum of its data more than of others'. A worker that makes one of
-    :math:`\tau + 1` messages finds its anchor :math:`\tau` versions old; multiplied by
-    that, all workers move the center by as much in the same time. (It is the opposite
-    of `scale_by_staleness`, for another trouble: where data are alike, fast workers
-    need no such correction, and late messages are the worse ones.)
+    ``staleness`` (:math:`\tau`) is an extra argument of ``update``. If messages come
+    one by one, a worker that is k times as fast sends k times as many messages, and the
+    center moves closer to the minimum of that worker's data than of others' data. A
+    worker that sends one of :math:`\tau + 1` messages has an anchor that is
+    :math:`\tau` versions old. With its messages multiplied by :math:`\tau + 1`, each
+    worker moves the center equally far in the same time. (`scale_by_staleness` does the
+    opposite, for another problem: if all workers have similar data, fast workers need
+    no correction, and late messages are the worse ones.)
 
     Args:
-      workers: :math:`n`; None takes the extra argument ``workers`` of ``update``, how
-        many there are now. Among workers of one speed a message counts as it is.
+      workers: :math:`n`; None uses the extra argument ``workers`` of ``update``, the
+        current number of workers. Among workers of equal speed, the factor is 1.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
 
     Raises:
       InvalidArgumentError: ``workers`` is not a positive whole number.
-      MissingArgumentError: ``update`` came without ``staleness``, or nobody said how
-        many workers there are.
+      MissingArgumentError: ``update`` is called without ``staleness``, or the number of
+        workers is neither an argument here nor one of ``update``.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -180,8 +182,9 @@ def scale_by_turnaround(
 
     References:
       Ammar Mahran, Artavazd Maranjyan, Peter Richtárik, *Rescaled Asynchronous SGD:
-      Optimal Distributed Optimization under Data and System Heterogeneity*, 2026. There
-      rates are in proportion to times of computation, which staleness stands for here.
+      Optimal Distributed Optimization under Data and System Heterogeneity*, 2026. In
+      the paper, rates are proportional to computation times; here staleness takes their
+      place.
     """
     fixed = None if workers is None else check.positive_int(workers, "workers")
 

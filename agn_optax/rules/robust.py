@@ -1,9 +1,9 @@
-"""How the messages of a round become one where all of them must be there.
+"""Combinations of a round's messages that need all messages at once.
 
-The sum and the mean of messages can be made on their way, of two at a time. What is
-here looks at all of them: so that a few bad ones do no harm, for workers that one does
-not fully trust, or (`radial`) so that their length is not lost. Each is for the
-``combine`` of a `Rule`.
+Sums and means can be computed two messages at a time, while messages are transmitted.
+The functions here need all of them: to limit the harm of a few bad messages from
+workers that are not fully trusted, or (`radial`) to preserve the length of messages.
+Each returns a value for the ``combine`` of a `Rule`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ Total = Callable[[PyTree], jax.Array]
 
 __all__ = ["Combine", "krum", "median", "radial", "trimmed_mean"]
 
-_NETWORK = 32  # messages; of more, XLA's sort is no slower, and compiles sooner
+_NETWORK = 32  # messages; for more, XLA's sort is no slower and compiles faster
 
-# Of a mean of unit vectors, its length; shorter ones are no direction. It is far above
-# the rounding of such a mean, also in bfloat16.
+# A mean of unit vectors that is shorter than this length has no direction. The bound is
+# far above the rounding error of such a mean, even in bfloat16.
 LEAST_AGREEMENT = 1 / 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    r"""How the messages of a round become one: a pure function of all of them.
+    r"""A combination of a round's messages: a pure function of all of them.
 
     .. math:: m = \text{of}(m_1, \ldots, m_n)
 
-    It needs a round: a mesh, or a synchronous center. There each message counts as much
-    as it would in a sum (discounted by its staleness, say) before this sees it.
+    It needs a round: a mesh, or a synchronous center. Discounts, such as by staleness,
+    are applied to each message before the combination, as they are before a sum.
 
     Attributes:
-      of: ``(messages, total) -> message``. ``messages`` is the tree of a message with a
-        first dimension of all of them, in float32 or wider, in an order that is the
-        same for all leaves. It may be a part of each message, of a tower that has no
-        more, so what is added up over elements must go through ``total``: it makes of
-        a tree of partial sums (arrays of one shape, a leaf for each) their sum over all
-        elements of all leaves.
-      name: what it is, with its settings, as workers and center compare it.
-      elementwise: whether each element is made of that element of the messages alone;
-        if not, it calls ``total``.
+      of: ``(messages, total) -> message``. ``messages`` is a tree like one message, in
+        float32 or wider, whose leaves have the messages of the round along their first
+        axis, in the same order in all leaves. A tower may hold only a part of each
+        message, so sums over elements must use ``total``: a function that takes a tree
+        of partial sums (arrays of one shape, one for each leaf) and returns their sum
+        over all elements of all leaves.
+      name: name and settings of the combination, which workers and center compare.
+      elementwise: whether each element of the result depends on that element of the
+        messages alone. If not, ``of`` calls ``total``.
 
     Example:
       The largest displacement of each element:
@@ -74,23 +74,26 @@ class Combine:
 
 
 def whole_total(parts: PyTree) -> jax.Array:
-    """`Combine.of`'s ``total`` where messages are whole."""
+    """Return the sum of partial sums, as the ``total`` of `Combine.of`.
+
+    It is for whole messages, not for the parts that towers hold.
+    """
     leaves = jax.tree.leaves(parts)
     wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
     return sum((leaf.astype(wide) for leaf in leaves), start=jnp.zeros((), wide))
 
 
 def median() -> Combine:
-    r"""The median of each element.
+    r"""Combine messages by the median of each element.
 
     .. math:: m^j = \text{median}(m_1^j, \ldots, m_n^j)
 
-    As long as fewer than half of the messages are bad, each element lies between those
-    of good ones; of an even number it is the mean of the two in the middle, so of two
-    messages the mean. What is no number counts as infinite.
+    If fewer than half of the messages are bad, each element lies between the elements
+    of good messages. The median of an even number of messages is the mean of the two in
+    the middle, so two messages are averaged. NaN counts as infinity.
 
     Returns:
-      How messages become one, for the ``combine`` of a `Rule`.
+      A value for the ``combine`` of a `Rule`.
 
     Example:
       >>> import dataclasses, jax.numpy as jnp
@@ -108,7 +111,7 @@ def median() -> Combine:
     def of_leaf(messages: jax.Array) -> jax.Array:
         count = messages.shape[0]
         middle = _in_order(messages)[(count - 1) // 2 : count // 2 + 1]
-        # Halved first, or a sum could overflow.
+        # Halved first, because the sum could overflow.
         return middle[0] if count % 2 else middle[0] / 2 + middle[1] / 2
 
     return Combine(
@@ -117,23 +120,24 @@ def median() -> Combine:
 
 
 def trimmed_mean(share: float = 0.25) -> Combine:
-    r"""The mean of each element without its largest and smallest values.
+    r"""Combine messages by the mean of each element without its extreme values.
 
     .. math:: m^j = \frac1{n - 2b} \sum_{i=b+1}^{n-b} m_{(i)}^j, \qquad
         b = \lceil \beta n \rceil
 
-    of the values of each element in rising order. As long as no more than :math:`b`
-    messages are bad, each element lies between those of good ones. The paper leaves
-    the rounding of :math:`\beta n` open; upwards, one bad message is left out of any
-    number.
+    where :math:`m_{(i)}^j` are the values of each element in ascending order. If no
+    more than :math:`b` messages are bad, each element lies between the elements of good
+    messages. The paper does not define the rounding of :math:`\beta n`; it is rounded
+    up here, so that one bad message is left out of a round of any size.
 
     Args:
-      share: :math:`\beta`, of the messages that are left out at either end, in
+      share: :math:`\beta`, the fraction of messages left out at either end, in
         (0, 0.5).
 
     Returns:
-      How messages become one, for the ``combine`` of a `Rule`. A round of so few that
-      none are left is an InvalidArgumentError: three are enough for a third or less.
+      A value for the ``combine`` of a `Rule`. A round in which no message would be left
+      raises an InvalidArgumentError; three messages are enough for a share of a third
+      or less.
 
     Raises:
       InvalidArgumentError: ``share`` is out of range.
@@ -171,24 +175,24 @@ def trimmed_mean(share: float = 0.25) -> Combine:
 
 
 def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
-    r"""The message that is nearest to its neighbors, or the mean of several such.
+    r"""Choose the message nearest to its neighbors, or average several such messages.
 
     .. math:: s_i = \sum_{j \in N_i} \|m_i - m_j\|^2; \qquad
         m = \frac1k \sum_{i \in K} m_i
 
     where :math:`N_i` are the :math:`n - f - 2` messages nearest to :math:`m_i`, and
-    :math:`K` the :math:`k` messages of the least :math:`s_i`: one is Krum, more are
-    Multi-Krum. Distances are of whole messages, so one that is bad anywhere counts
-    nowhere.
+    :math:`K` the :math:`k` messages of the least :math:`s_i`: :math:`k = 1` is Krum,
+    larger :math:`k` are Multi-Krum. Distances are between whole messages, so a message
+    with one bad part is left out as a whole.
 
     Args:
-      faulty: :math:`f`, how many messages may be bad; a positive int. It needs rounds
-        of :math:`2 f + 3` messages at least.
+      faulty: :math:`f`, how many messages may be bad; a positive int. A round must have
+        at least :math:`2 f + 3` messages.
       keep: :math:`k`, a positive int, at most :math:`n - f - 2`.
 
     Returns:
-      How messages become one, for the ``combine`` of a `Rule`. A round of fewer
-      messages is an InvalidArgumentError.
+      A value for the ``combine`` of a `Rule`. A round of fewer messages raises an
+      InvalidArgumentError.
 
     Raises:
       InvalidArgumentError: an argument is not a positive int.
@@ -230,25 +234,26 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
 
 
 def radial() -> Combine:
-    r"""The mean length of messages, in their mean direction: for each leaf.
+    r"""Combine messages by their mean length and mean direction, for each leaf.
 
     .. math:: m = \frac1n \sum_i |m_i| \cdot \frac{w}{\max(|w|, n / 32)}, \qquad
         w = \sum_i m_i / |m_i|
 
-    The mean of n messages that are nearly at right angles is :math:`\sqrt n` times
-    shorter than they are; this one is as long as they are on average. Where directions
-    cancel, there is no mean direction: below :math:`|w| = n / 32` the message becomes
-    shorter in proportion to :math:`|w|`, and it is 0 where nothing is left of them, as
-    where two workers move a leaf of one element apart. (:math:`w / |w|` alone would be
-    0 / 0 there, and a whole mean length whose sign is the sign of a rounding error.)
+    The mean of n messages that are nearly orthogonal is :math:`\sqrt n` times shorter
+    than the messages; this combination is as long as they are on average. If the
+    directions cancel, there is no mean direction: below :math:`|w| = n / 32` the result
+    becomes shorter in proportion to :math:`|w|`, and it is 0 for :math:`w = 0`, for
+    example if two workers move a leaf of one element in opposite directions.
+    (:math:`w / |w|` alone would be 0 / 0 there, or have the full mean length and the
+    sign of a rounding error.)
 
-    A long message leads no further than a short one, but its length counts in the mean
-    of lengths, so this is no protection against bad ones. Where messages come one by
-    one, ``center_optimizers.buffered(..., combine="radial")`` makes the same of
-    several.
+    A long message has no more influence on the direction than a short one, but its
+    length counts in the mean length, so this is no protection against bad messages. For
+    messages that come one by one, ``center_optimizers.buffered(..., combine="radial")``
+    does the same with several of them.
 
     Returns:
-      How messages become one, for the ``combine`` of a `Rule`.
+      A value for the ``combine`` of a `Rule`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -259,8 +264,8 @@ def radial() -> Combine:
 
     References:
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026; as implementations have it, for the paper was not read. The
-      bound of :math:`n / 32` is of this project.
+      Pre-training*, 2026. The formula follows implementations, because the paper was
+      not read. The bound :math:`n / 32` is this project's.
     """
 
     def of(messages: PyTree, total: Total) -> PyTree:
@@ -270,12 +275,12 @@ def radial() -> Combine:
         count = leaves[0].shape[0]
 
         def norms(parts: list[jax.Array], kept: int) -> jax.Array:
-            """Of each leaf: [leaves, ...], over all but the first ``kept`` axes."""
+            """Return the norms over all but the first ``kept`` axes: [leaves, ...]."""
             squares = [
                 jnp.square(part).sum(axis=tuple(range(kept, part.ndim)))
                 for part in parts
             ]
-            # A row for each leaf, as the total is that of all of them.
+            # A row for each leaf, because ``total`` sums over all leaves.
             rows = jnp.eye(len(parts), dtype=jnp.result_type(*squares))
             apart = [
                 jnp.multiply.outer(row, square)
@@ -301,10 +306,10 @@ def radial() -> Combine:
 
 
 def _in_order(messages: jax.Array) -> list[jax.Array]:
-    """Each element's values in rising order; one that is no number is infinite.
+    """Sort the values of each element in ascending order; NaN counts as infinity.
 
-    By a network of comparisons, which is one pass over all of them; XLA sorts one
-    element at a time (80 times slower for 8 messages, on CPUs).
+    A sorting network needs one pass over all elements; XLA sorts one element at a time
+    (80 times slower for 8 messages, on CPUs).
     """
     rows = [jnp.where(jnp.isnan(m), jnp.inf, m) for m in messages]
     if len(rows) > _NETWORK:
@@ -318,9 +323,9 @@ def _in_order(messages: jax.Array) -> list[jax.Array]:
 
 
 def _comparisons(count: int) -> Iterator[tuple[int, int]]:
-    """Which two of so many are put in order, one pair after the other.
+    """Yield the pairs to compare, in order, to sort ``count`` values.
 
-    Batcher's merge exchange, of any number: Knuth's Algorithm 5.2.2M.
+    This is Batcher's merge exchange for any number of values, Knuth's Algorithm 5.2.2M.
     """
     top = 1 << max((count - 1).bit_length() - 1, 0)
     step = top
@@ -337,9 +342,9 @@ def _comparisons(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _distances(messages: jax.Array) -> jax.Array:
-    """Squares of the distances of these elements, between every two messages."""
+    """Return the squared distances of one leaf between every two messages."""
 
-    # Of differences, and not of products: those lose what large messages have alike.
+    # From differences, because products would lose small ones between large messages.
     def to_all(message: jax.Array) -> jax.Array:
         squares = jnp.square(messages - message)
         return squares.reshape(squares.shape[0], -1).sum(axis=1)

@@ -1,8 +1,11 @@
-"""One program, many devices: the mathematics of `rules` on meshes.
+"""Programs on many devices: data-parallel towers, and workers on the axes of a mesh.
 
-`Towers` is the mesh with its state, data and programs; `all_reduce` makes the gradients
-of a worker's towers one, `reduce_loss` their losses; `loss_scaling` skips bad steps on
-all of them together. What is imported `as` itself is for the layers above.
+- `Towers`: the mesh, with its state, data and programs
+- `all_reduce`: reduce the gradients of a worker's towers
+- `reduce_loss`: each tower's share of the loss of a whole batch
+- `loss_scaling`: loss scaling that skips bad steps on all towers together
+
+The names that are imported ``as`` themselves are for other layers.
 """
 
 from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify

@@ -1,13 +1,11 @@
-"""The gradients of a worker's towers as one: TowerOptimizer's place in a chain.
+"""`all_reduce` of the gradients of a worker's towers, like TowerOptimizer.
 
-Gradients are laid out in *buckets* (one leaf, or several small ones, or a piece of a
-large one), and each bucket is one collective of the chosen algorithm. `_way` has the
-algorithms.
+Gradients are reduced in *buckets* (one leaf, several small leaves, or a piece of a
+large leaf), each by one run of the chosen algorithm. `_way` has the algorithms.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +16,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.round import collectives
 from agn_optax.rules import codecs
 from agn_optax.towers import _rows
@@ -30,8 +28,8 @@ PyTree = Any
 class AllReduceState(NamedTuple):
     """State of `all_reduce`."""
 
-    in_flight: PyTree  # with delay=1 this tower's gradients, not reduced yet; or None
-    codec_state: PyTree = None  # what the codec keeps on this tower; None if nothing
+    in_flight: PyTree  # with delay=1, this tower's unreduced gradients; else None
+    codec_state: PyTree = None  # the codec's state on this tower; None without state
 
 
 def all_reduce(
@@ -44,80 +42,75 @@ def all_reduce(
     codec: codecs.Codec | None = None,
     sum_dtype: Any = None,
     delay: Literal[0, 1] = 0,
-    wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Reduces the gradients of all towers of an axis: put it first in a chain.
+    r"""Reduce the gradients of all towers of an axis; put it first in a chain.
 
     .. math:: g \leftarrow \frac1n \sum_{i=1}^n g_i
         \quad\text{or}\quad g \leftarrow \sum_{i=1}^n g_i
 
-    The towers are then one data-parallel worker. On an axis of one tower nothing is
-    compiled at all (unless a shard_map checks varying axes, which only a collective can
-    satisfy).
+    It makes the towers one data-parallel worker. On an axis of one tower, nothing is
+    compiled (unless a shard_map checks varying axes, which needs a collective).
 
     Row-sparse gradients (`jax.experimental.sparse.BCOO` with ``n_sparse=1``: values and
     row indices) are reduced by gathering the rows of all towers and summing duplicates.
-    They leave the chain as BCOO; `densify` makes dense ones of them for optimizers that
-    want those.
+    They remain BCOO; use `densify` for optimizers that need dense gradients.
 
     Args:
       axis_name: the axis of the towers, or a tuple of axes, bound by shard_map, pmap or
-        vmap around ``update``. (Over a tuple of axes, nested vmaps know neither
+        vmap around ``update``. (Nested vmaps over a tuple of axes support neither
         "reduce_scatter" nor ``sum_dtype`` nor row-sparse gradients.)
       reduction: ``"mean"`` of the towers' gradients, for losses that are means over a
         tower's examples (and for `reduce_loss`); ``"sum"`` for losses that are sums.
-      algorithm: ``"all_reduce"`` leaves the way to XLA. ``"reduce_scatter"`` sums a
-        piece on every tower and gathers the pieces. ``"hierarchical"`` takes two or
-        more axes, the last the fast one (towers in a host): reduce-scatter over the
-        last, all-reduce of the pieces over the others, all-gather over the last, so
-        that a slow link carries each element once.
-      bucket_bytes: bytes of a bucket. Smaller gradients of one dtype are merged up to
-        it, larger ones cut into equal pieces of at most it; the buckets then go one
-        after the other. None: every gradient by itself, for XLA to merge as it likes.
-      bucket_leaves: most gradients merged into one bucket; None for no bound.
-      codec: how gradients travel, one of `agn_optax.codecs`; they come out in their
-        own dtypes. None leaves them as they are.
+      algorithm: ``"all_reduce"`` leaves the algorithm to XLA. ``"reduce_scatter"`` sums
+        a piece on every tower and gathers the pieces. ``"hierarchical"`` needs two or
+        more axes, the last of them the fast one (towers in a host): reduce-scatter over
+        the last, all-reduce of the pieces over the others, and all-gather over the
+        last, so that a slow link carries each element once.
+      bucket_bytes: maximum bytes of a bucket. Smaller gradients of one dtype are merged
+        up to this size, and larger ones are cut into equal pieces of at most this size;
+        the buckets are reduced one after the other. None reduces every gradient
+        separately, and XLA may merge them.
+      bucket_leaves: maximum number of gradients merged into one bucket; None for no
+        limit.
+      codec: how gradients are encoded, one of `agn_optax.codecs`; the results have the
+        gradients' own dtypes. None sends them unchanged.
 
-        ``cast(dtype)`` makes the collectives those of that dtype. A mean is divided
-        before a cast to 16 bits, so that float16 does not overflow in the sum. Some
-        backends (XLA's CPU) widen 16-bit sums on the wire; with ``sum_dtype`` they
-        cannot.
+        With ``cast(dtype)``, the collectives have that dtype. A mean is divided before
+        a cast to 16 bits, so that float16 does not overflow in the sum. Some backends
+        (XLA's CPU) widen 16-bit sums on the wire; ``sum_dtype`` prevents this.
 
-        What any other codec sends cannot be summed on its way. Each bucket, or
-        gradient, is cut into as many pieces as there are towers, and each piece is
-        encoded by itself (blocks do not span pieces). Encoded pieces travel all to all;
-        every tower decodes those of its piece and adds them up. On the way back it
-        encodes that sum, or mean, and all towers get all of them and decode the same
-        numbers. So both ways are encoded, and both lose something: with
-        `error_feedback` every tower keeps a residual of all that it sends, and one of
-        the piece that it answers for, which is fed back into its next sum. With
-        "hierarchical", pieces are encoded between groups only, on the slow axes.
+        Collectives cannot sum the output of any other codec. Each bucket, or gradient,
+        is cut into as many pieces as there are towers, and each piece is encoded
+        separately (blocks do not span pieces). Each tower owns one piece: it receives
+        this piece from all towers (all-to-all), decodes and sums it. Then it encodes
+        the sum, or mean, and all towers gather the pieces and decode the same numbers.
+        Both directions are encoded, and both are lossy: with `error_feedback`, every
+        tower keeps a residual of all pieces that it sends, and one of the piece that it
+        owns, which is added to its next sum. With "hierarchical", pieces are encoded
+        between groups only, on the slow axes.
 
-        A codec with state, such as `error_feedback`, has another one on every tower:
-        make it inside the mesh, with ``towers.create(tx.init, params)``.
-      sum_dtype: floating dtype in which towers add up what travels by the codec, pieces
-        of which they exchange. None is float32 or wider; for a cast it is the dtype
-        that travels, and the sum is the collective's.
-      delay: 1 applies the gradients of the step before (zeros in the first step), so
-        that their reduction runs while this step computes. Gradients wait in the dtypes
-        of the parameters. Not for row-sparse ones.
-      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``, which is
-        the same.
+        The state of a codec, such as `error_feedback`, differs between towers: create
+        it inside the mesh, with ``towers.create(tx.init, params)``.
+      sum_dtype: floating dtype in which towers sum encoded pieces. None is float32 or
+        wider; for a cast, None sums by a collective in the dtype of the cast.
+      delay: 1 applies the gradients of the previous step (zeros in the first step), so
+        that their reduction runs while this step computes. Waiting gradients have the
+        dtypes of the parameters. Not for row-sparse gradients.
 
     Returns:
       A transformation with `AllReduceState`, which keeps the dtypes of its updates.
 
     Raises:
-      InvalidArgumentError: an option is not one of the above, or "hierarchical" came
-        with one axis; or the codec makes matrices smaller and vectors not
-        (`low_rank`), as pieces are vectors.
+      InvalidArgumentError: an option is not one of the above, or "hierarchical" has
+        only one axis; or the codec makes only matrices smaller (`low_rank`), but pieces
+        are vectors.
       InvalidTypeError: ``codec`` is not a codec.
       UnboundAxisError: ``axis_name`` is not bound around ``update``, or around ``init``
         of a codec with state.
-      TreeMismatchError: a gradient is no real floating array, or is row-sparse where
-        the codec is no cast; or, in a shard_map that checks varying axes, it is the
-        same on every tower already, since JAX has summed the gradients of replicated
-        parameters itself.
+      TreeMismatchError: a gradient is not a real floating array, or is row-sparse with
+        a codec that is not a cast; or, in a shard_map that checks varying axes, it is
+        equal on all towers already, because JAX itself sums the gradients of replicated
+        parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -126,7 +119,7 @@ def all_reduce(
       >>> print(jax.vmap(step, axis_name="towers")(jnp.array([1.0, 2.0, 6.0])))
       [-3. -3. -3.]
 
-      In 8 bits, with what is lost in the state:
+      In 8 bits, with the losses kept in the state:
 
       >>> codec = agn_optax.codecs.error_feedback(agn_optax.codecs.quantize(8))
       >>> tx = agn_optax.all_reduce("towers", codec=codec)
@@ -140,7 +133,7 @@ def all_reduce(
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
       Hanlin Tang et al., *1-bit Adam: Communication Efficient Large-Scale Training with
-      Adam's Convergence Speed*, 2021, for error feedback on both ways.
+      Adam's Convergence Speed*, 2021, for error feedback in both directions.
     """
     axes = collectives.names(axis_name)
     check.one_of(reduction, "reduction", ("mean", "sum"))
@@ -149,8 +142,6 @@ def all_reduce(
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
         )
-    if wire_dtype is not None:
-        codec = _cast(wire_dtype, codec)
     way = check_way(axes, algorithm, codec, sum_dtype)
     if bucket_bytes is not None:
         check.positive_int(bucket_bytes, "bucket_bytes")
@@ -162,7 +153,7 @@ def all_reduce(
         )
 
     def through(updates: PyTree, reduce: Callable[[jax.Array], jax.Array]) -> PyTree:
-        """What is reduced at a time goes through ``reduce``; row-sparse ones do not."""
+        """Apply ``reduce`` to each bucket or gradient; keep row-sparse gradients."""
         if bucket_bytes is None:
             return jax.tree.map(
                 lambda leaf: leaf if _rows.is_rows(leaf) else reduce(leaf),
@@ -249,10 +240,11 @@ def all_reduce(
 
 
 def densify() -> optax.GradientTransformationExtraArgs:
-    """Turns row-sparse gradients into dense ones; others pass as they are.
+    """Make row-sparse gradients dense; other gradients are not changed.
 
-    `all_reduce` moves only the rows that a step touched. After it in the chain this
-    writes them into zeros, on each tower for itself, for optimizers that want arrays.
+    `all_reduce` sends only the rows that a step touched. After it in the chain,
+    `densify` writes these rows into zeros, on each tower separately, for optimizers
+    that need dense arrays.
 
     Returns:
       A stateless transformation.
@@ -275,27 +267,10 @@ def densify() -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optax.stateless(dense))
 
 
-def _cast(wire_dtype: Any, codec: codecs.Codec | None) -> codecs.Codec:
-    """What the deprecated argument stands for."""
-    dtype = check.float_dtype(wire_dtype, "wire_dtype")
-    if codec is not None:
-        raise errors.InvalidArgumentError(
-            f"wire_dtype={dtype} is deprecated for codec=codecs.cast({dtype.name!r}), "
-            f"and there is codec={codec} already: leave wire_dtype out"
-        )
-    warnings.warn(
-        "all_reduce(wire_dtype=...) is deprecated and goes in agn_optax 0.2: say "
-        f"codec=agn_optax.codecs.cast({dtype.name!r}), which is the same",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return codecs.cast(dtype)
-
-
 def _groups(
     leaves: list[Any], most_bytes: int, most_leaves: int
 ) -> Iterator[list[int]]:
-    """Numbers of dense leaves of one dtype, in order, as long as they fit together."""
+    """Yield groups of dense leaves of one dtype that fit into a bucket, as indices."""
     by_dtype: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if not _rows.is_rows(leaf):
@@ -314,9 +289,10 @@ def _groups(
 def _after_one_another(
     reduce: Callable[[jax.Array], jax.Array],
 ) -> Callable[[jax.Array], jax.Array]:
-    """``reduce`` of lines that are not empty, each depending in name on the one before.
+    """Return ``reduce`` with a formal dependency of each bucket on the one before.
 
-    XLA merges collectives that are independent, whatever the size of the buckets.
+    XLA would merge independent collectives, whatever the size of the buckets. Buckets
+    must not be empty.
     """
     before: list[jax.Array] = []
 
@@ -331,7 +307,7 @@ def _after_one_another(
 
 
 def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceState]:
-    """The gradients of the step before, and the state in which these wait."""
+    """Return the previous step's gradients, and a state with the current ones."""
     if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
         raise errors.TreeMismatchError(
             "updates has row-sparse gradients, which cannot wait: their rows change "
@@ -351,11 +327,11 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
-            if way.codec is not None and not way.codec.is_cast:
-                raise errors.TreeMismatchError(
-                    f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
-                    "whole gradients: rows travel as they are, or by codecs.cast. Put "
-                    "densify() first, or give such gradients an all_reduce of their own"
+            if way.codec is not None and way.dtype is None:
+                combinations.refuse(
+                    "row-sparse gradients",
+                    "all_reduce with a codec",
+                    f"updates{keystr(path)}, codec {way.codec}",
                 )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")

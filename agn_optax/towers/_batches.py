@@ -1,4 +1,4 @@
-"""Batches for towers: rows counted, filled up or cut off, and laid on the mesh."""
+"""Batches for towers: count, pad and drop rows, and put them on the mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PyTree = Any
 
 
 def rows_of(batch: PyTree) -> int:
-    """The rows that all leaves of ``batch`` have."""
+    """Return the number of rows of ``batch``; raise if its leaves differ."""
     leaves = tree_flatten_with_path(batch, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.InvalidArgumentError(f"batch has no arrays: {batch!r}")
@@ -62,7 +62,7 @@ def check_divisible(batch: PyTree, towers: int) -> None:
 
 
 def cut(batch: PyTree, rows: int) -> PyTree:
-    """The first ``rows`` rows."""
+    """Return the first ``rows`` rows of a batch."""
 
     def first(leaf: Any) -> Any:
         if not _rows.is_rows(leaf):
@@ -75,9 +75,9 @@ def cut(batch: PyTree, rows: int) -> PyTree:
 
 
 def fill(batch: PyTree, rows: int) -> PyTree:
-    """``batch`` with copies of its last row up to ``rows`` rows; sparse rows are empty.
+    """Pad a batch to ``rows`` rows with copies of the last; sparse padding is empty.
 
-    Copies rather than zeros: a model may well divide by the norm of a row.
+    Copies are used and not zeros, because a model may divide by the norm of a row.
     """
 
     def filled(leaf: Any) -> Any:
@@ -93,21 +93,22 @@ def fill(batch: PyTree, rows: int) -> PyTree:
 
 
 def lay(batch: PyTree, mesh: Mesh, *, dimension: int = 0) -> PyTree:
-    """``batch`` on the mesh, each tower its rows (along ``dimension``).
+    """Put ``batch`` on the mesh, with rows for each tower along ``dimension``.
 
-    Where a mesh spans processes, each gives the rows of its own towers.
+    If the mesh spans processes, each process gives the rows of its own towers.
     """
     sharding = NamedSharding(mesh, _programs.rows(mesh, dimension))
     return jax.tree.map(lambda leaf: put(leaf, sharding), batch)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """This process's part of an array, as a global one."""
+    """Return the global array of which this process has the part ``leaf``."""
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     if sharding.is_fully_addressable:
         if isinstance(leaf, np.ndarray):
-            # A CPU's array may be the caller's memory, which loaders fill again.
+            # Copied: on CPUs an array may share the caller's memory, which data loaders
+            # write to again.
             leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
     if trees.is_key(leaf):
@@ -116,7 +117,7 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def of_first_process(tree: PyTree) -> PyTree:
-    """``tree`` as process 0 has it; arrays that span processes stay as they are."""
+    """Return ``tree`` with the values of process 0; keep arrays that span processes."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -129,9 +130,10 @@ def of_first_process(tree: PyTree) -> PyTree:
 
 
 def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
-    """Sparse rows as one matrix for each tower of this process.
+    """Split sparse rows into one matrix for each tower of this process.
 
-    All batches store alike many elements for a tower, so that they can be stacked.
+    All batches store the same number of elements per tower, so that they can be
+    stacked.
     """
     towers = len(mesh.local_devices)
 
@@ -153,7 +155,7 @@ def _structure(batch: PyTree) -> Any:
 
 
 def check_alike(batches: list[PyTree]) -> None:
-    """The batches of a round have one structure and one number of rows."""
+    """Raise unless all batches have the same structure, shapes and number of rows."""
     if not batches:
         raise errors.InvalidArgumentError("a round needs at least one batch, got none")
     structures = [_structure(batch) for batch in batches]
@@ -173,14 +175,17 @@ def check_alike(batches: list[PyTree]) -> None:
 
 
 def stack(batches: list[PyTree]) -> PyTree:
-    """Batches as one, along a new first dimension."""
+    """Stack batches along a new first dimension."""
     return jax.tree.map(
         lambda *leaves: joined([_host(x)[None] for x in leaves]), *batches
     )
 
 
 def in_processes(mesh: Mesh, value: int) -> list[int]:
-    """``value`` in every process of the mesh, in order; a collective if it has many."""
+    """Return the ``value`` of every process of the mesh, in order.
+
+    It is a collective call if the mesh spans processes.
+    """
     if not mesh.is_multi_process:
         return [value]
     values = multihost_utils.process_allgather(np.asarray(value))
@@ -188,7 +193,7 @@ def in_processes(mesh: Mesh, value: int) -> list[int]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Along the first dimension, on the host; random keys stay what they are."""
+    """Concatenate along the first dimension, on the host; keys stay random keys."""
     if trees.is_key(parts[0]):
         return _replicas.of_key_data(lambda *data: joined(list(data)), *parts)
     return np.concatenate([np.asarray(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Metrics and predictions over batches of any size."""
+"""Programs for metrics and predictions over batches of any size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PyTree = Any
 
 
 def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``(arguments, batch, real) -> (sums over rows, number of rows)``, replicated."""
+    """Return ``(arguments, batch, real) -> (sums over rows, number of rows)``.
+
+    The results are the same on all towers.
+    """
 
     def total(values: PyTree, real: jax.Array) -> Any:
         def of(v: jax.Array) -> jax.Array:
@@ -37,7 +40,7 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outputs(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``(arguments, batch, real) -> outputs``, row by row."""
+    """Return ``(arguments, batch, real) -> outputs``, with an output for each row."""
     return _by_rows(mesh, fn, "fn", lambda values, _: values, _programs.rows(mesh))
 
 
@@ -48,7 +51,10 @@ def _by_rows(
     act: Callable[[PyTree, jax.Array], Any],
     out_specs: PartitionSpec,
 ) -> Callable[..., Any]:
-    """What ``act`` makes of a function's values of the rows, and of which are real."""
+    """Compile ``act(values, real)`` of a function's values for the rows of each tower.
+
+    ``real`` is a boolean mask of the rows that are not padding.
+    """
 
     def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
         values = function(*arguments, _rows.own_all(batch))
@@ -73,8 +79,8 @@ def _check_rows(values: PyTree, rows: int, who: str) -> None:
 def combine(
     parts: list[tuple[PyTree, Any]], reduction: str | Mapping[str, str]
 ) -> PyTree:
-    """Metrics of all batches, from their sums and numbers of rows, on the host."""
-    # Nothing was waited for until here.
+    """Return the metrics of all batches from their sums and row counts, on the host."""
+    # This is the first wait for the devices, so batches run without gaps.
     counts = sum(int(count) for _, count in parts)
     total = jax.tree.map(
         lambda *leaves: sum(map(_widest, leaves)), *(sums for sums, _ in parts)

@@ -1,4 +1,4 @@
-"""Losses of towers whose mean is the loss of the whole batch."""
+"""`reduce_loss`: losses of towers whose mean is the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ def reduce_loss(
     reduction: _Reduction = "mean",
     axis_name: Any = None,
 ) -> jax.Array:
-    r"""A tower's share of the loss of a batch that is spread over towers.
+    r"""Return a tower's share of the loss of a batch that is sharded over towers.
 
     With losses :math:`\ell_j` and weights :math:`w_j` of the whole batch (over all
-    towers), the shares :math:`L_i` of the n towers fulfill
+    towers), the shares :math:`L_i` of the n towers satisfy
 
     .. math:: \frac1n \sum_{i=1}^n L_i = \frac{\sum_j w_j \ell_j}{D}, \qquad
         D = \sum_j w_j, \; 1, \; \sum_j 1 \;\text{or}\; \#\{j : w_j \ne 0\}
 
-    for "mean", "sum", "sum_over_batch_size" and "sum_by_nonzero_weights". So the mean
-    of the towers' gradients, which `all_reduce` takes, is the gradient of the whole
-    batch, however unevenly weights (a mask of padding, say) fall on the towers. Without
-    ``axis_name`` it is the loss of this batch.
+    for "mean", "sum", "sum_over_batch_size" and "sum_by_nonzero_weights". Therefore the
+    mean of the towers' gradients, as computed by `all_reduce`, is the gradient of the
+    whole batch, even if weights (such as a mask of padding) are distributed unevenly
+    over the towers. Without ``axis_name``, the result is the loss of this batch.
 
     Args:
       losses: floating array ``[rows, ...]``, one loss per example (or per token).
-      weights: real array ``[rows, ...]`` of the leading dimensions of ``losses``; None
-        for ones. No gradient flows into them.
-      reduction: one of the above. There is no "none": a gradient needs one number.
+      weights: real array ``[rows, ...]`` with the leading dimensions of ``losses``;
+        None for ones. No gradient flows into them.
+      reduction: one of the above. "none" is not among them, because a gradient needs
+        one number.
       axis_name: axis of the towers that share the batch, bound by shard_map, pmap or
-        vmap; None for one.
+        vmap; None for one tower.
 
     Returns:
-      A scalar of the dtype of ``losses``; 0 where D is 0.
+      A scalar of the dtype of ``losses``; 0 if D is 0.
 
     Raises:
-      InvalidArgumentError: another reduction, or weights of another shape.
+      InvalidArgumentError: the reduction is unknown, or ``weights`` has a shape that
+        does not match ``losses`` or a dtype that is not real.
       UnboundAxisError: ``axis_name`` is not bound here.
 
     Example:
@@ -79,10 +81,10 @@ def reduce_loss(
         )
     per_weight = losses.size // max(weights.size, 1)
     weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    # In float32 at least: float16 overflows at 65504.
+    # In float32 or wider, because float16 overflows at 65504.
     wide = trees.wider(losses.dtype, jnp.float32)
     weights = weights.astype(wide)
-    # A row of weight 0 counts for nothing, be its loss infinite.
+    # A row of weight 0 does not count, even if its loss is infinite.
     counts = weights != 0
     numerator = jnp.where(counts, losses.astype(wide) * weights, 0).sum()
     divisor = {
@@ -91,9 +93,9 @@ def reduce_loss(
         "sum_over_batch_size": jnp.asarray(losses.size, wide),
         "sum_by_nonzero_weights": counts.astype(wide).sum() * per_weight,
     }[reduction]
-    # Named, so that nobody takes this for the reduction of gradients.
+    # Named, so that this collective is not taken for a reduction of gradients.
     with jax.named_scope(SCOPE):
         total = collectives.psum(divisor, axes)
-    # The mean over the towers divides by their number once more.
+    # Times the number of towers, because the mean over the towers divides by it.
     share = numerator * collectives.size(axes) / jnp.where(total != 0, total, 1)
     return jnp.where(total != 0, share, 0).astype(losses.dtype)

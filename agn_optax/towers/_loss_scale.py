@@ -1,4 +1,4 @@
-"""Automatic loss scaling: half-precision gradients that neither vanish nor overflow."""
+"""Automatic loss scaling, which keeps half-precision gradients in range."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PyTree = Any
 class LossScaleState(NamedTuple):
     """State of `loss_scaling`."""
 
-    scale: jax.Array  # float32 scalar: what the loss is to be multiplied by
+    scale: jax.Array  # float32 scalar: factor for the loss
     good_steps: jax.Array  # int32 scalar: steps since the scale last changed
-    skipped: jax.Array  # int32 scalar: steps skipped so far
-    inner_state: PyTree  # of the wrapped optimizer
+    skipped: jax.Array  # int32 scalar: number of skipped steps so far
+    inner_state: PyTree  # state of the wrapped optimizer
 
 
 def loss_scaling(
@@ -34,39 +34,41 @@ def loss_scaling(
     max_scale: float = 2.0**24,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Skips steps with non-finite gradients, and keeps a loss scale that avoids them.
+    r"""Scale the loss automatically, and skip steps with non-finite gradients.
 
-    The loss is multiplied by :math:`S` (`loss_scale`) before it is differentiated, the
-    gradients are divided by it here:
+    The loss is multiplied by :math:`S` (`loss_scale`) before it is differentiated, and
+    this optimizer divides the gradients by it:
 
     .. math::
         \text{all finite:}\quad & u = \text{inner}(g / S); \qquad
             S \leftarrow \min(f S, S_{max}) \text{ after } N \text{ such steps} \\
         \text{else:}\quad & u = 0; \qquad S \leftarrow \max(S / f, S_{min})
 
-    A skipped step leaves the state of ``inner`` as it is, bit for bit: with a rule of
-    this package inside, it is neither recorded nor counted. The floor keeps the scale
-    from collapsing for good after a run of bad gradients.
+    A skipped step does not change the state of ``inner``, bit for bit: a rule of this
+    package inside neither records nor counts the step. The lower bound of the scale
+    prevents its permanent collapse after a series of bad gradients.
 
-    After an `all_reduce` one non-finite gradient makes the reduced one non-finite on
-    every tower, so all towers of a worker skip together. Every other axis over which
-    ``inner`` communicates must be named in ``axis_name``, or workers would disagree on
-    when to exchange, and wait for each other for good; it is refused. An
-    ``all_reduce(delay=1)`` goes inside (with ``axis_name`` given), since gradients must
-    be divided by the scale that they were made with.
+    After an `all_reduce`, one non-finite gradient makes the reduced gradient non-finite
+    on every tower, so all towers of a worker skip together. All other axes over which
+    ``inner`` communicates must be named in ``axis_name``, because otherwise workers
+    would disagree on when to exchange, and would wait for each other forever; a missing
+    axis is an error. An ``all_reduce(delay=1)`` belongs inside ``inner`` (with
+    ``axis_name`` given), because gradients must be divided by the scale that they were
+    computed with.
 
-    The inner optimizer sees gradients in float32 at least, so that what float16 cannot
-    hold unscaled arrives; updates have the dtypes of the parameters.
+    The inner optimizer gets gradients in float32 or wider, so that values out of the
+    range of float16 without scaling are preserved. Updates have the dtypes of the
+    parameters.
 
     Args:
-      inner: the optimizer to wrap, ``agn(...)`` for instance.
+      inner: the optimizer to wrap, such as ``agn(...)``.
       initial_scale: S at the start.
-      growth_interval: N, finite steps between two growths, a positive int.
+      growth_interval: N, number of finite steps between two increases, a positive int.
       factor: f, greater than 1.
-      min_scale: the floor, positive.
-      max_scale: the ceiling.
-      axis_name: axis, or tuple of axes, whose members skip together; None where the
-        gradients are reduced already and no exchange is inside.
+      min_scale: lower bound of S, positive.
+      max_scale: upper bound of S.
+      axis_name: axis, or tuple of axes, whose members skip together; None if the
+        gradients are already reduced and ``inner`` does not exchange.
 
     Returns:
       An optimizer with `LossScaleState`.
@@ -129,12 +131,12 @@ def loss_scaling(
         def step(carry: Any) -> Any:
             _, before = carry
             updates, after = inner.update(unscaled, before, params, **extra_args)
-            # Optimizers widen a narrow state for wide gradients; it stays as it began.
+            # Wide gradients make some optimizers widen their state; keep its dtypes.
             after = jax.tree.map(_as_before, after, before)
             return optax.tree.cast_like(updates, like), after
 
         _check_together(step, (unscaled, state.inner_state), axes)
-        # The gradients' own memory becomes the updates'.
+        # The updates reuse the memory of the gradients.
         carry = (optax.tree.cast_like(unscaled, like), state.inner_state)
         stepped, inner_state = collectives.when(finite, step, carry)
         stepped = jax.tree.map(lambda u: jnp.where(finite, u, 0), stepped)
@@ -155,7 +157,7 @@ def loss_scaling(
 
 
 def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
-    """Whoever communicates in a step must skip it together."""
+    """Raise if ``step`` communicates over axes whose members do not skip together."""
     others = collectives.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
@@ -171,17 +173,16 @@ def _as_before(new: Any, old: Any) -> jax.Array:
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:
-    """What the loss is to be multiplied by before it is differentiated.
+    """Return the factor for the loss, to apply before it is differentiated.
 
     Args:
-      opt_state: state of `loss_scaling`, or a state that contains one, wherever
-        wrappers have put it.
+      opt_state: state of `loss_scaling`, or a state that contains one at any depth.
 
     Returns:
       A float32 scalar.
 
     Raises:
-      InvalidArgumentError: there is no such state in it, or more than one.
+      InvalidArgumentError: ``opt_state`` has no such state, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax

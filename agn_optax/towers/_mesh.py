@@ -1,4 +1,4 @@
-"""Meshes of workers and towers, and the processes that they span."""
+"""Meshes of workers and towers, and jobs of several processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _NONE = Mesh(np.empty((), object), ())
 
 
 def on_own_mesh(method: _Method) -> _Method:
-    """A method of something with a ``mesh``, also where jax.set_mesh has set one.
+    """Decorate a method of an object with a ``mesh``, to ignore jax.set_mesh.
 
-    What it runs names its mesh itself, so it runs as if none were set.
+    The programs that the method runs name their mesh, so it runs as if no mesh were
+    set.
     """
 
     @functools.wraps(method)
@@ -32,7 +33,7 @@ def on_own_mesh(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         try:
             outside = jax.set_mesh(_NONE)
-        except ValueError:  # within a program
+        except ValueError:  # inside a traced program
             if context == self.mesh.abstract_mesh:
                 return method(self, *args, **kwargs)
             raise errors.InvalidArgumentError(
@@ -51,7 +52,7 @@ def make(
     axes: collectives.Axes,
     worker_axis: str,
 ) -> Mesh:
-    """A mesh with ``worker_axis`` first and the axes of the towers behind it."""
+    """Return a mesh with ``worker_axis`` first and then the axes of the towers."""
     names = (worker_axis, *axes)
     if not axes or not all(isinstance(n, str) and n for n in names):
         raise errors.InvalidTypeError(
@@ -122,7 +123,7 @@ def _of_mesh(
     return Mesh(mesh.devices.transpose(order).reshape(shape), (worker_axis, *axes))
 
 
-# Set by the launchers that jax.distributed finds out by itself.
+# Environment variables of the launchers that jax.distributed detects by itself.
 _CLUSTER = (
     "JAX_COORDINATOR_ADDRESS",  # set by hand, and for Kubernetes without its package
     "SLURM_JOB_ID",
@@ -140,34 +141,37 @@ def initialize_distributed(
     *,
     heartbeat_timeout: int = 100,
 ) -> int:
-    """Joins the processes of a job, if there are several: call it before all else.
+    """Connect the processes of a job, if there are several; call it before all else.
 
-    Without arguments it finds SLURM, Open MPI, Kubernetes and TPU pods as
+    Without arguments, it detects SLURM, Open MPI, Kubernetes and TPU pods, as
     `jax.distributed.initialize` does, or the variables ``JAX_COORDINATOR_ADDRESS``,
-    ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``; and where there is none of these the
-    process stays alone. So one script runs unchanged on a laptop and on a cluster. On
-    CPUs the processes talk through gloo.
+    ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``. If it detects none of these, the
+    process is a job of its own, so one script runs unchanged on a laptop and on a
+    cluster. On CPUs the processes communicate through gloo.
 
-    Workers around a center are jobs of their own, each of which may be lost alone: in
-    their environment it joins nobody unasked. For a worker of several processes,
-    ``initialize_distributed(**service.environment().distributed)`` joins just these.
+    Workers around a center are separate jobs, so that the loss of one worker does not
+    end the others. In their environment, a call without arguments never connects
+    processes: it raises if it detects a cluster. For a worker of several processes,
+    ``initialize_distributed(**service.environment().distributed)`` connects the
+    processes of this worker only.
 
     Args:
       coordinator_address: ``host:port`` of process 0.
-      num_processes: how many there are; 1 stays alone, wherever it runs.
-      process_id: which of them this is, from 0.
-      heartbeat_timeout: seconds after which a process that died is missed, and all the
-        others end (SIGABRT), if nothing has ended them before. Process 0 is missed at
-        once.
+      num_processes: number of processes; with 1, no connection is made in any
+        environment.
+      process_id: index of this process, from 0.
+      heartbeat_timeout: seconds until a dead process is detected, and all other
+        processes end (SIGABRT) unless they ended before. The death of process 0 is
+        detected at once.
 
     Returns:
       The number of processes.
 
     Raises:
-      InvalidArgumentError: ``heartbeat_timeout`` is not a positive whole number; some
-        of the arguments came without the others; or none came, in the environment of a
-        worker that would be joined with the others.
-      RuntimeError: JAX has been used already, or the others do not come.
+      InvalidArgumentError: ``heartbeat_timeout`` is not a positive whole number; or
+        some arguments came without the others; or none came in the environment of a
+        worker, which would be connected with the other workers.
+      RuntimeError: JAX was used already, or other processes do not connect.
 
     Example:
       >>> import agn_optax

@@ -1,4 +1,4 @@
-"""Functions of one tower as programs of all towers."""
+"""Functions for one tower, compiled as programs for all towers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program of state, and perhaps of a batch.
+    """A compiled program of a state, and in some cases a batch.
 
     Attributes:
-      mesh: the mesh that it runs on.
-      jitted: the function of `jax.jit` inside.
+      mesh: the mesh that the program runs on.
+      jitted: the function that `jax.jit` returned.
     """
 
     mesh: Mesh
@@ -33,7 +33,7 @@ class Program:
 
     @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
-        """Runs it, unless the state is gone: a CPU would crash."""
+        """Run the program; raise if the state was donated, or a CPU would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise errors.InvalidArgumentError(
@@ -44,17 +44,17 @@ class Program:
 
     @_mesh.on_own_mesh
     def lower(self, *arguments: Any) -> Any:
-        """As that of a jitted function."""
+        """Lower the program, like the ``lower`` of a jitted function."""
         return self.jitted.lower(*arguments)
 
 
 def per_tower(
     mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """A program of the mesh.
+    """Return ``function`` mapped over the towers of the mesh.
 
-    Varying axes are not checked, so that code written for pmap or for one device (a
-    scan that starts from zeros, say) runs as it is.
+    Varying axes are not checked, so that code for pmap or for one device works
+    unchanged, such as a scan that starts from zeros.
     """
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -62,17 +62,17 @@ def per_tower(
 
 
 def rows(mesh: Mesh, dimension: int = 0) -> PartitionSpec:
-    """One row, or one block of rows, per tower along ``dimension``."""
+    """Return the spec of one row, or block of rows, per tower along ``dimension``."""
     return PartitionSpec(*(None,) * dimension, mesh.axis_names)
 
 
 def row(tree: PyTree) -> PyTree:
-    """This tower's row of stacked state."""
+    """Return this tower's row of stacked state."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def as_row(tree: PyTree) -> PyTree:
-    """The reverse of `row`; without weak types, for which JAX would compile again."""
+    """Undo `row`, and remove weak types, for which JAX would compile again."""
 
     def strong(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -84,7 +84,7 @@ def as_row(tree: PyTree) -> PyTree:
 
 
 def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``(*arguments) -> state``, a row for each tower of what ``make`` gives it."""
+    """Return ``(*arguments) -> state``, with a row for each tower from ``make``."""
 
     def on_tower(*arguments: PyTree) -> PyTree:
         made = jax.tree.map(jnp.asarray, make(*arguments))
@@ -106,7 +106,7 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def apply(
     mesh: Mesh, function: Callable[..., Any], *specs: PartitionSpec, donate: bool
 ) -> Program:
-    """A program of state with a row for each tower, and of what ``specs`` lay out."""
+    """Compile ``function`` for stacked state, and for batches with these ``specs``."""
 
     def on_tower(state: PyTree, *batches: PyTree) -> Any:
         with collectives.workers(mesh.axis_names[:1]):
@@ -124,7 +124,7 @@ def apply(
 
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
-    """The batch has rows for every tower along ``dimension``."""
+    """Raise unless the batch has rows for every tower along ``dimension``."""
     how = "shard_round(batches)" if dimension else "shard(batch)"
     for path, leaf in tree_flatten_with_path(batch)[0]:
         shape = jnp.shape(leaf)
@@ -139,9 +139,10 @@ def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
 def checked(
     train_step: Callable[..., Any], axes: collectives.Axes, *arguments: PyTree
 ) -> Any:
-    """What ``train_step`` gives, unless the members of one of ``axes`` never speak.
+    """Return ``train_step(*arguments)``; raise if an axis has no collective.
 
-    Each would train on its own and be thrown away but for the first.
+    Without a collective over one of ``axes``, each of its members would train alone,
+    and all but the first would be discarded.
     """
     silent = [name for name in axes if jax.lax.axis_size(name) > 1]
     if not silent:

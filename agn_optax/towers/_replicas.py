@@ -1,6 +1,6 @@
 """State with one replica per tower, stacked along a new first dimension.
 
-Most leaves are alike on all towers; some are meant not to be.
+Most leaves are equal on all towers; some differ on purpose.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from agn_optax.round import (
     ShardedCenter,
     collectives,
     piece_length,
+    rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
 from agn_optax.towers._way import OnTheWay
@@ -36,12 +37,12 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Whether replicas are identical; true in a condition if they are."""
+    """The result of a comparison of replicas; true if they are identical."""
 
-    differs: str | None = None  # path of the first leaf that is not the same everywhere
+    differs: str | None = None  # path of the first leaf that differs between towers
 
     def __bool__(self) -> bool:
-        """No leaf differs."""
+        """Return True if no leaf differs."""
         return self.differs is None
 
     def __str__(self) -> str:
@@ -53,10 +54,10 @@ class Agreement:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerTower:
-    """What differs along ``axes`` on purpose, where others have one replica.
+    """A part of the state that differs along ``axes`` on purpose.
 
-    In stacked state ``rows`` have a first dimension of all towers; in state that
-    `unreplicate` gave, one dimension for each of ``axes``.
+    In stacked state, ``rows`` have a first dimension of all towers; in state from
+    `unreplicate`, one dimension for each of ``axes``.
     """
 
     rows: PyTree
@@ -64,15 +65,15 @@ class PerTower:
 
 
 def tell_flax() -> None:
-    """Has flax.serialization, where it is used, take the states of towers.
+    """Register the state classes of towers with flax.serialization, if it is imported.
 
-    It looks types up in a list of its own, and not in JAX's.
+    Flax looks up classes in its own registry and not in JAX's.
     """
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
     for kind in (ShardedCenter, OwnCenter, OnHost, OnTheWay, PerTower):
-        field = dataclasses.fields(kind)[0].name  # the arrays
+        field = dataclasses.fields(kind)[0].name  # the field of arrays
 
         def to(node: Any, field: str = field) -> Any:
             return {field: flax.to_state_dict(getattr(node, field))}
@@ -87,30 +88,30 @@ def tell_flax() -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """What differs on purpose, and the mean of which stands for all.
+    """A part of the state that differs on purpose, and is saved as its mean.
 
-    Gradients that wait for their reduction do, of the towers of one worker; and, of all
-    workers, what each has of its own center.
+    Gradients that wait for their reduction differ between the towers of one worker. If
+    each worker has its own center, these centers differ between workers.
     """
 
     rows: PyTree
     of_workers: bool = dataclasses.field(metadata={"static": True})
 
     def counted(self, towers: int, workers: int) -> PyTree:
-        """The rows that the mean is of."""
+        """Return the rows to average."""
         if self.of_workers:
             return self.rows
         return jax.tree.map(lambda x: x[: towers // workers], self.rows)
 
 
 def of_key_data(function: Callable[..., Any], *keys: Any) -> Any:
-    """Random keys of what ``function`` makes of the numbers in ``keys``."""
+    """Apply ``function`` to the data of random keys, and return keys again."""
     data = function(*map(jax.random.key_data, keys))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))
 
 
 def fold_keys(tree: PyTree, index: Any) -> PyTree:
-    """``tree`` with the random keys of tower ``index``; tower 0 keeps them."""
+    """Fold ``index``, that of the tower, into random keys; tower 0 keeps its keys."""
 
     def fold(leaf: Any) -> Any:
         if not trees.is_key(leaf):
@@ -122,9 +123,12 @@ def fold_keys(tree: PyTree, index: Any) -> PyTree:
 
 
 def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
-    """``state`` with marks around whatever is not a replica of one value.
+    """Wrap all parts of ``state`` that differ between towers in `PerTower` or `Mean`.
 
-    ``of_workers`` says whether also around what the towers of each worker have alike.
+    Args:
+      state: stacked state.
+      of_workers: whether to wrap also parts that differ only between workers, and are
+        equal on the towers of each worker.
     """
 
     def mark(node: Any) -> Any:
@@ -134,13 +138,13 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
                 rows = PerTower(kept.states, kept.axes)
                 kept = dataclasses.replace(kept, states=rows)
             return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
-        on_host = isinstance(node.center, OnHost)
-        center = node.center.tree if on_host else node.center
+        stored = node.center
+        center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
             own = Mean(center.center, of_workers=True)
             center = dataclasses.replace(center, center=own)
             return node._replace(
-                center=OnHost(center) if on_host else center,
+                center=rewrapped(center, stored),
                 center_state=Mean(node.center_state, of_workers=True),
             )
         if not isinstance(center, ShardedCenter):
@@ -153,7 +157,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
             codec_state=PerTower(node.local.codec_state, within),
         )
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, stored),
             center_state=PerTower(node.center_state, axes),
             local=local,
         )
@@ -170,7 +174,7 @@ def is_per_tower(node: Any) -> bool:
 
 
 def own(state: PyTree) -> PyTree:
-    """One tower's state, of what every tower gets alike and of its `PerTower` rows."""
+    """Return one tower's state, with the tower's own rows in place of `PerTower`."""
 
     def of_tower(node: PerTower) -> PyTree:
         dimensions = len(node.axes)
@@ -180,9 +184,10 @@ def own(state: PyTree) -> PyTree:
 
 
 def agreement(state: PyTree, workers: int) -> Agreement:
-    """Whether the towers of each worker have the same bits.
+    """Compare the bits of the towers of each worker.
 
-    Some differ on purpose: random keys, pieces of a center, gradients in flight.
+    Parts that differ on purpose are left out: random keys, pieces of a center, and
+    gradients in flight.
     """
     named = {
         path: leaf for path, leaf in alike(state).items() if not trees.is_key(leaf)
@@ -193,7 +198,10 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
 
 def alike(state: PyTree) -> dict[str, Any]:
-    """What a worker's towers all have, but for random keys; by path."""
+    """Return, by path, the leaves that must be equal on the towers of a worker.
+
+    Random keys are among them, although they differ.
+    """
     known = marked(state, of_workers=False)
     common = trees.map_nodes(lambda _: None, known, (PerTower, Mean))
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(common)[0]}
@@ -214,10 +222,10 @@ def _same(leaf: jax.Array, workers: int) -> jax.Array:
 
 
 def check_centers(state: PyTree) -> None:
-    """All towers have the same center, or pieces of one.
+    """Check that all towers have the same center, or pieces of one center.
 
     Raises:
-      InvalidArgumentError: they would have different ones for good.
+      InvalidArgumentError: they have different centers, and would keep them.
     """
     for path, node in trees.nodes(state, ExchangeState):
         if isinstance(node.center, ShardedCenter | OnHost):
@@ -232,7 +240,12 @@ def check_centers(state: PyTree) -> None:
 
 
 def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """As `Towers.unreplicate`, of numpy arrays, whose mesh may not be there."""
+    """Do what `Towers.unreplicate` does for numpy arrays, without their mesh.
+
+    Args:
+      state: stacked state.
+      sizes: the sizes of the mesh's axes, by name and in order.
+    """
     names, shape = tuple(sizes), tuple(sizes.values())
 
     def first(node: Any) -> Any:
@@ -254,7 +267,7 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 
 
 def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """State whose centers say that they are in pieces of a mesh of these sizes."""
+    """Set the ``cut`` of each sharded center to that of a mesh of these sizes."""
 
     def cut(center: ShardedCenter) -> ShardedCenter:
         return dataclasses.replace(center, cut=_counts(center, sizes))
@@ -263,7 +276,7 @@ def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 
 
 def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Into how many pieces a mesh cuts a center, by its two groups of axes."""
+    """Return the number of pieces of a center along each of its two groups of axes."""
     within, across = center.axes
     return (
         math.prod(sizes[name] for name in within),
@@ -272,10 +285,10 @@ def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """State that `unreplicate` gave, its centers cut for a mesh of these sizes.
+    """Cut the sharded centers of a state from `unreplicate` for a mesh of these sizes.
 
-    The elements are the same, bit for bit, and lie in other pieces. Whatever fills up
-    the last piece is nobody's.
+    The elements stay the same, bit for bit, in other pieces. The padding of the last
+    piece has no meaning.
     """
 
     def cut(node: ExchangeState) -> ExchangeState:
@@ -289,7 +302,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         there = {jnp.shape(leaf)[: len(here)] for leaf in leaves}
         far = any(not getattr(x, "is_fully_addressable", True) for x in leaves)
         if there <= {here} or 0 in here or far:
-            return node  # if they do not fit, `check_pieces` says so
+            return node  # if the pieces do not fit, `check_pieces` raises
         counts = _counts(center, sizes)
         old, new = _Cut(*center.cut, center), _Cut(*counts, center)
         local = node.local._replace(
@@ -300,7 +313,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         pieces = _recut(center.pieces, old.pieces, new.pieces, sizes, before=before)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, node.center),
             center_state=_recut(
                 *(node.center_state, old.pieces, new.pieces, sizes),
                 mode="edge",
@@ -313,12 +326,13 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 
 
 class _Cut:
-    """How the leaves of a center are cut: into pieces, and parts of several of them.
+    """The cut of a center's leaves into pieces, and of its record into larger parts.
 
     Attributes:
-      pieces: by the path of a leaf, its shape and the elements of a piece of it; None
-        for one that stays whole.
-      parts: the same of what a worker's tower keeps of its record.
+      pieces: by the path of a leaf, its shape and the number of elements of a piece;
+        None for a leaf that stays whole.
+      parts: the same for the parts of the record that a worker's towers keep; a part
+        has the elements of several pieces.
     """
 
     def __init__(self, within: int, across: int, center: ShardedCenter) -> None:
@@ -343,22 +357,29 @@ def _recut(
     mode: Literal["constant", "edge"] = "constant",
     before: tuple[int, ...] = (),
 ) -> PerTower:
-    """Cut anew what differs along some axes, for other sizes of these axes.
+    """Cut the leaves of ``node`` again, for other sizes of its axes.
 
-    ``before`` are dimensions of 1 that each leaf has before its own.
+    Args:
+      node: the pieces along some axes.
+      old: the shapes and lengths of the leaves' pieces so far.
+      new: the shapes and lengths of the new pieces.
+      sizes: the sizes of the axes, by name.
+      mode: how `numpy.pad` fills the last piece.
+      before: dimensions of size 1 that each leaf has before its own.
     """
     counts = [sizes[name] for name in node.axes]
 
     def again(path: Any, rows: Any) -> Any:
         leaf = np.asarray(rows)
         towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(before) :])
-        # An optimizer's state has trees of the parameters' own structure in it.
+        # An optimizer's state contains trees like the parameters, so the end of a path
+        # is the path of a parameter.
         known = next(
             (own for n in range(len(path) + 1) if (own := path[n:]) in old), None
         )
         shape, length = old.get(known, (None, None))
         if shape is None or towers.shape[1:] != _cut_shape(shape, length):
-            # Of no leaf: a counter, say.
+            # It belongs to no parameter, like a counter.
             return _repeated(towers[0].reshape((*before, *towers.shape[1:])), counts)
         flat = towers[0] if length is None else towers
         flat = flat.reshape(-1)[: math.prod(shape)]
@@ -382,7 +403,7 @@ def _repeated(leaf: np.ndarray, counts: list[int]) -> np.ndarray:
 
 
 def mean_of_rows(tree: PyTree) -> PyTree:
-    """The mean along the first dimension; of what has none, the first row."""
+    """Return the mean along the first dimension; for integers, the first row."""
 
     def mean(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -394,7 +415,7 @@ def mean_of_rows(tree: PyTree) -> PyTree:
 
 
 def check_pieces(node: PerTower, sizes: Any) -> None:
-    """Pieces from `unreplicate` have as many towers along their axes as there are."""
+    """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
             f"state has pieces of axes {node.axes} (of a center in shards, or of what "
@@ -413,7 +434,7 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
 
 
 def check_stacked(state: PyTree, towers: int) -> None:
-    """Every leaf has a row for each tower."""
+    """Raise unless every leaf has a row for each tower."""
     for path, leaf in tree_flatten_with_path(state)[0]:
         shape = getattr(leaf, "shape", ())
         if not shape or shape[0] != towers:

@@ -15,20 +15,20 @@ from agn_optax.round import collectives
 
 
 def is_rows(value: Any) -> bool:
-    # Whoever has a BCOO has imported its module; nobody else should pay for that.
+    # A BCOO exists only if its module was imported; do not import the slow module here.
     module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(value, module.BCOO)
 
 
 def map_rows(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``function`` of every row-sparse leaf; others pass as they are."""
+    """Apply ``function`` to every row-sparse leaf; keep all other leaves."""
     return jax.tree.map(
         lambda leaf: function(leaf) if is_rows(leaf) else leaf, tree, is_leaf=is_rows
     )
 
 
 def check(rows: Any, what: str) -> None:
-    """``rows`` is a gradient: row indices and whole rows of values."""
+    """Raise unless ``rows`` is a row-sparse gradient: indices and whole rows."""
     if rows.n_batch or rows.n_sparse != 1:
         raise errors.TreeMismatchError(
             f"{what} is a BCOO with n_batch={rows.n_batch}, n_sparse={rows.n_sparse}; "
@@ -37,30 +37,30 @@ def check(rows: Any, what: str) -> None:
         )
 
 
-def all_gather(rows: Any, axes: collectives.Axes, scale: float, wire_dtype: Any) -> Any:
-    """The rows of all towers in one array, each row once."""
+def all_gather(rows: Any, axes: collectives.Axes, scale: float, dtype_sent: Any) -> Any:
+    """Return the sum of all towers' rows as one array, with each row once."""
     dtype = rows.data.dtype
     values = rows.data * jnp.asarray(scale, dtype)
-    if wire_dtype is not None:
-        values = values.astype(wire_dtype)
+    if dtype_sent is not None:
+        values = values.astype(dtype_sent)
     values = collectives.gather(values, axes, same=True).astype(dtype)
     indices = collectives.gather(rows.indices, axes, same=True)
     return unique(type(rows)((values, indices), shape=rows.shape))
 
 
 def unique(rows: Any) -> Any:
-    """``rows`` with each row once; what is then left over lies outside of the array."""
+    """Sum duplicate rows; entries that become free get indices out of bounds."""
     return rows.sum_duplicates(nse=min(rows.data.shape[0], rows.shape[0]))
 
 
 def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
-    """Rows 0 to towers * per_tower as one batch dimension of ``towers`` matrices.
+    """Split rows 0 to towers * per_tower into a batch dimension of blocks.
 
     Args:
       rows: BCOO with ``n_batch=0``, on the host.
       towers: number of blocks.
       per_tower: rows of a block; blocks beyond the end are empty.
-      stored: elements stored for a block, at least those of the fullest.
+      stored: number of elements to store for a block, at least that of `fullest`.
     """
     data, indices = np.asarray(rows.data), np.asarray(rows.indices)
     width = rows.shape[1:]
@@ -68,7 +68,7 @@ def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
     block = indices[inside, 0] // per_tower
     inside = inside[np.argsort(block, kind="stable")]
     block.sort()
-    # What is not stored stands outside of the block, where BCOO ignores it.
+    # Unused entries have an index out of the block's bounds, which BCOO ignores.
     outside = np.array((per_tower, *width[: indices.shape[1] - 1]), indices.dtype)
     new_data = np.zeros((towers, stored, *data.shape[1:]), data.dtype)
     new_indices = np.broadcast_to(outside, (towers, stored, indices.shape[1])).copy()
@@ -80,7 +80,7 @@ def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
 
 
 def fullest(rows: Any, towers: int, per_tower: int) -> int:
-    """Elements stored in the block of rows that has most."""
+    """Return the largest number of elements that a block of rows stores."""
     index = np.asarray(rows.indices)[:, 0]
     index = index[index < min(rows.shape[0], towers * per_tower)]
     counts = np.bincount(index // per_tower, minlength=towers)
@@ -88,7 +88,7 @@ def fullest(rows: Any, towers: int, per_tower: int) -> int:
 
 
 def own_all(batch: Any) -> Any:
-    """``batch`` with every BCOO that `split` made as this tower's matrix."""
+    """Replace each BCOO from `split` by the matrix of this tower."""
 
     def own(stacked: Any) -> Any:
         first = (stacked.data[0], stacked.indices[0])

@@ -1,4 +1,4 @@
-"""Towers: every local device, or a mesh over hosts, as data-parallel or own workers."""
+"""The class `Towers`: local devices, or a mesh over hosts, as one or many workers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PyTree = Any
 class Towers:
     """The devices of a mesh, and the programs that run on all of them.
 
-    A mesh has an axis of workers and one of towers. The towers of one worker are
-    data-parallel: `all_reduce` over ``axis_name`` makes their gradients one. Workers
-    have parameters of their own, and meet at the exchanges of a rule over
-    ``worker_axis``. So one optimizer, and one ``train_step``, serves all modes::
+    A mesh has an axis of workers and an axis of towers. The towers of one worker are
+    data-parallel: `all_reduce` over ``axis_name`` reduces their gradients. Each worker
+    has its own parameters, and workers exchange by a rule over ``worker_axis``.
+    Therefore one optimizer and one ``train_step`` serve all modes::
 
         tx = optax.chain(
             agn_optax.all_reduce("towers"),
@@ -35,28 +35,29 @@ class Towers:
         Towers(workers=8)       # independent: each of 8 devices is a worker
         Towers(workers=2)       # islands: 2 workers of 4 towers each
 
-    What an axis of one member would communicate is not compiled. State has one replica
-    per tower, stacked along a new first dimension, so that every device holds one.
+    Collectives over an axis of one member are not compiled. State has one replica per
+    tower, stacked along a new first dimension, so that every device holds one replica.
 
     Args:
-      devices: None for all devices of this process (its accelerators, else the CPU); a
-        number of them; a list of devices, such as ``jax.devices()`` for those of all
-        processes; or a `jax.sharding.Mesh` with the axes named below.
-      workers: number of workers, which divides the number of devices; None for one, or
-        for what the mesh has.
-      axis_name: axis of the towers of a worker; a tuple, with a mesh that has several
-        (``("hosts", "towers")`` for a hierarchical `all_reduce`).
+      devices: None for all devices of this process (its accelerators, or else the CPU);
+        a number of devices of this process; a list of devices, such as
+        ``jax.devices()`` for the devices of all processes; or a `jax.sharding.Mesh`
+        with the axes named below.
+      workers: number of workers, which must divide the number of devices; None for one
+        worker, or for the size of the mesh's worker axis.
+      axis_name: axis of the towers of a worker. A tuple of axes for a mesh that has
+        several (``("hosts", "towers")`` for a hierarchical `all_reduce`).
       worker_axis: axis of the workers.
 
     Attributes:
-      mesh: the mesh, its axes ``worker_axis`` and then ``axis_name``.
-      size: number of towers, of all workers.
+      mesh: the mesh, with the axes ``worker_axis`` and then ``axis_name``.
+      size: number of towers of all workers.
       workers: number of workers.
 
     Raises:
-      InvalidArgumentError: there are not so many devices, or ``workers`` does not
-        divide them, or the mesh has other axes.
-      InvalidTypeError: ``devices`` is something else.
+      InvalidArgumentError: there are too few devices, or ``workers`` does not divide
+        their number, or the mesh has other axes.
+      InvalidTypeError: ``devices`` has another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -110,11 +111,11 @@ class Towers:
         )
 
     def _kept(self, make: Callable[[Mesh, Any], Any]) -> Callable[[Any], Any]:
-        """Programs of ``make``, kept for the functions that they are made of."""
+        """Return ``make`` with a cache of its programs, by their functions."""
         return functools.lru_cache(64)(functools.partial(make, self.mesh))
 
     def __repr__(self) -> str:
-        """The workers, and the towers of each."""
+        """Show the number of workers, the towers of each, and the platform."""
         each = self.size // self.workers
         return f"Towers({self.workers} x {each} {self.mesh.devices.flat[0].platform})"
 
@@ -122,22 +123,22 @@ class Towers:
 
     @_mesh.on_own_mesh
     def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-        """Makes state on every tower, with the axes of the mesh bound.
+        """Create state on every tower, with the axes of the mesh bound.
 
-        For state that is not the same everywhere: optimizers whose center is in shards
-        (`Placement`) can only start here.
+        Use it for state that differs between towers: optimizers with a sharded center
+        (`Placement`) can only be initialized here.
 
         Args:
-          make: ``make(*arguments) -> state``. Pass the same function again and it is
-            not compiled again.
+          make: ``make(*arguments) -> state``. It is compiled once; pass the same
+            function object to use the compiled program again.
           arguments: pytrees, the same for every tower.
 
         Returns:
           The state, one row per tower. Typed random keys in it are folded with the
-          tower's number, but for tower 0's.
+          index of the tower, except those of tower 0.
 
         Raises:
-          InvalidArgumentError: the center in it is another one on each tower.
+          InvalidArgumentError: the state has a center that differs between towers.
 
         Example:
           >>> import jax.numpy as jnp, optax, agn_optax
@@ -149,26 +150,26 @@ class Towers:
         _check_function(make, "make")
         _replicas.tell_flax()
         state = self._created(make)(*self._place(arguments))
-        if make is not _replicas.own:  # which makes them all alike
+        if make is not _replicas.own:  # whose centers are equal on all towers
             _replicas.check_centers(state)
         return state
 
     def replicate(self, state: PyTree) -> PyTree:
-        """Gives every tower a replica of ``state``, which stays as it is.
+        """Copy ``state`` to every tower; ``state`` itself stays valid.
 
-        On a mesh that spans processes, process 0's values count.
+        On a mesh that spans processes, the values of process 0 are used.
 
         Args:
-          state: any pytree of arrays and numbers, a ``TrainState`` say; or what
-            `unreplicate` gave.
+          state: any pytree of arrays and numbers, such as a ``TrainState``; or a state
+            that `unreplicate` returned.
 
         Returns:
-          The same tree; each leaf has a new first dimension, one row per tower. Typed
-          random keys (`jax.random.key`) are folded with the tower's number, but for
-          tower 0's, so that towers draw different dropout masks.
+          The same tree, whose leaves have a new first dimension of one row per tower.
+          Typed random keys (`jax.random.key`) are folded with the index of the tower,
+          except those of tower 0, so that towers draw different dropout masks.
 
         Raises:
-          InvalidTypeError: a leaf is no array and no number; names it.
+          InvalidTypeError: a leaf is neither an array nor a number; names the leaf.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -181,26 +182,26 @@ class Towers:
 
     @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
-        """Tower 0's values: what is saved, and never n copies.
+        """Return the values of tower 0, which is the state to save.
 
-        A center in shards is kept in its pieces, each once, and so are its optimizer's
-        state and the record; `replicate` puts them back, on any number of towers.
-        Of gradients in flight (``all_reduce(delay=1)``) the mean is kept, and where
-        every worker has a center of its own (``gossip``) the mean of these.
+        A sharded center is returned in its pieces, each once, and so are its
+        optimizer's state and the record; `replicate` restores them on any number of
+        towers. For gradients in flight (``all_reduce(delay=1)``) the mean is returned,
+        and if every worker has its own center (``gossip``), the mean of these centers.
 
-        What others had for themselves is not: of independent workers the inner states
-        but for the first's, and random keys that towers have advanced since
-        `replicate` (fold a step counter into a key that stays, and towers draw on as
-        if they had never stopped).
+        Other values that differ between towers are lost: the inner states of all
+        independent workers but the first, and random keys that towers have advanced
+        since `replicate`. (To resume with the same random numbers, fold a step counter
+        into a key that does not change.)
 
         Args:
-          state: as `replicate` or a step returned it.
+          state: a state that `replicate` or a step returned.
 
         Returns:
-          The tree without its first dimension, in memory of its own.
+          The tree without its first dimension, in its own memory.
 
         Raises:
-          TreeMismatchError: a leaf has no row for each tower.
+          TreeMismatchError: a leaf does not have a row for each tower.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -229,21 +230,21 @@ class Towers:
 
     @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
-        """Whether the towers of each worker have the same state, bit for bit.
+        """Return whether the towers of each worker have the same state, bit for bit.
 
-        Leaves that differ on purpose are not looked at: typed random keys, pieces of a
-        center in shards, gradients in flight (``all_reduce(delay=1)``), and what a
-        codec keeps of them.
+        Leaves that differ on purpose are not compared: typed random keys, pieces of a
+        sharded center, gradients in flight (``all_reduce(delay=1)``), and the codec's
+        state for gradients.
 
         Args:
-          state: as `replicate` or a step returned it.
+          state: a state that `replicate` or a step returned.
 
         Returns:
-          An object that is true if they agree; ``differs`` is the path of the first
-          leaf that does not, and ``str`` says so.
+          An object that is true if the towers agree. Its ``differs`` is the path of the
+          first leaf that differs, which its ``str`` shows too.
 
         Raises:
-          TreeMismatchError: a leaf has no row for each tower.
+          TreeMismatchError: a leaf does not have a row for each tower.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -258,17 +259,17 @@ class Towers:
 
     @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
-        """The mean over all towers: of metrics, or of batch statistics.
+        """Return the mean over all towers, for metrics or batch statistics.
 
-        Batch statistics that were kept apart are reduced by
+        For batch statistics that differ between towers, use
         ``towers.replicate(towers.mean(state.batch_stats))``.
 
         Args:
-          tree: leaves with a row for each tower.
+          tree: pytree whose leaves have a row for each tower.
 
         Returns:
-          The tree without its first dimension, the same in every process; integers and
-          other leaves that are no floating arrays are tower 0's.
+          The tree without its first dimension, the same in every process. Leaves that
+          are not floating arrays, such as integers, are those of tower 0.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -280,17 +281,17 @@ class Towers:
 
     @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
-        """The center in an optimizer state with a replica per tower, put together.
+        """Return the whole center from an optimizer state with a replica per tower.
 
         Args:
-          opt_state: state of one of this package's optimizers, or one that contains it
-            (a ``TrainState``), as `replicate` or a step returned it.
+          opt_state: state of one of this package's optimizers, or a state that contains
+            it (a ``TrainState``), as returned by `replicate` or a step.
 
         Returns:
           The center, without a dimension of towers, the same in every process.
 
         Raises:
-          CenterNotFoundError, AmbiguousCenterError: as `agn_optax.center_params`.
+          CenterNotFoundError, AmbiguousCenterError: see `agn_optax.center_params`.
 
         Example:
           >>> import jax.numpy as jnp, optax, agn_optax
@@ -309,25 +310,26 @@ class Towers:
     def shard(
         self, batch: PyTree, *, remainder: Literal["error", "drop"] = "error"
     ) -> PyTree:
-        """Lays a batch on the towers, each an equal part of its rows.
+        """Distribute the rows of a batch equally over the towers.
 
         On a mesh that spans processes, each process gives the rows of its own towers,
-        as many as the others (which is not checked: that would cost a message a batch).
+        the same number in each process (which is not checked, because a check would
+        cost a message per batch).
 
         Args:
           batch: pytree of arrays with rows along dimension 0 (nested dictionaries,
             registered dataclasses, None for absent labels), and of sparse matrices
-            (`jax.experimental.sparse.BCOO` with ``n_batch=0``), which a step gets as
-            matrices of its own rows.
-          remainder: what becomes of rows that are left when each tower has its part:
-            ``"error"``, or ``"drop"``. `shard_padded` keeps them.
+            (`jax.experimental.sparse.BCOO` with ``n_batch=0``). A step gets the rows of
+            its tower, also of sparse matrices.
+          remainder: if the towers do not divide the number of rows, raise (``"error"``)
+            or drop the last rows (``"drop"``). `shard_padded` keeps them.
 
         Returns:
           The batch on the mesh.
 
         Raises:
-          InvalidArgumentError: the rows are not divisible by the towers, or differ from
-            leaf to leaf, or there are none.
+          InvalidArgumentError: the number of rows is not divisible by the number of
+            towers, or differs between leaves, or there are no rows.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -354,17 +356,17 @@ class Towers:
 
     @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
-        """As `shard`, for any number of rows: filled up, with a mask of the real ones.
+        """Pad a batch of any number of rows and `shard` it, with a mask of real rows.
 
-        Give the mask to `reduce_loss` as ``weights``, and the loss and its gradient are
-        those of the real rows alone.
+        Give the mask to `reduce_loss` as ``weights``, so that padding does not count in
+        the loss and its gradient.
 
         Args:
-          batch: as for `shard`.
+          batch: see `shard`.
 
         Returns:
-          The batch, filled up with copies of its last row (sparse matrices with empty
-          ones), and a float32 mask ``[rows]``, 1 for real rows and 0 for others.
+          The batch, padded with copies of its last row (sparse matrices with empty
+          rows), and a float32 mask ``[rows]``, 1 for real rows and 0 for padding.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -374,7 +376,7 @@ class Towers:
         """
         rows = _batches.rows_of(batch)
         in_processes = _batches.in_processes(self.mesh, rows)
-        if not min(in_processes):  # said by all of them, or others would wait
+        if not min(in_processes):  # raised in all processes, or others would wait
             raise errors.InvalidArgumentError(
                 f"batch has no rows: {rows} here, {in_processes} in all processes"
             )
@@ -385,17 +387,17 @@ class Towers:
 
     @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
-        """Lays the batches of a round on the towers, for `round`.
+        """Distribute the batches of a round over the towers, for `round`.
 
         Args:
           batches: one batch for each local step, each as for `shard`.
 
         Returns:
-          One tree, each leaf with the steps as its first dimension.
+          One tree, whose leaves have the steps as their first dimension.
 
         Raises:
-          InvalidArgumentError: as `shard`, or there are no batches.
-          TreeMismatchError: they are not alike.
+          InvalidArgumentError: see `shard`; or there are no batches.
+          TreeMismatchError: the batches have different structures or shapes.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -416,24 +418,24 @@ class Towers:
         *,
         donate: bool = True,
     ) -> _programs.Program:
-        """Compiles a training step for all towers.
+        """Compile a training step for all towers.
 
         Args:
-          train_step: ``(state, batch) -> (state, metrics)`` of one tower, with its own
-            replica and its own rows; the axes of the mesh are bound. What was written
-            for one device runs as it is, but for `all_reduce` in the optimizer.
-          donate: whether the state that goes in gives its memory to the one that comes
-            out; it cannot be used again then.
+          train_step: ``(state, batch) -> (state, metrics)`` for one tower, with its own
+            replica and its own rows; the axes of the mesh are bound. A train step for
+            one device works unchanged, except for an `all_reduce` in its optimizer.
+          donate: whether the memory of the input state is reused for the output state;
+            the input state is then invalid.
 
         Returns:
           ``(state, batch) -> (state, metrics)``, compiled at its first call, with the
-          ``lower`` of a jitted function: state as from `replicate`, batch as from
-          `shard`, each metric with a row for every tower.
+          ``lower`` of a jitted function. The state comes from `replicate`, the batch
+          from `shard`, and each metric has a row for every tower.
 
         Raises:
-          InvalidArgumentError: (when called) a worker has several towers, and
-            ``train_step`` has no collective over their axis at all; or the state has
-            been donated already, or the batch has not rows for every tower.
+          InvalidArgumentError: (when called) a worker has several towers, but
+            ``train_step`` has no collective over their axis; or the state was already
+            donated; or the batch does not have rows for every tower.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -456,16 +458,18 @@ class Towers:
     def apply(
         self, function: Callable[[PyTree], PyTree], *, donate: bool = True
     ) -> _programs.Program:
-        """Compiles a function of the state alone for all towers.
+        """Compile a function of the state alone for all towers.
 
-        For what is not a step: the exchange of `phases`, a moving average of weights.
+        Use it for functions that are not train steps, such as the exchange of `phases`
+        or a moving average of weights.
 
         Args:
-          function: ``state -> state`` of one tower; the axes of the mesh are bound.
-          donate: as for `step`.
+          function: ``state -> state`` for one tower; the axes of the mesh are bound.
+          donate: see `step`.
 
         Returns:
-          ``state -> state``, as of `step`, of state as from `replicate`.
+          ``state -> state``, a program like that of `step`; the state comes from
+          `replicate`.
 
         Example:
           >>> import jax, jax.numpy as jnp, agn_optax
@@ -486,30 +490,29 @@ class Towers:
         fragments: Fragments | None = None,
         donate: bool = True,
     ) -> _programs.Program:
-        """Compiles a whole round for all towers: local steps, then the exchange.
+        """Compile a whole round for all towers: local steps, then the exchange.
 
         Args:
-          train_step: ``(state, batch) -> (state, metrics)`` of one tower, as for
+          train_step: ``(state, batch) -> (state, metrics)`` for one tower, as for
             `step`.
           period: local steps of a round.
           exchange: ``state -> state``, which ends the round: ``tx.exchange`` of
             `phases` on the parameters and optimizer state that ``state`` holds. None
-            for drop-in optimizers, which exchange in the step that fills their period.
-            Of fragments, ``(state, **which) -> state``, where ``which`` is what
-            ``tx.exchange`` is told: `Fragments.due`.
-          unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
-          fragments: those of `phases`; None exchanges all at once.
-          donate: as for `step`.
+            for drop-in optimizers, which exchange in the last step of their period.
+            With fragments, ``(state, **which) -> state``, where ``which`` are the
+            arguments of ``tx.exchange`` from `Fragments.due`.
+          unroll: local steps per iteration of the scan, see `jax.lax.scan`.
+          fragments: the fragments of `phases`; None exchanges the whole tree at once.
+          donate: see `step`.
 
         Returns:
-          ``(state, batches) -> (state, metrics)``, as of `step`: batches as from
-          `shard_round`; each metric is ``[towers, period, ...]``.
+          ``(state, batches) -> (state, metrics)``, a program like that of `step`. The
+          batches come from `shard_round`; each metric is ``[towers, period, ...]``.
 
         Raises:
-          InvalidArgumentError: ``period`` is no positive int, or fragments do not fit
-            into it, or come without ``exchange``; (when called) the batches are not as
-            many, or there are several workers and nothing is exchanged
-            between them, or as `step`.
+          InvalidArgumentError: ``period`` is not a positive int; or fragments do not
+            fit into it, or have no ``exchange``; or, when called, the number of batches
+            is not ``period``, or several workers exchange nothing. Also see `step`.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -526,7 +529,7 @@ class Towers:
           >>> state = towers.replicate((params, tx.init(params)))
           >>> batches = towers.shard_round([jnp.arange(16.0)] * 3)
           >>> (params, opt_state), metrics = run(state, batches)
-          >>> print(params[0])  # the mean of what the towers found
+          >>> print(params[0])  # the mean of all workers
           7.5
         """
         check.positive_int(period, "period")
@@ -541,7 +544,7 @@ class Towers:
         def ends(_: None, state: PyTree, **which: int) -> tuple[None, PyTree]:
             return None, state if exchange is None else exchange(state, **which)
 
-        # The scan of the split form, with everything in one state.
+        # scan_round is for the split form; here one state holds everything.
         scanned = scan_round(
             lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
             ends,
@@ -570,31 +573,33 @@ class Towers:
         *arguments: PyTree,
         reduction: str | Mapping[str, str] = "mean",
     ) -> PyTree:
-        r"""Metrics of a data set, over all of its rows alike.
+        r"""Return the metrics of a data set, in which every row counts equally.
 
         .. math:: \frac{\sum_j m_j}{\sum_j 1}
 
-        over the rows of all batches and towers, never a mean of means. Rows that fill
-        up a batch do not count. Nothing is kept between calls.
+        over the rows of all batches and towers; it is not a mean of means. Padding rows
+        do not count. Nothing is kept between calls.
 
         Args:
           metric_fn: ``(*arguments, batch) -> metrics``: a pytree of arrays ``[rows,
-            ...]``, one value per row. Pass the same function again and it is not
-            compiled again.
-          arguments: what it needs, the same on every tower (parameters: the center's,
-            or `unreplicate`'s); the last is the batch, of any number of rows; or a
-            data loader or iterator (``iter(list_of_batches)``: a list itself is one
-            batch) of batches. On a mesh that spans processes each gives its own, as
-            many batches as the others.
-          reduction: ``"mean"`` or ``"sum"``, or a mapping of the names of metrics to
+            ...]``, one value per row. It is compiled once; pass the same function
+            object to use the compiled program again.
+          arguments: arguments of ``metric_fn``, the same on every tower (parameters of
+            the center, or those from `unreplicate`). The last argument is the batch, of
+            any number of rows; or a data loader or iterator of batches
+            (``iter(list_of_batches)``, because a list itself is one batch). On a mesh
+            that spans processes, each process gives its own data, the same number of
+            batches in each.
+          reduction: ``"mean"`` or ``"sum"``, or a mapping from names of metrics to
             these.
 
         Returns:
-          The metrics, as floats (arrays where a row has several values), the same in
+          The metrics as floats (or arrays if a row has several values), the same in
           every process.
 
         Raises:
-          InvalidArgumentError: a metric has not one value per row, or there is no data.
+          InvalidArgumentError: a metric does not have one value per row, or there is no
+            data.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -619,21 +624,21 @@ class Towers:
 
     @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-        """Outputs for every row of a batch, in order, computed on all towers.
+        """Compute outputs for every row of a batch, in order, on all towers.
 
         Args:
           fn: ``(*arguments, batch) -> outputs``: a pytree (classes, scores, ...) of
-            arrays ``[rows, ...]``. Pass the same function again and it is not compiled
-            again.
-          arguments: what it needs, the same on every tower; the last is the batch, of
-            any number of rows.
+            arrays ``[rows, ...]``. It is compiled once; pass the same function object
+            to use the compiled program again.
+          arguments: arguments of ``fn``, the same on every tower; the last one is the
+            batch, of any number of rows.
 
         Returns:
           The outputs on the host, numpy arrays ``[rows, ...]``. On a mesh that spans
-          processes, those of the rows that this process gave.
+          processes, the outputs for the rows that this process gave.
 
         Raises:
-          InvalidArgumentError: an output has not one value per row.
+          InvalidArgumentError: an output does not have one value per row.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -655,14 +660,14 @@ class Towers:
         return jax.tree.map(own, outputs)
 
     def _place(self, arguments: PyTree) -> PyTree:
-        """``arguments`` on every tower, as they are in process 0."""
+        """Put ``arguments``, as they are in process 0, on every tower."""
         if self.mesh.is_multi_process:
             arguments = _batches.of_first_process(arguments)
         return _placed(arguments, self._alike)
 
 
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """``tree`` on the mesh, its special nodes where they belong."""
+    """Put ``tree`` on the mesh; pieces go to their towers, `OnHost` to host memory."""
 
     def place(node: Any) -> Any:
         if _replicas.is_per_tower(node):
@@ -680,7 +685,10 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
-    """Of a row for every tower, those that differ: a dimension for each of ``axes``."""
+    """Return a function that keeps the rows that differ along ``axes``.
+
+    It turns the first dimension, of all towers, into a dimension for each of ``axes``.
+    """
     names = mesh.axis_names
     kept = tuple(slice(None) if name in axes else 0 for name in names)
     order = [sorted(axes, key=names.index).index(name) for name in axes]
@@ -696,7 +704,7 @@ def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
 
 
 def _is_loader(data: Any) -> bool:
-    """Whether ``data`` is to be iterated over; lists and arrays are batches."""
+    """Return whether ``data`` is an iterable of batches; lists are single batches."""
     if isinstance(data, Iterator):
         return True
     is_leaf = all(leaf is data for leaf in jax.tree.leaves(data))
@@ -704,7 +712,7 @@ def _is_loader(data: Any) -> bool:
 
 
 def _check_function(function: Any, what: str) -> None:
-    """Programs are kept by the functions that they were made of."""
+    """Raise unless ``function`` is hashable, as the cache of programs needs."""
     try:
         hash(function)
     except TypeError:
@@ -715,7 +723,7 @@ def _check_function(function: Any, what: str) -> None:
 
 
 def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a function is called with, the last of which is a batch."""
+    """Return the arguments of a function after a check; the last one is a batch."""
     if not arguments:
         raise errors.InvalidArgumentError(
             "the last argument is the batch, and there is none"

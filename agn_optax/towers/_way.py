@@ -1,4 +1,4 @@
-"""The way of gradients from all towers to all: as they are, cast, or encoded."""
+"""The reduction of one gradient over all towers: unchanged, cast, or encoded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import collectives, messages
 from agn_optax.rules import codecs
 
@@ -20,10 +20,10 @@ Algorithm = Literal["all_reduce", "reduce_scatter", "hierarchical"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnTheWay:
-    """What a codec keeps on one tower, other things than on the next."""
+    """The state of a codec, which differs between towers."""
 
-    # A list, for each bucket or gradient: what is kept of what this tower sends
-    # [pieces, ...], and of the piece that it answers for.
+    # A list with an item for each bucket or gradient: the codec's state for the pieces
+    # that this tower sends [pieces, ...], and for the piece that it owns and sums.
     states: PyTree
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
@@ -34,7 +34,7 @@ def check_way(
     codec: codecs.Codec | None,
     sum_dtype: Any,
 ) -> Way:
-    """The way that the options of `all_reduce` say, if they go together."""
+    """Return the `Way` for options of `all_reduce`; raise if they are inconsistent."""
     check.one_of(algorithm, "algorithm", get_args(Algorithm))
     if algorithm == "hierarchical" and len(axes) < 2:
         raise errors.InvalidArgumentError(
@@ -54,16 +54,12 @@ def check_way(
     if codec is not None and _bits(codec, (512, 512)) < 32 <= _bits(
         codec, (512 * 512,)
     ):
-        raise errors.InvalidArgumentError(
-            f"{codec} makes matrices smaller and vectors not; gradients are reduced by "
-            "pieces, which are vectors. Take a codec that works by blocks, such as "
-            "codecs.quantize(8)"
-        )
+        combinations.refuse("a codec for matrices", "all_reduce", f"{codec}")
     return Way(axes, algorithm, codec, sum_dtype)
 
 
 def _bits(codec: codecs.Codec, shape: tuple[int, ...]) -> float:
-    """That a codec sends for each element of a float32 array."""
+    """Return the bits that a codec sends per element of a float32 array."""
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     sent, _ = jax.eval_shape(lambda x: codec.encode(x, codec.init(x)), like)
     return 8 * trees.nbytes(sent) / like.size
@@ -71,35 +67,35 @@ def _bits(codec: codecs.Codec, shape: tuple[int, ...]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How one array is reduced."""
+    """The reduction of one array over the axes."""
 
     axes: collectives.Axes
     algorithm: Algorithm
     codec: codecs.Codec | None
-    sum_dtype: Any  # of the sum; None is the wire's, or float32 of what is encoded
+    sum_dtype: Any  # None is the dtype on the wire, or float32 for encoded pieces
 
     @property
     def dtype(self) -> Any:
-        """That of the wire; None is the array's own."""
-        return self.codec.answers if self.codec and self.codec.is_cast else None
+        """The dtype on the wire; None is the dtype of the array."""
+        return None if self.codec is None else codecs.cast_dtype(self.codec)
 
     @property
     def is_encoded(self) -> bool:
-        """Whether what travels cannot be added up on its way."""
+        """True if collectives cannot sum what is sent."""
         if self.codec is None:
             return False
-        return not self.codec.is_cast or self.sum_dtype is not None
+        return self.dtype is None or self.sum_dtype is not None
 
     @property
     def has_state(self) -> bool:
-        """Whether the codec keeps anything."""
+        """True if the codec has state."""
         if self.codec is None:
             return False
         like = jax.ShapeDtypeStruct((1,), jnp.float32)
         return bool(jax.tree.leaves(jax.eval_shape(self.codec.init, like)))
 
     def init(self, x: jax.Array) -> tuple[PyTree, PyTree]:
-        """What the codec keeps of an array: of what is sent, and of the answer."""
+        """Return the codec's first states for an array: sent pieces, and own piece."""
         assert self.codec is not None
         axes = self.axes
         if self.algorithm == "hierarchical":
@@ -111,16 +107,16 @@ class Way:
     def reduce(
         self, x: jax.Array, scale: float, state: Any
     ) -> tuple[jax.Array, PyTree]:
-        """The sum of all towers, times ``scale``, and what the codec keeps."""
+        """Return the sum over all towers times ``scale``, and the codec's state."""
         if not x.size:
             return collectives.psum(x, self.axes), state
-        if self.codec is not None and not self.codec.is_cast:
+        if self.codec is not None and self.dtype is None:
             return self._reduce(x, scale, state)
         wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
         if jnp.finfo(wire).bits > 16:
             reduced, _ = self._reduce(x.astype(wire))
             return reduced.astype(x.dtype) * factor, state
-        # Divided first, or a sum in float16 would overflow.
+        # Scaled first, because a sum in float16 could overflow.
         reduced, _ = self._reduce((x * factor).astype(wire))
         return reduced.astype(x.dtype), state
 
@@ -141,10 +137,10 @@ class Way:
         state: Any,
         others: collectives.Axes = (),
     ) -> tuple[jax.Array, PyTree]:
-        """Summed by pieces over ``axes``, and these over ``others``."""
+        """Reduce-scatter over ``axes``, reduce pieces over ``others``, and gather."""
         count = collectives.size(axes)
         rows = collectives.cut(x, count)
-        # A codec that is no cast is for the slow axes only.
+        # A codec that is not a cast is used on the slow axes only.
         encodes = self.is_encoded and not (others and self.dtype is None)
         if encodes:
             assert self.codec is not None
@@ -170,19 +166,22 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Both halves of a reduction by pieces, encoded."""
+    """The encoded reduce-scatter (`sum`) and all-gather (`gather`) of an array."""
 
     codec: codecs.Codec
     like: jax.Array  # a piece, in the dtype of the sum
 
     def init(self, rows: jax.Array) -> tuple[PyTree, PyTree]:
-        """Of what is sent, and of the answer."""
+        """Return the codec's first states for the sent pieces and the own piece."""
         return jax.vmap(self.codec.init)(rows), self.codec.init(rows[0])
 
     def sum(
         self, rows: jax.Array, axes: collectives.Axes, state: PyTree
     ) -> tuple[jax.Array, PyTree]:
-        """This member's piece of the sum of all; ``rows`` are its pieces for them."""
+        """Return this tower's piece of the sum, and the codec's state.
+
+        ``rows`` are the pieces of this tower's array, one for each tower.
+        """
         sent, state = jax.vmap(self.codec.encode)(rows, state)
         sent = jax.tree.map(lambda x: collectives.all_to_all(x, axes), sent)
 
@@ -196,7 +195,7 @@ class _Encoder:
     def gather(
         self, piece: jax.Array, axes: collectives.Axes, state: PyTree
     ) -> tuple[jax.Array, PyTree]:
-        """All members' pieces [members, elements], as all of them decode them."""
+        """Return the pieces of all towers [towers, elements], equal on all towers."""
         sent, state = self.codec.encode(piece, state)
         sent = jax.tree.map(
             lambda x: collectives.gather(x[None], axes, same=True), sent

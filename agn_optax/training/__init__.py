@@ -1,7 +1,8 @@
-"""A training loop for workers and towers alike: `fit`, and it alone is for users.
+"""`fit`, a training loop for a worker or for towers.
 
-`_fit` is the loop; `_places` what differs between a worker and towers, `_progress` how
-it is watched. It has nothing that a loop of one's own could not have.
+`_fit` has the loop, `_places` the differences between a worker and towers, and
+`_progress` the display of records. `fit` uses only public functions of the package, so
+a user's own loop can do the same.
 """
 
 from agn_optax.training._fit import Fitted, fit

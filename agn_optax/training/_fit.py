@@ -1,4 +1,4 @@
-"""A training loop, for whoever wants none of their own. Nobody must use it."""
+"""The training loop `fit`, for users who do not want to write one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Metrics = Mapping[str, float]
 
 
 class Fitted(NamedTuple):
-    """What `fit` has made."""
+    """The result of `fit`."""
 
-    state: PyTree  # as the last step, or the last exchange, left it
-    metrics: Metrics  # those that were recorded last
-    steps: int  # local steps, of earlier processes too
+    state: PyTree  # after the last step and the last exchange
+    metrics: Metrics  # the last record
+    steps: int  # local steps, including those of earlier processes
 
 
 def fit(
@@ -42,51 +42,53 @@ def fit(
     directory: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Fitted:
-    """Trains until the data ends, as a worker of a center or on towers.
+    """Train until the data ends, as a worker of a center or on towers.
 
-    For each batch: the local step, and the exchange if it is due. Every ``every`` steps
-    and at the end: the metrics of the last step and of the center. It is this loop and
-    nothing more, so take its lines when they do not fit.
+    For each batch, `fit` runs the local step, and the exchange if it is due. Every
+    ``every`` steps and at the end, it records the metrics of the last step and of the
+    center. It does no more than this, so copy its loop if you need another one.
 
-    With a ``directory`` it goes on by itself from the checkpoint that it finds there.
-    A worker writes one before every exchange, as `checkpoint.Resumable` does; towers
-    every ``every`` steps. Data goes on as well if it is an iterator that Orbax can
-    save, such as Grain's, and begins anew otherwise.
+    With a ``directory``, training resumes from the latest checkpoint in it. A worker
+    writes a checkpoint before every exchange, as `checkpoint.Resumable` does; towers
+    write one every ``every`` steps. The data resumes too if it is an iterator that
+    Orbax can save, such as Grain's; other data starts from its beginning.
 
-    SIGTERM, by which engines take a worker's place away, ends it after the step that
-    runs: what the worker has is sent or saved, it leaves its center, and the program
-    ends with the exit code 143.
+    SIGTERM, with which engines preempt a worker, ends the loop after the current step.
+    The worker then exchanges its partial round and leaves its center, or the towers
+    save a checkpoint, and the program ends with exit code 143.
 
     Args:
-      train_step: ``(state, batch) -> (state, metrics)``, metrics by name; compiled
-        here. Its optimizer is ``worker.tx``; on towers, it is what `Towers.step` takes.
-      state: with a worker, the parameters, of which the train step gets ``(params,
-        opt_state)``; or a dataclass with these two, such as a ``TrainState``. With
-        towers, state with a replica per tower.
-      data: batches, until it ends.
-      worker: a worker, of an embedded or a served center, that has not started.
+      train_step: ``(state, batch) -> (state, metrics)``, with metrics by name; compiled
+        here. Its optimizer is ``worker.tx``. On towers, the function that
+        `Towers.step` takes.
+      state: with a worker, the parameters, and the train step gets ``(params,
+        opt_state)``; or a dataclass with these two fields, such as a ``TrainState``.
+        On towers, the state with a replica per tower.
+      data: an iterable of batches.
+      worker: a worker of an embedded or a served center, which has not started yet.
       towers: towers, instead of a worker.
-      chief: as of `Worker.start`.
-      evaluate: metrics of the center, by name: ``params -> metrics``. They are recorded
+      chief: see `Worker.start`.
+      evaluate: ``params -> metrics``, metrics of the center by name. They are recorded
         as ``center/NAME``.
       every: local steps between two records.
-      callbacks: called with every record: ``callback(step, metrics)``, the metrics as
-        floats.
-      stop: whether to end early, asked of every record.
-      directory: of the checkpoints of this worker, or of these towers, alone; None for
-        none.
-      progress: whether to show the records: on a terminal with rich if that is
-        installed, each in the place of the one before, of which the last one stays;
-        else as lines of the logger ``agn_optax``, at level info.
+      callbacks: functions ``callback(step, metrics)`` that are called with every
+        record; the metrics are floats.
+      stop: ``metrics -> bool``, called with every periodic record; True ends the
+        training early.
+      directory: folder for the checkpoints of this worker, or of these towers, and of
+        no others; None for no checkpoints.
+      progress: whether to show the records. On a terminal with rich installed, each
+        record replaces the one before, and the last one stays; otherwise each is a line
+        of the logger ``agn_optax`` at level info.
 
     Returns:
-      State, the last record, and the number of local steps.
+      The state, the last record, and the number of local steps.
 
     Raises:
       InvalidArgumentError: neither a worker nor towers, or both; or a number is out of
         range.
 
-    Also raises what the worker and its checkpoints do.
+    Also raises the errors of the worker and of its checkpoints.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -124,7 +126,7 @@ def fit(
         if evaluate is not None:
             measured = evaluate(place.center(state))
             own |= {f"center/{name}": value for name, value in measured.items()}
-        values = jax.device_get(list(own.values()))  # at once
+        values = jax.device_get(list(own.values()))  # one transfer for all
         said = dict(zip(own, map(float, values), strict=True))
         for callback in (show, *callbacks):
             callback(place.steps, said)

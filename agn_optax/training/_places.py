@@ -1,4 +1,4 @@
-"""Where `fit` trains: as a worker of a center, or on towers."""
+"""The two places where `fit` trains: a worker of a center, and towers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger("agn_optax")
 
 
 class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
-    """A worker. Its state is a dataclass, or ``(params, opt_state)``.
+    """Training as a worker, with a dataclass or ``(params, opt_state)`` as state.
 
     Attributes:
       steps: local steps so far.
-      step: the train step, compiled.
+      step: the compiled train step.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         self.steps = 0
         self.step = jax.jit(train_step, donate_argnums=0)
         self._chief, self._data = chief, data
-        # What is no part of an exchange, and of a checkpoint all the same.
+        # Arrays that are saved in checkpoints although no exchange carries them.
         self._kept: dict[str, Any] = {}
         self._worker: Any = worker
         if directory is not None:
@@ -62,7 +62,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         )
 
     def exchange(self, state: PyTree) -> PyTree:
-        if not self._worker.due:  # whatever it is given, it returns
+        if not self._worker.due:  # no exchange: the worker only counts the step
             self._worker.exchange(None, None)
             return state
         self._keep(state)
@@ -71,7 +71,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         return self._worker.exchange(*state)
 
     def save(self, state: PyTree) -> None:
-        """It saves at its exchanges."""
+        """Do nothing: a worker saves at its exchanges."""
 
     def finish(self, state: PyTree) -> PyTree:
         self._keep(state)
@@ -101,7 +101,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
 
 
 class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
-    """Towers. Their state has a replica for each."""
+    """Training on towers, with a state that has a replica for each tower."""
 
     def __init__(self, train_step: Any, towers: Any, data: Any, directory: Any) -> None:
         check.instance(towers, Towers, "towers must be agn_optax.Towers(...)")
@@ -124,7 +124,7 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
         return self._program(state, self._towers.shard(batch))
 
     def exchange(self, state: PyTree) -> PyTree:
-        """They do it in their steps."""
+        """Return the state: towers exchange within their steps."""
         return state
 
     def save(self, state: PyTree) -> None:
@@ -139,7 +139,7 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
         return state
 
     def leave(self) -> None:
-        """Whoever has no center has none to leave."""
+        """Do nothing: towers have no center outside the program to leave."""
 
     def center(self, state: PyTree) -> PyTree:
         return self._towers.center_params(state)
@@ -157,17 +157,17 @@ def _is_state(state: PyTree) -> bool:
 
 
 def _without_loop(state: Any) -> Any:
-    """A state without what a worker exchanges."""
+    """Return a state without its parameters and optimizer state."""
     return dataclasses.replace(state, params=None, opt_state=None)
 
 
 def _beside(data: Any) -> dict[str, Any]:
-    """Data whose place Orbax can save."""
+    """Return the data as a part of a checkpoint, if Orbax can save its position."""
     return {"data": data} if hasattr(data, "save") and hasattr(data, "load") else {}
 
 
 def _check_data(data: Any) -> None:
-    """Whether it goes on with a run that does."""
+    """Warn that the data of a resumed run starts from its beginning, if it does."""
     if not _beside(data):
         _log.warning(
             "the run goes on from its checkpoint, and its data begins anew: what goes "

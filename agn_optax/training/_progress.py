@@ -1,4 +1,4 @@
-"""Records of a loop, on a terminal or in the log."""
+"""Display of a loop's records on a terminal or in the log."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Show = Callable[[int, Mapping[str, float]], None]
 
 @contextlib.contextmanager
 def showing(progress: bool) -> Iterator[Show]:
-    """A function that shows a record, as a callback gets it.
+    """Yield a callback that shows a record.
 
-    On a terminal each record takes the place of the one before, and the last one stays.
+    On a terminal each record replaces the one before, and the last one stays.
     """
     if not progress:
         yield lambda step, metrics: None
     elif importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
-        from rich.console import Console  # noqa: PLC0415 only where it is used
+        from rich.console import Console  # noqa: PLC0415 only needed on a terminal
         from rich.text import Text  # noqa: PLC0415
 
         console, last = Console(stderr=True), Text()
 
         def show(step: int, metrics: Mapping[str, float]) -> None:
             nonlocal last
-            last = Text(_line(step, metrics))  # as it is: names are no markup
+            last = Text(_line(step, metrics))  # not markup, whatever names contain
             status.update(last)
 
         try:

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
 from agn_optax.rules import Rule
 
@@ -225,10 +224,10 @@ def check_local(inner_state: PyTree) -> None:
       InvalidArgumentError: it exchanges with a center of its own.
     """
     if trees.nodes(inner_state, rounds.ExchangeState):
-        raise errors.InvalidArgumentError(
-            "inner must be an optimizer that makes local steps alone, got one that "
-            "exchanges with a center of its own: give the optimizer inside it, as "
-            "in Worker(center, optax.adam(1e-3), period=10)"
+        combinations.refuse(
+            "a Worker",
+            "an inner optimizer that exchanges with a center of its own",
+            "an inner state with an ExchangeState",
         )
 
 

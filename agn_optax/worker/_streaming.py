@@ -18,7 +18,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
 from agn_optax.worker._programs import InnerState, Landing, check_local, sound
@@ -78,25 +78,14 @@ class StreamingWorker(Worker):
                 f"which keeps one: got {len(fragments)} fragments, and shards: "
                 f"{len(center.centers)}"
             )
-        fragments.check(center.rule, rounds.Placement())
+        fragments.check(center.rule)
         if fragments.eager:
-            raise errors.InvalidArgumentError(
-                "eager updates move the center by the worker's own share, and a worker "
-                "outside its program has no center optimizer: overlap=True goes on "
-                "while a message is on its way, and keeps all local steps. Got "
-                f"{fragments}"
-            )
+            combinations.refuse("eager updates", "a Worker", f"{fragments}")
         if fragments.delay and overlap:
-            raise errors.InvalidArgumentError(
-                f"with overlap=True answers are adopted when they come, and with "
-                f"delay={fragments.delay} so many local steps after their message: "
-                "give one of them"
-            )
+            got = f"delay={fragments.delay}, overlap=True"
+            combinations.refuse("fragments with a delay", "overlap=True", got)
         if isinstance(period, rounds.DynamicPeriod):
-            raise errors.InvalidTypeError(
-                "dynamic_period(...) is for a worker that exchanges all at once: the "
-                "offsets of fragments are in a period that is known before it begins"
-            )
+            combinations.refuse("dynamic_period", "fragments", f"period={period}")
         lengths = rounds.as_schedule(period)
         fragments.check_period(int(lengths(0)))
         self.fragments = fragments
@@ -128,7 +117,7 @@ class StreamingWorker(Worker):
             donate_argnums=0,
         )
         self._next = 0  # fragment whose turn is first
-        # As in `Worker`: the results of a call that raised after it had donated.
+        # The results of a call that raised after it had donated: see `Worker`.
         self._kept = self._counted = None
         self._sum_up(self._workers[0])
 
@@ -391,10 +380,8 @@ class StreamingWorker(Worker):
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """Check that ``steps`` and ``weight`` are None: see `flush`."""
         if steps is not None or weight is not None:
-            raise errors.InvalidArgumentError(
-                "the rounds of fragments began at different times, so steps and weight "
-                f"must be None, got steps={steps!r}, weight={weight!r}"
-            )
+            got = f"steps={steps!r}, weight={weight!r}"
+            combinations.refuse("fragments", "steps or weight of a flush", got)
         return None
 
     def flush_fragment(

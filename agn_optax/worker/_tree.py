@@ -29,14 +29,14 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import in_background, trees
-from agn_optax.center import Center, Claim, Core
+from agn_optax._internal import combinations, in_background, trees
+from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_POLL = 0.5  # s between looks whether another site has initialized the parent
+_POLL = 0.5  # s between checks whether another site has initialized the parent
 _LONGEST = 15.0  # s, the longest pause between two attempts to reach the parent
 
 
@@ -94,17 +94,17 @@ class Uplink:
         rule = parent.rule
         self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
         if self._keeps_record and core.rule.message is not None:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums gradients, and rule "
-                f"{core.rule.name!r} of this center does not send any; give the "
-                "parent a rule that sends displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a center whose rule sends no gradients",
+                f"{rule.name!r} of the parent and {core.rule.name!r} of this center",
             )
         if self._keeps_record and not core.rule.is_summed:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums all gradients that the workers "
-                f"of this site send, also those that {core.rule.combine} of its rule "
-                f"{core.rule.name!r} leaves out; give the parent a rule that sends "
-                "displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a robust combine",
+                f"{rule.name!r} of the parent and {core.rule.name!r} with "
+                f"{core.rule.combine} of this center",
             )
         self.error: Exception | None = None
         self.ready = threading.Event()
@@ -348,7 +348,7 @@ class Uplink:
     # Sending and adopting.
 
     def _now(self) -> PyTree:
-        """Return a snapshot of the site's center; called under its lock."""
+        """Return the site's center, safe from overwriting; called under its lock."""
         return self._core.snapshot().params
 
     def _take(self) -> _Round:
@@ -393,7 +393,7 @@ class Uplink:
         self._core.shift(adopted, base)
         self._base, self._rounds = adopted, left
 
-    def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
+    def _observe(self, submission: Submission) -> jax.Array | None:
         """Add an exchange at the site to the sums; called under the center's lock.
 
         Returns:
@@ -401,12 +401,13 @@ class Uplink:
           read.
         """
         self._steps += 1
-        if claim.weight is not None:
-            self._weight = (self._weight or 0.0) + claim.weight
+        if submission.weight is not None:
+            self._weight = (self._weight or 0.0) + submission.weight
         if not self._keeps_record:
             return None
         if self._record is None:
             self._record = self._begin_record()
+        contribution = submission.contribution
         self._record, read = self._accumulate(contribution, self._record)
         return read
 

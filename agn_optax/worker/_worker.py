@@ -12,7 +12,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import optax
@@ -20,13 +20,21 @@ import optax
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
+from agn_optax.center import (
+    MOST_REPORTED,
+    Answer,
+    Center,
+    Session,
+    Snapshot,
+    Submission,
+)
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message, is_settled
 from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import AT_ONCE, Left, programs
 
 PyTree = Any
+S = TypeVar("S", Snapshot, Answer)
 # One action of a call: (params, state) -> (params, state).
 Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
 # (number of the exchange, values by name) -> ignored.
@@ -370,7 +378,6 @@ class Worker:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
           InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
             is not positive and finite.
-          ProtocolError: the center's version does not support weights.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated elsewhere; or the center has restarted and does not know this
             session, or has given this worker's name to another worker.
@@ -750,7 +757,7 @@ class Worker:
         return self._new_message(contribution, made, measured, codec_state)
 
     def _give_in(
-        self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
+        self, params: PyTree, state: LocalState, message: Message, answer: Answer
     ) -> tuple[PyTree, LocalState]:
         """Reset this worker to the center, after its message was rejected.
 
@@ -767,14 +774,18 @@ class Worker:
         if answer.in_part:
             becomes = "lost"
         params, state = self._programs.give_in(
-            params, state, message.contribution, answer.params, becomes=becomes
+            params,
+            state,
+            message.submission.contribution,
+            answer.params,
+            becomes=becomes,
         )
         self._adopted(answer)
         self._local_steps, self._weight = 0, None
         return params, state
 
     def _taken_back(
-        self, state: LocalState, message: Message, answer: Snapshot
+        self, state: LocalState, message: Message, answer: Answer
     ) -> LocalState:
         """Return a dropped message to the codec's residual, to be sent later.
 
@@ -784,7 +795,7 @@ class Worker:
         is_whole = answer.applied or answer.in_part
         if is_whole or self._programs.take_back is None:
             return state
-        return self._programs.take_back(state, message.contribution)
+        return self._programs.take_back(state, message.submission.contribution)
 
     def _new_message(
         self,
@@ -796,20 +807,19 @@ class Worker:
         anchor, session = self._require_start()
         if self._steps is None:
             self._steps = made, self._local_steps
-        arguments = (self._sent + 1, contribution)
-        more = {
-            "anchor_version": anchor.version,
-            "steps": self._local_steps,
-            "weight": self._weight,
-            "reported": dict(self._reported),
-        }
-        if self._programs.follows and self._knows_anchor:
-            more["anchor"] = anchor.params
-        kept = (contribution, measured, codec_state)
+        is_known = self._programs.follows and self._knows_anchor
+        submission = Submission(
+            self._sent + 1,
+            contribution,
+            anchor.version,
+            steps=self._local_steps,
+            weight=self._weight,
+            reported=dict(self._reported),
+            anchor=anchor.params if is_known else None,
+        )
         if isinstance(session, ToldSession):
-            send = functools.partial(session.exchange_alone, *arguments, **more)
-            return ToldMessage(send, *kept, session=session)
-        return Message(functools.partial(session.exchange, *arguments, **more), *kept)
+            return ToldMessage(session, submission, measured, codec_state)
+        return Message(session, submission, measured, codec_state)
 
     @property
     def _in_flight(self) -> bool:
@@ -859,11 +869,16 @@ class Worker:
         else:
             state = self._taken_back(state, message, answer)
             params, state = self._programs.land(
-                params, state, message.contribution, left, anchor.params, answer.params
+                params,
+                state,
+                message.submission.contribution,
+                left,
+                anchor.params,
+                answer.params,
             )
             self._adopted(answer)
         if self.overlap or self._landing.delay:
-            self._spare = message.contribution, left.params
+            self._spare = message.submission.contribution, left.params
         return params, state
 
     def _check_steps(self) -> None:
@@ -921,7 +936,7 @@ class Worker:
             )
         return measured
 
-    def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
+    def _taken(self, message: Message, answer: Answer, params: PyTree) -> Answer:
         """Move an answer to the devices of ``params``, and measure it for callbacks."""
         if self._callbacks:
             received = answer.received
@@ -935,7 +950,7 @@ class Worker:
             message.measured["distance"] = distance
         return answer
 
-    def _tell(self, message: Message, answer: Snapshot) -> None:
+    def _tell(self, message: Message, answer: Answer) -> None:
         """Call the callbacks after an exchange."""
         said = {
             **message.measured,
@@ -944,7 +959,7 @@ class Worker:
             "applied": answer.applied,
             "refused": bool(answer.refused),
             "version": max(jax.tree.leaves(answer.version)),
-            "bytes_sent": trees.nbytes(message.contribution),
+            "bytes_sent": trees.nbytes(message.submission.contribution),
         }
         values = {k: float(v) for k, v in said.items() if v is not None}
         for callback in self._callbacks:
@@ -953,7 +968,7 @@ class Worker:
             except Exception:  # not raised: the center has moved, and the loop goes on
                 _log.exception("%r failed; training goes on", callback)
 
-    def _adopted(self, answer: Snapshot) -> None:
+    def _adopted(self, answer: Answer) -> None:
         """Update counts and the anchor after an exchange."""
         message = self._message
         self._check_steps()
@@ -969,7 +984,7 @@ class Worker:
         self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
-        self._keep_anchor(answer)
+        self._keep_anchor(answer.snapshot)
 
     def _set_pace(self, pace: float | None) -> None:
         if pace is not None:
@@ -1070,5 +1085,5 @@ def _scheduled(period: Any) -> Callable[[int], int]:
     return length
 
 
-def _placed(snapshot: Snapshot, like: PyTree) -> Snapshot:
+def _placed(snapshot: S, like: PyTree) -> S:
     return snapshot._replace(params=trees.place_like(snapshot.params, like))

@@ -27,7 +27,7 @@ from sphinx.util.nodes import make_refnode
 import agn_optax
 
 _log = logging.getLogger(__name__)
-_NOT_FOR_USERS = {"cli", "round"}  # a command, and what `agn_optax` itself has
+_NOT_FOR_USERS = {"ops", "round"}  # see below; and names of `agn_optax` itself
 _FIELD = "Alias for field number"
 
 
@@ -40,6 +40,8 @@ def public_modules() -> Iterator[ModuleType]:
     for info in pkgutil.iter_modules(agn_optax.__path__):
         if info.name[0] != "_" and info.name not in _NOT_FOR_USERS:
             yield importlib.import_module(f"agn_optax.{info.name}")
+    for name in ("engines", "launch", "planning"):
+        yield importlib.import_module(f"agn_optax.ops.{name}")
 
 
 def public_names() -> dict[str, str]:
@@ -77,11 +79,13 @@ def resolve(
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].split("(")[0]  # without arguments
-    names, objects = public_names(), env.domains.python_domain.objects
+    objects = env.domains.python_domain.objects
+    names = {full.rpartition(".")[2]: full for full in objects} | public_names()
     head, last = (["", *target.split(".")])[-2:]
     owner = names.get(head, "")
     # A public object; a member of one; what only its docstring tells of it; a module.
-    for full in (names.get(last, ""), f"{owner}.{last}", owner, f"agn_optax.{target}"):
+    module = (f"agn_optax.{target}", f"agn_optax.ops.{target}")
+    for full in (names.get(last, ""), f"{owner}.{last}", owner, *module):
         if full in objects:
             found = objects[full]
             return make_refnode(

@@ -1,19 +1,20 @@
-"""The toy of google-deepmind/asyncdiloco: four workers of four speeds, and a center.
+"""The toy problem of google-deepmind/asyncdiloco: four workers with different speeds.
 
-Classes are mixtures of Gaussians; a worker makes 20 steps of AdamW, from the center and
-with a new optimizer, and sends how far it came. Who has sent waits for others, as long
-as these come within a time of grace, and then all of them begin at the center as it is.
-Time is simulated: nobody sleeps.
+Classes are mixtures of Gaussians. A worker makes 20 steps of AdamW, from the center and
+with a new optimizer state, and sends its displacement. Workers that have sent wait for
+others that finish within a grace period, and then all waiting workers begin from the
+current center. Time is simulated, without sleeping.
 
-The notebook's check is here: gradients averaged in rounds, and messages one by one that
-are buffered by four, with endless grace, print the same losses. And so is its question:
-what is momentum good for where messages come one by one?
+The program repeats the notebook's check: messages averaged in rounds, and messages
+applied one by one but buffered by four with infinite grace, give the same losses. It
+also repeats the notebook's question: does momentum help if messages are applied one by
+one?
 
     python examples/reproduce/asyncdiloco.py                    # 128 hidden units
     python examples/reproduce/asyncdiloco.py --hidden 65000     # as in the notebook
 
-Its numbers are not repeated to the digit, for data and first parameters are drawn by
-another generator.
+The notebook's numbers are not reproduced digit by digit, because data and first
+parameters are drawn by another generator.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from agn_optax import center, center_optimizers, rules
 
 PyTree = Any
 DIMENSIONS, CLASSES, CLUSTERS, NOISE = 512, 4, 8, 0.5
-SECONDS = (0.58, 0.75, 1.51, 3.33)  # that a local step takes each worker
+SECONDS = (0.58, 0.75, 1.51, 3.33)  # simulated s per local step, for each worker
 WORKERS, STEPS, BATCH = len(SECONDS), 20, 32
 HIGHEST, LOWEST, DECAY = 2e-4, 1e-6, 1e-3
 
 
 def _by_rate() -> optax.GradientTransformationExtraArgs:
-    """Steps of a rate that ``update`` is told: it depends on the data, not on who."""
+    """Scale by an argument ``rate`` of ``update``, which depends on the data."""
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
         return jax.tree.map(lambda u: -extra["rate"] * u, updates), state
@@ -62,7 +63,7 @@ class Data:
 
 
 def make_data(count: int, seed: int) -> Data:
-    """In a random order."""
+    """Draw points from the mixtures, in a random order."""
     rng = np.random.default_rng(seed)
     each = count // (CLASSES * CLUSTERS)
     means = rng.normal(size=(CLASSES * CLUSTERS, DIMENSIONS))
@@ -75,7 +76,7 @@ def make_data(count: int, seed: int) -> Data:
 
 
 def make_params(hidden: int, seed: int) -> PyTree:
-    """Of a network with one hidden layer, as torch draws them."""
+    """Draw parameters of a network with one hidden layer, with torch's distribution."""
     rng = np.random.default_rng(seed)
 
     def dense(inputs: int, outputs: int) -> PyTree:
@@ -88,7 +89,7 @@ def make_params(hidden: int, seed: int) -> PyTree:
 
 
 def loss_fn(params: PyTree, points: Any, classes: Any) -> jax.Array:
-    """Mean cross entropy."""
+    """Return the mean cross-entropy."""
     first, last = params
     x = jax.nn.relu(points @ first["w"] + first["b"])
     logits = x @ last["w"] + last["b"]
@@ -97,7 +98,7 @@ def loss_fn(params: PyTree, points: Any, classes: Any) -> jax.Array:
 
 @functools.cache
 def local_phase(update: Any) -> Any:
-    """All local steps of a round as one program."""
+    """Return a program of all local steps of a round."""
 
     def step(carry: Any, batch: Any) -> Any:
         params, state = carry
@@ -113,7 +114,7 @@ def local_phase(update: Any) -> Any:
 
 
 class Shards:
-    """Where the batches come from: always the shard that was visited least."""
+    """The shards of the data; batches come from a shard with the fewest visits."""
 
     def __init__(self, data: Data, phases: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -128,7 +129,10 @@ class Shards:
             yield from rng.permutation(rows)
 
     def batches(self) -> Any:
-        """Of a round: points, classes, and the rate that the cosine of a shard has."""
+        """Return the points, classes and learning rates of a round.
+
+        The rates follow a cosine schedule of the shard's own steps.
+        """
         least = np.flatnonzero(self._visits == self._visits.min())
         shard = self._rng.choice(least)
         step = self._steps[shard] + np.arange(STEPS)
@@ -143,7 +147,7 @@ class Shards:
 
 
 class Phase:
-    """What one worker does from one look at the center to its message."""
+    """One worker's work from adopting the center to sending its message."""
 
     def __init__(self, shared: center.Center, number: int, batches: Any) -> None:
         name = f"worker-{number}"
@@ -152,13 +156,13 @@ class Phase:
         self._loop = phase(*self._worker.start(), batches)
 
     def send(self) -> None:
-        """The exchange. What the worker adopts it throws away: it begins anew."""
+        """Exchange and leave; the adopted parameters are not used."""
         self._worker.exchange(*self._loop, steps=STEPS)
         self._worker.leave()
 
 
 def in_rounds(shared: center.Center, shards: Shards, phases: int) -> Iterator[int]:
-    """All begin at one center and wait for each other; yields the steps so far."""
+    """Train in synchronous rounds; yield the total number of steps so far."""
     with ThreadPoolExecutor(WORKERS) as threads:
         for round_ in range(1, phases + 1):
             there = [Phase(shared, i, shards.batches()) for i in range(WORKERS)]
@@ -169,9 +173,9 @@ def in_rounds(shared: center.Center, shards: Shards, phases: int) -> Iterator[in
 def one_by_one(
     shared: center.Center, shards: Shards, phases: int, grace: float
 ) -> Iterator[int]:
-    """Messages come as their workers are ready; yields the steps so far."""
-    now, waits_since = 0.0, None  # when the first of those that wait had sent
-    busy: dict[int, tuple[float, Phase]] = {}  # and when each will be ready
+    """Apply messages when their workers are ready; yield the total steps so far."""
+    now, waits_since = 0.0, None  # time since which the first waiting worker waits
+    busy: dict[int, tuple[float, Phase]] = {}  # worker -> time when it is ready, work
     sent = 0
     while sent < phases * WORKERS:
         ready = min(busy, key=lambda i: busy[i][0], default=None)
@@ -193,14 +197,14 @@ def one_by_one(
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A center optimizer, and who waits for whom."""
+    """A center optimizer, and the grace period of the workers."""
 
     optimizer: Callable[[], optax.GradientTransformation]
-    grace: float | None = 0.5  # simulated seconds; None: rounds
+    grace: float | None = 0.5  # simulated s; None for synchronous rounds
 
 
 def nesterov(rate: float) -> optax.GradientTransformation:
-    """Of messages one by one, each weighs an n-th times the root of n."""
+    """Return Nesterov momentum for single messages, scaled by 1 / sqrt(workers)."""
     weighed = optax.scale(1 / math.sqrt(WORKERS))
     return optax.chain(weighed, optax.sgd(rate, momentum=0.9, nesterov=True))
 
@@ -228,7 +232,10 @@ METHODS = {
 def losses(
     method: Method, data: Data, *, hidden: int, phases: int, every: int, seed: int
 ) -> list[float]:
-    """Of the center on the first 10,000 points: at first, and after so many phases."""
+    """Return the center's losses on the first 10,000 points.
+
+    They are those at the start, and after each ``every`` phases per worker.
+    """
     rule = rules.diloco(method.optimizer())
     mode = center.Synchronous() if method.grace is None else center.Asynchronous()
     shared = agn_optax.LocalCenter(rule, make_params(hidden, seed), mode=mode)
@@ -247,7 +254,7 @@ def losses(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -262,7 +269,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the losses of each method."""
+    """Print the losses of each method."""
     args = parse(arguments)
     data = make_data(args.points, args.seed)
     print(

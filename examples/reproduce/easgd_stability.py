@@ -1,13 +1,13 @@
-"""EASGD on a quadratic, workers in turns: up to which moving rate is it stable?
+"""Stability of EASGD on a quadratic, with workers in turn, by its moving rate.
 
-Zhang, Choromanska and LeCun (2015) find that it is stable where
+Zhang, Choromanska and LeCun (2015) find that it is stable if
 
     alpha <= (4 - 2 eta) / (4 - eta),    0 <= eta <= 2,
 
-for any number of workers, if each in its turn takes gradient and elastic force at the
-same point. Here that is a worker that exchanges before it applies its gradient. In the
-order of a usual loop, step and then exchange, the force sees the step, and all moving
-rates up to 1 are stable.
+for any number of workers, if each worker in its turn takes gradient and elastic force
+at the same point. This is a worker that exchanges before it applies its gradient. In
+the usual order of a loop, step and then exchange, the force includes the step, and all
+moving rates up to 1 are stable.
 
     python examples/reproduce/easgd_stability.py
 """
@@ -26,22 +26,21 @@ from agn_optax import rules
 def distance(
     eta: float, alpha: float, workers: int, turns: int, *, late: bool
 ) -> float:
-    """Of the center from the minimum of x^2 / 2, in units of where it began.
+    """Return the center's distance from the minimum of x^2 / 2, after starting at 1.
 
     Args:
-      eta: the learning rate of the local steps.
-      alpha: the moving rate.
-      workers: which take turns, with an exchange in each.
-      turns: of all of them together.
-      late: whether the gradient is that of the point before the exchange, and is
-        applied after it.
+      eta: learning rate of the local steps.
+      alpha: moving rate.
+      workers: number of workers, which take turns, with an exchange in each turn.
+      turns: total number of turns.
+      late: whether the gradient is taken before the exchange and applied after it.
     """
     center = agn_optax.LocalCenter(rules.easgd(alpha), jnp.ones(1))
     crew = [agn_optax.Worker(center, optax.sgd(eta), period=1) for _ in range(workers)]
     loops = [worker.start() for worker in crew]
     for turn in range(turns):
         worker, (params, state) = crew[turn % workers], loops[turn % workers]
-        gradient = params + 0.0  # in a buffer of its own: exchanges donate theirs
+        gradient = params + 0.0  # a separate buffer, because exchanges donate params
         if late:
             params, state = worker.exchange(params, state)
         updates, state = worker.tx.update(gradient, state, params)
@@ -53,12 +52,12 @@ def distance(
 
 
 def bound(eta: float) -> float:
-    """The largest stable moving rate."""
+    """Return the largest stable moving rate."""
     return (4 - 2 * eta) / (4 - eta)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table: distances just below and above the bound."""
+    """Print a table of distances just below and above the bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

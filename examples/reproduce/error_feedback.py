@@ -1,15 +1,16 @@
-"""Signs of gradients that never arrive, and with error feedback do.
+"""Sign descent that does not converge, and converges with error feedback.
 
-Two counterexamples of Karimireddy, Rebjock, Stich and Jaggi (2019), both of two
-parameters that begin at (1, 1), both convex, and with their minimum at 0:
+The two counterexamples of Karimireddy, Rebjock, Stich and Jaggi (2019) have two
+parameters that start at (1, 1). Both are convex, with their minimum at 0:
 
     not smooth       f = eps |x1 + x2| + |x1 - x2|
-    least squares    f = <a1, x>^2 + <a2, x>^2, of which each step sees one term by
-                     chance;  a1, a2 = +-(1, -1) + eps (1, 1)
+    least squares    f = <a1, x>^2 + <a2, x>^2, of which each step sees one random term;
+                     a1, a2 = +-(1, -1) + eps (1, 1)
 
-The sign of every (sub)gradient is +-(1, -1), so steps along signs keep x1 + x2 where it
-was, and f never falls below what it is at the start. Error feedback sends later what a
-sign has lost. Both travel here as contributions of DOWNPOUR, one bit for a parameter.
+The sign of every (sub)gradient is +-(1, -1), so steps along signs leave x1 + x2
+unchanged, and f never falls below its value at the start. Error feedback sends later
+the part of a gradient that its sign has lost. Here both are contributions of DOWNPOUR,
+with one bit per parameter.
 
     python examples/reproduce/error_feedback.py
 """
@@ -35,22 +36,23 @@ CODECS = {
     "signs": codecs.sign(),
     "signs, error feedback": codecs.error_feedback(codecs.sign()),
 }
-# Of parameters and a term.
+# (parameters, index of a term) -> loss.
 Loss = Callable[[jax.Array, Any], jax.Array]
 
 
 def not_smooth(x: jax.Array, term: Any) -> jax.Array:
-    """The first one."""
+    """Return the value of the first problem."""
     del term
     return EPS * jnp.abs(x[0] + x[1]) + jnp.abs(x[0] - x[1])
 
 
 def least_squares(x: jax.Array, term: Any) -> jax.Array:
-    """One term of the second one."""
+    """Return one term of the second problem."""
     return (A[term] @ x) ** 2
 
 
-# And the learning rate of each at a step. A subgradient is as large near the minimum.
+# Loss and learning rate of each problem. The first needs a schedule, because its
+# subgradients do not get smaller near the minimum.
 PROBLEMS: dict[str, tuple[Loss, optax.ScalarOrSchedule]] = {
     "not smooth": (not_smooth, lambda step: 0.2 / jnp.sqrt(step + 1)),
     "least squares": (least_squares, 0.05),
@@ -58,7 +60,7 @@ PROBLEMS: dict[str, tuple[Loss, optax.ScalarOrSchedule]] = {
 
 
 def trained(problem: str, codec: codecs.Codec, steps: int, seed: int = 0) -> jax.Array:
-    """The center after so many steps, each of which is an exchange."""
+    """Return the center after a number of steps, each with an exchange."""
     loss, rate = PROBLEMS[problem]
     center = agn_optax.LocalCenter(rules.downpour(codec=codec), jnp.ones(2))
     worker = agn_optax.Worker(center, optax.sgd(rate), period=1)
@@ -77,14 +79,14 @@ def trained(problem: str, codec: codecs.Codec, steps: int, seed: int = 0) -> jax
 
 
 def value(problem: str, x: jax.Array) -> float:
-    """``f`` there."""
+    """Return the value of a problem at ``x``."""
     loss, _ = PROBLEMS[problem]
     terms = 1 if problem == "not smooth" else 2
     return float(sum(loss(x, term) for term in range(terms)))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table of both."""
+    """Print a table of both problems."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""A process that keeps a center on disk and exchanges with it: run by test_disk.
+"""A process that keeps a center on disk and exchanges with it, run by test_disk.
 
-What has been answered stands in a file that it shares with the test: version and life.
+It shares a file with the test that holds the last confirmed version and center id.
 """
 
 import mmap
@@ -12,17 +12,17 @@ import threading
 import jax.numpy as jnp
 from helpers import shared, talking
 
-from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center import Journal, LocalCenter, Snapshots, Submission
 
 KINDS = {"journal": Journal, "snapshots": Snapshots}
 ANSWERED = struct.Struct("<q32s")
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test can send."""
 
     def start(self, kind, directory, answered, uid=None, elements=100, **settings):
-        """Exchanges one after the other, each of which takes one from all elements."""
+        """Exchange continuously; each exchange subtracts one from all elements."""
         with pathlib.Path(answered).open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), ANSWERED.size)
         if uid is not None:
@@ -58,7 +58,7 @@ class Commands:
         try:
             while not self._ended:
                 version = session.exchange(
-                    version + 1, self._message, anchor_version=version
+                    Submission(version + 1, self._message, anchor_version=version)
                 ).version
                 ANSWERED.pack_into(self._shared, 0, version, life)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""One bit of what a center keeps on disk changes, wherever it is: that is found.
+"""Every bit flip in the files of a center is detected.
 
-What is found is what was there, or an error that names the file, and the record in it.
-With ``AGN_OPTAX_STRIDE=1`` every byte of every file changes in turn, else every 7th.
+The result is the original data, or an error that names the file and the record. With
+``AGN_OPTAX_STRIDE=1`` every byte of every file is changed in turn, else every 7th.
 """
 
 import logging
@@ -23,7 +23,7 @@ STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
 
 
 def read(directory):
-    """Everything that is found in a directory, as bytes; and why it is another life."""
+    """Return all records found in a directory as bytes, and why the id would change."""
     there = Found(directory)
     snapshot = there.load()
     records = [snapshot, *there.replay(snapshot.number)]
@@ -36,7 +36,7 @@ def read(directory):
 
 @pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
 def kept(request, tmp_path, monkeypatch):
-    """What is left of a center that was killed, or has ended."""
+    """Return the directory of a center that was killed or has ended."""
     monkeypatch.setattr(_directory, "_LEAST_RESERVED", RESERVED)
     durability = {
         "journal": Journal(tmp_path / "a"),
@@ -44,7 +44,7 @@ def kept(request, tmp_path, monkeypatch):
         "ended": Journal(tmp_path / "a"),
         "snapshots": Snapshots(tmp_path / "a", exchanges=1000),
     }[request.param]
-    # Arrays that leave gaps: 12 and 4 bytes of 64.
+    # Arrays of 12 and 4 bytes leave gaps in blocks of 64.
     params = {"a": jnp.zeros(3), "b": jnp.zeros(())}
     center = LocalCenter(shared.downpour(), params, durability=durability)
     for version in range(3):
@@ -56,14 +56,14 @@ def kept(request, tmp_path, monkeypatch):
     center.close()
 
 
-def test_a_bit_that_changes_anywhere_is_found(kept, caplog):
+def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
     caplog.set_level(logging.WARNING, "agn_optax")
     whole, life = read(kept)
     assert not caplog.text
     for path in sorted(kept.iterdir()):
         data = path.read_bytes()
         end, is_lock = len(data), path.name == "lock"
-        if path.name.startswith("journal"):  # which is longer than its records are
+        if path.name.startswith("journal"):  # a journal is longer than its records
             end = len(data.rstrip(b"\0"))
             end += -end % 64
         positions = [*range(0, end, STRIDE), *range(end, len(data), 97)]
@@ -72,7 +72,7 @@ def test_a_bit_that_changes_anywhere_is_found(kept, caplog):
             changed[at] ^= 1 << at % 8
             path.write_bytes(changed)
             where = f"byte {at} of {path.name}"
-            if at >= end:  # where nothing had been written yet: nothing is lost
+            if at >= end:  # nothing had been written here, so nothing is lost
                 caplog.clear()
                 assert read(kept) == (whole, life), where
                 assert "which are left out" in caplog.text, where
@@ -85,7 +85,7 @@ def test_a_bit_that_changes_anywhere_is_found(kept, caplog):
     assert read(kept) == (whole, life)
 
 
-def test_a_file_that_is_cut_off_anywhere_is_found(kept):
+def test_file_truncated_anywhere_is_detected(kept):
     whole, _ = read(kept)
     for path in sorted(kept.iterdir()):
         data = path.read_bytes()
@@ -98,8 +98,8 @@ def test_a_file_that_is_cut_off_anywhere_is_found(kept):
         path.write_bytes(data)
 
 
-def test_a_lock_with_nothing_in_it_says_nothing(kept):
-    """As after a power failure while it was made, or removed as an error says."""
+def test_empty_or_missing_lock_file_is_accepted(kept):
+    """It may be empty after a power failure, or removed as an error message advises."""
     whole, _ = read(kept)
     lock = pathlib.Path(kept, "lock")
     for change in (lambda: lock.write_bytes(b""), lock.unlink):

@@ -1,7 +1,8 @@
-"""Disks that are full, folders that go away, processes that are killed: for real.
+"""Real failures: full disks, deleted directories and killed processes.
 
-Each ends in the center that was answered, or in an error that names what is wrong.
-``AGN_OPTAX_KILLS=50`` kills so many processes in the middle of a compaction, twice.
+Each leads to the center that was confirmed, or to an error that names the problem.
+``AGN_OPTAX_KILLS=50`` kills so many processes during compactions, for each of two
+settings.
 """
 
 import collections
@@ -33,8 +34,8 @@ pytestmark = pytest.mark.slow
 RULE = shared.downpour()
 PROGRAM = pathlib.Path(__file__).with_name("kept_process.py")
 KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "2"))
-ANSWERED = struct.Struct("<q32s")  # as kept_process.py writes them
-LIMIT = 60  # seconds that nothing here takes
+ANSWERED = struct.Struct("<q32s")  # the format of kept_process.py
+LIMIT = 60  # s, generous: no test should come near it
 COPIES = 4 * KILLS
 NOBODY = 65534
 
@@ -45,7 +46,7 @@ def send(center):
 
 
 class Child:
-    """A process that keeps a center in a directory, and exchanges all the time."""
+    """A process that keeps a center in a directory and exchanges continuously."""
 
     def __init__(self, process, directory, answered, kind="journal", **settings):
         answered.write_bytes(bytes(ANSWERED.size))
@@ -60,12 +61,12 @@ class Child:
 
     @property
     def answered(self):
-        """Version and life."""
+        """The last confirmed version and the id of the center."""
         version, life = ANSWERED.unpack(self._answered.read_bytes())
         return version, life.decode()
 
     def goes_on(self, by=5):
-        """Until so many more exchanges have been answered."""
+        """Wait until this many more exchanges were confirmed."""
         before = self.answered[0]
         wait_until(lambda: self.answered[0] >= before + by)
 
@@ -75,7 +76,7 @@ class Child:
 
 @pytest.fixture
 def child(tmp_path):
-    """Starts processes; each with a new directory, unless one is named."""
+    """Return a function that starts a process, with a new directory by default."""
     count = itertools.count()
     with contextlib.ExitStack() as stack:
 
@@ -90,7 +91,7 @@ def child(tmp_path):
 
 @contextlib.contextmanager
 def found(directory, kind=Journal):
-    """The center that the next process finds: some beginning of what happened."""
+    """Yield the center found by the next process; it must be an earlier state."""
     center = LocalCenter(RULE, durability=kind(directory))
     try:
         np.testing.assert_array_equal(center.pull().params, -center.version)
@@ -101,8 +102,8 @@ def found(directory, kind=Journal):
 
 @pytest.mark.timeout(60 + 60 * KILLS)
 @pytest.mark.parametrize("interval", [None, 30.0])
-def test_killed_in_the_middle_of_a_compaction(interval, child):
-    """Which goes on all the time. With an interval, too, a kill loses nothing."""
+def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, child):
+    """Compaction runs all the time. A kill loses nothing, also with an interval."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     for _ in range(KILLS):
         one = child(elements=20_000, size=1, interval=interval)
@@ -122,8 +123,8 @@ def test_killed_in_the_middle_of_a_compaction(interval, child):
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)
-def test_copies_and_backups_at_random_moments(child, tmp_path):
-    """A copy may be of files that do not go together, and then says so."""
+def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
+    """Backups are always consistent; inconsistent copies are rejected by name."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     one = child(elements=2000, size=100_000)
     for number in range(COPIES):
@@ -154,7 +155,7 @@ def test_copies_and_backups_at_random_moments(child, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["journal", "snapshots"])
-def test_a_backup_of_a_center_that_has_ended(kind, child, tmp_path):
+def test_backup_of_a_stopped_center(kind, child, tmp_path):
     settings = {"seconds": None, "exchanges": 3} if kind == "snapshots" else {}
     one = child(kind=kind, **settings)
     version = one.ask("stop")["version"]
@@ -163,7 +164,7 @@ def test_a_backup_of_a_center_that_has_ended(kind, child, tmp_path):
         assert center.version == version
 
 
-def test_what_can_and_what_cannot_be_backed_up(tmp_path):
+def test_backup_errors_are_named(tmp_path):
     with pytest.raises(errors.DurabilityError, match=r"cannot read .*gone"):
         backup(tmp_path / "gone", tmp_path / "to")
     (tmp_path / "empty").mkdir()
@@ -182,7 +183,7 @@ def test_what_can_and_what_cannot_be_backed_up(tmp_path):
     with journal.open("r+b") as file:
         file.seek(70)
         file.write(b"\xff")
-    # Records that were written together do not tell where the damage begins.
+    # The error cannot locate damage within records that were written together.
     damaged = r"record 0 (at byte 0 )?is damaged"
     with pytest.raises(errors.DurabilityError, match=damaged):
         backup(copy, tmp_path / "to")
@@ -191,7 +192,7 @@ def test_what_can_and_what_cannot_be_backed_up(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a file system with so few bytes or files; `fill` takes what is left."""
+    """Return a function that mounts a file system with limited bytes or files."""
     mounted = []
 
     def mount(options):
@@ -212,7 +213,7 @@ def small_disk(tmp_path):
 
 @contextlib.contextmanager
 def full(disk, but=0, files=False):
-    """Nothing can be written to a small disk, but so many bytes; or no more files."""
+    """Fill a small disk except for some bytes, or use up all of its files."""
     state = os.statvfs(disk)
     taken = [
         disk / f"taken-{number}" for number in range(state.f_ffree if files else 1)
@@ -228,7 +229,7 @@ def full(disk, but=0, files=False):
             each.unlink()
 
 
-def test_a_disk_with_no_room_to_begin(small_disk):
+def test_disk_without_room_for_the_first_snapshot_raises(small_disk):
     disk = small_disk("size=64k")
     center = LocalCenter(RULE, durability=Journal(disk / "a"))
     with pytest.raises(errors.DurabilityError, match=r"cannot write .*No space left"):
@@ -240,7 +241,7 @@ def test_a_disk_with_no_room_to_begin(small_disk):
         assert center.version == 0
 
 
-def test_a_full_disk_stops_the_center(small_disk):
+def test_full_disk_stops_the_center(small_disk):
     disk = small_disk("size=1m")
     center = LocalCenter(RULE, jnp.zeros(10_000), durability=Journal(disk / "a"))
     answered = []
@@ -251,17 +252,17 @@ def test_a_full_disk_stops_the_center(small_disk):
     assert answered
     again = shutil.copytree(disk / "a", disk.parent / "copy")
     with pytest.raises(errors.DurabilityError, match="No space left on device"):
-        LocalCenter(RULE, durability=Journal(disk / "a"))  # it is full still
+        LocalCenter(RULE, durability=Journal(disk / "a"))  # the disk is still full
     with found(again) as same:
         assert (same.version, same.life) == (answered[-1], center.life)
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_a_disk_that_is_full_for_a_while(files, small_disk, caplog, tmp_path):
-    """No snapshot can be written, and no journal begun; the old one goes on."""
+def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp_path):
+    """Neither a snapshot nor a new journal can be written; the old one continues."""
     disk = small_disk("size=2m,nr_inodes=30")
     kept = Journal(disk / "a", size=100_000)
-    center = LocalCenter(RULE, jnp.zeros(10_000), durability=kept)  # in 40 kB
+    center = LocalCenter(RULE, jnp.zeros(10_000), durability=kept)  # 40 kB
     send(center)
     with full(disk, but=100_000, files=files):
         send(center)
@@ -283,7 +284,7 @@ def test_a_disk_that_is_full_for_a_while(files, small_disk, caplog, tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["full", "free", "killed"])
-def test_a_center_that_goes_on_without_its_disk(
+def test_center_continues_in_memory_with_on_failure_go_on(
     ends, small_disk, caplog, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(_keeper, "_REMINDS", 0.05)
@@ -311,15 +312,13 @@ def test_a_center_that_goes_on_without_its_disk(
             send(center)
             if ends == "full":
                 copy = shutil.copytree(disk / "a", tmp_path / "copy")
-                with found(
-                    copy
-                ) as again:  # where less is said to be kept than there is
+                with found(copy) as again:  # it holds fewer exchanges than the center
                     assert again.version < center.version
                     assert again.life != center.life
                 server.stop()
                 assert "No space left on device" in center.core.failure
                 return
-        if ends == "killed":  # after a snapshot that has found room
+        if ends == "killed":  # after a snapshot that fits
             wait_until(
                 lambda: (
                     backup(disk / "a", tmp_path / "to") == 5 or clear(tmp_path / "to")
@@ -331,7 +330,7 @@ def test_a_center_that_goes_on_without_its_disk(
                 assert again.life != center.life
             return
     assert not center.core.failure
-    with found(disk / "a") as again:  # all of it is in the last snapshot
+    with found(disk / "a") as again:  # everything is in the last snapshot
         assert (again.version, again.life) == (5, center.life)
 
 
@@ -366,7 +365,7 @@ def without_its_journal(directory):
 @pytest.mark.parametrize(
     "goes", [moved, removed, replaced, without_its_lock, without_its_journal]
 )
-def test_a_directory_that_goes_away(goes, on_failure, tmp_path):
+def test_removed_or_replaced_directory_is_detected(goes, on_failure, tmp_path):
     kept = Journal(tmp_path / "a", on_failure=on_failure)
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     for _ in range(3):
@@ -382,7 +381,7 @@ def test_a_directory_that_goes_away(goes, on_failure, tmp_path):
         assert said in center.core.degraded
     center.close()
     assert said in center.core.failure or goes is without_its_journal
-    if now is not None:  # what had been answered by then is in it
+    if now is not None:  # it contains all exchanges confirmed before
         with found(now) as again:
             assert again.version == 4
             assert (again.life == center.life) == (on_failure == "stop")
@@ -400,9 +399,9 @@ def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):
     assert not any((tmp_path / "a").iterdir())
 
 
-def test_a_directory_that_becomes_read_only(child):
-    """The journal that is open goes on, and nothing else."""
-    root = os.getuid() == 0  # who may write to anything: then somebody else does
+def test_journal_continues_in_a_read_only_directory(child):
+    """The open journal continues; nothing else can be written."""
+    root = os.getuid() == 0  # root can write anywhere, so another user is used
     with tempfile.TemporaryDirectory() as place:
         pathlib.Path(place).chmod(0o777)
         directory = pathlib.Path(place, "a")
@@ -421,7 +420,7 @@ def test_a_directory_that_becomes_read_only(child):
 
 
 class Syncs:
-    """Those of the journal, counted; they wait for ``ready``."""
+    """The journal's syncs: they are counted, and wait for ``ready``."""
 
     def __init__(self, monkeypatch):
         self.count, self.ready = 0, threading.Event()
@@ -440,14 +439,14 @@ def syncs(monkeypatch):
     return Syncs(monkeypatch)
 
 
-def test_with_an_interval_answers_do_not_wait_for_the_disk(syncs, tmp_path):
+def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
     kept = Journal(tmp_path / "a", interval=1000.0)
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     for _ in range(5):
         send(center)
     assert syncs.count == 0
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    with found(copy) as again:  # a kill loses nothing: the system has it all
+    with found(copy) as again:  # a kill loses nothing: the system has all data
         assert (again.version, again.life) == (5, center.life)
     center.close()
     assert syncs.count == 1
@@ -455,7 +454,7 @@ def test_with_an_interval_answers_do_not_wait_for_the_disk(syncs, tmp_path):
         assert (again.version, again.life) == (5, center.life)
 
 
-def test_with_an_interval_nothing_waits_longer_for_the_disk(
+def test_with_an_interval_no_record_waits_longer_for_a_sync(
     syncs, tmp_path, monkeypatch
 ):
     clock = types.SimpleNamespace(monotonic=lambda: 0.0)
@@ -469,7 +468,7 @@ def test_with_an_interval_nothing_waits_longer_for_the_disk(
     clock.monotonic = lambda: 1000.0
     syncs.ready.clear()
     late = threading.Thread(target=send, args=(center,))
-    late.start()  # nobody is answered while others have waited for so long
+    late.start()  # no response while older records wait for the sync
     wait_until(lambda: syncs.count == 1)
     assert late.is_alive()
     syncs.ready.set()
@@ -478,16 +477,18 @@ def test_with_an_interval_nothing_waits_longer_for_the_disk(
     center.close()
 
 
-def test_with_an_interval_what_came_last_is_synced_in_time(syncs, tmp_path):
+def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
     kept = Journal(tmp_path / "a", interval=0.05)
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     send(center)
-    wait_until(lambda: syncs.count)  # and nobody comes any more
+    wait_until(lambda: syncs.count)  # without further exchanges
     wait_until(lambda: center.core._keeper._writer._due == math.inf)
     center.close()
 
 
-def test_with_an_interval_a_machine_that_stopped_is_another_life(tmp_path, monkeypatch):
+def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
+    tmp_path, monkeypatch
+):
     kept = Journal(tmp_path / "a", interval=1000.0)
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     for _ in range(3):
@@ -496,7 +497,7 @@ def test_with_an_interval_a_machine_that_stopped_is_another_life(tmp_path, monke
     center.close()
     with monkeypatch.context() as patch:
         patch.setattr(_found, "this_boot", lambda: "another")
-        with found(tmp_path / "a") as again:  # which had been closed
+        with found(tmp_path / "a") as again:  # the center had been closed
             assert (again.version, again.life) == (3, center.life)
         (journal,) = copy.glob("journal-*")
         with journal.open("r+b") as file:
@@ -506,7 +507,7 @@ def test_with_an_interval_a_machine_that_stopped_is_another_life(tmp_path, monke
             assert again.life != center.life
 
 
-def test_snapshots_stay_by_count_and_by_age(tmp_path):
+def test_snapshots_are_kept_by_count_and_age(tmp_path):
     kept = Snapshots(
         tmp_path / "a", seconds=None, exchanges=1, keep=2, keep_seconds=3600.0
     )

@@ -1,4 +1,4 @@
-"""The norm of a message, and whether it is finite: at every size that a dtype holds."""
+"""The norm of a message, which shows if it is finite, at all sizes of a dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SIZES = [0.0, 1e-36, 1e-30, 1e-19, 1.0, 1e4, 2e19, 1e30, 3e38]
 
 
 def message(size, dtype="float32"):
-    # Many of them, for a sum that overflows where the squares do not.
+    # There are enough elements that their sum overflows where single squares do not.
     values = np.random.default_rng(0).uniform(0.1, 1.0, (50, 41)) * size
     return {"a": values[:3].astype(dtype), "b": values[3:].astype(dtype)}
 
@@ -32,7 +32,7 @@ def norm_of(made, sent):
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_is_right_where_float32_can_hold_it(size, packs):
+def test_norm_is_right_within_the_range_of_float32(size, packs):
     sent = message(size)
     exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in sent.values()))
     most = float(np.finfo(np.float32).max)
@@ -41,7 +41,7 @@ def test_is_right_where_float32_can_hold_it(size, packs):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_is_right_in_other_dtypes(dtype):
+def test_norm_is_right_in_other_dtypes(dtype):
     with jax.enable_x64(True):
         for size in (1e-3, 1.0, 6e4):
             sent = message(size, jnp.dtype(dtype))
@@ -55,13 +55,13 @@ def test_is_right_in_other_dtypes(dtype):
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_is_not_finite_if_the_message_is_not(size, wrong, packs):
+def test_norm_is_not_finite_if_the_message_is_not(size, wrong, packs):
     sent = message(size)
     sent["b"][-1, 7] = wrong
     assert not np.isfinite(norm_of(store(packs), sent))
 
 
-def test_is_the_message_s_and_not_the_contribution_s():
+def test_norm_is_that_of_the_message_and_not_the_contribution():
     center = jax.tree.map(np.ones_like, message(1.0))
     made = Store(shared.easgd(0.5), center, None, None, packs=True)
     sent = jax.tree.map(lambda c: c + 2, center)
@@ -69,7 +69,7 @@ def test_is_the_message_s_and_not_the_contribution_s():
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs):
+def test_large_message_is_applied_and_non_finite_one_is_rejected(packs):
     center = (PackedCenter if packs else LocalCenter)(shared.downpour(), message(0.0))
     assert (center.core.store.packing is not None) == packs
     sent = message(1e25)
@@ -82,7 +82,7 @@ def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs)
     assert center.version == 1
 
 
-def test_the_careful_way_is_no_other_program():
+def test_norm_of_a_large_message_needs_no_other_program():
     made = store(packs=False)
     norm_of(made, message(1.0))
     with nothing_compiles():
@@ -90,8 +90,8 @@ def test_the_careful_way_is_no_other_program():
 
 
 @pytest.mark.parametrize("size", [1e-80, 1e-60, 1e-20, 1e-13, 1e45, 1e100, 1e200])
-def test_is_finite_for_all_finite_messages_of_float64(size):
-    """The norm is the closest one that float32 has."""
+def test_norm_is_finite_for_all_finite_float64_messages(size):
+    """The norm is the closest one in the range of float32."""
     with jax.enable_x64(True):
         sent = message(size, jnp.dtype("float64"))
         found = norm_of(store(packs=False, dtype=jnp.dtype("float64")), sent)

@@ -1,4 +1,4 @@
-"""Rates of what happens often or seldom, and when it is overdue."""
+"""Rates of frequent and rare events, and overdue events."""
 
 import itertools
 
@@ -16,14 +16,14 @@ def after(*times, each=(1, 10)):
     return recent
 
 
-def test_nothing_is_known_before_something_happened():
+def test_rates_are_unknown_before_the_first_event():
     recent = after()
     assert recent.rates(100.0) is recent.overdue(100.0) is None
     assert recent.totals == (0, 0)
 
 
 @pytest.mark.parametrize("interval", [0.01, 0.3, 1.0, 4.0, 60.0, 3600.0])
-def test_what_is_regular_has_its_rate_until_it_is_late(interval):
+def test_regular_events_have_their_rate_until_overdue(interval):
     count = max(20, round(20 / interval))
     recent = after(*(interval * n for n in range(1, count + 1)))
     last = count * interval
@@ -35,7 +35,7 @@ def test_what_is_regular_has_its_rate_until_it_is_late(interval):
     assert recent.overdue(late) == pytest.approx(late - last)
 
 
-def test_a_rate_is_that_of_the_last_ten_seconds_whatever_was_before():
+def test_rate_is_that_of_the_last_ten_seconds():
     recent = after(*range(1, 101), *(100 + n / 4 for n in range(1, 41)))
     assert recent.rates(110.0) == (4, 40)
     falling = [recent.rates(110.0 + n)[0] for n in range(2, 12)]
@@ -44,16 +44,16 @@ def test_a_rate_is_that_of_the_last_ten_seconds_whatever_was_before():
     assert falling[-1] == 0
 
 
-def test_a_pause_that_comes_again_and_again_is_usual():
-    """Such as that of a worker which evaluates every third round."""
+def test_regular_pauses_are_not_overdue():
+    """For example, a worker may evaluate every third round."""
     times = itertools.accumulate([1.0, 1.0, 60.0] * 5)
     recent = after(*times)
     assert recent.overdue(310.0 + 100.0) is None
     assert recent.overdue(310.0 + 121.0) == pytest.approx(121.0)
 
 
-def test_what_was_slow_at_first_is_forgotten():
-    """As a worker's first round is, which compiles."""
+def test_slow_first_event_is_forgotten():
+    """A worker's first round is slow because it compiles."""
     recent = after(100.0, *(100.0 + n for n in range(1, 20)))
     assert recent.overdue(119.0 + 11.0) == 11.0
 
@@ -62,7 +62,7 @@ def test_what_was_slow_at_first_is_forgotten():
     gaps=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=200),
     wait=st.floats(0.0, 1000.0),
 )
-def test_few_points_are_kept_and_rates_are_never_too_much(gaps, wait):
+def test_few_points_are_kept_and_rates_are_bounded(gaps, wait):
     times = list(itertools.accumulate(gaps))
     recent = after(*times)
     now = times[-1] + wait

@@ -1,4 +1,4 @@
-"""Records on disk: what was written is read, and whatever else is known as damage."""
+"""Records on disk: all written data is read back, and damage is detected."""
 
 import os
 
@@ -15,7 +15,7 @@ ARRAYS = [
     np.float32(3.5).reshape(()),
     np.zeros((0, 5), np.float32),
     np.asarray(jnp.arange(3, dtype="bfloat16")),
-    np.arange(3000, dtype=np.int32)[::2],  # more than a page, and not contiguous
+    np.arange(3000, dtype=np.int32)[::2],  # larger than a page, not contiguous
     np.array([True, False]),
 ]
 
@@ -29,7 +29,7 @@ def file(tmp_path):
 
 @pytest.fixture(scope="module")
 def file_of(tmp_path_factory):
-    """A file with the given bytes; the same for all examples of a property."""
+    """Return a function that fills one file, shared by all examples of a property."""
     opened = os.open(tmp_path_factory.mktemp("records") / "f", os.O_RDWR | os.O_CREAT)
 
     def of(contents):
@@ -42,7 +42,7 @@ def file_of(tmp_path_factory):
 
 
 def put(file, records, position=0, on_disk=0):
-    """Writes ``{number: arrays}``, and returns where each begins and the end."""
+    """Write ``{number: arrays}``; return where each record begins, and the end."""
     begins = []
     for number, arrays in records.items():
         begins.append(position)
@@ -54,7 +54,7 @@ def put(file, records, position=0, on_disk=0):
 
 
 def numbers(file, first):
-    """What can be read, and how many bytes are said to have been cut off."""
+    """Return the numbers of readable records, and of bytes reported as cut off."""
     cut = []
     read = [record.number for record in _records.read_all(file, first, cut.append)]
     return read, sum(cut)
@@ -65,7 +65,7 @@ def damage(file, position):
     os.pwrite(file, bytes([byte[0] ^ 1]), position)
 
 
-def test_what_was_written_is_read(file):
+def test_written_records_are_read(file):
     put(file, {7: ARRAYS, 8: []})
     cut = []
     first, second = _records.read_all(file, 7, cut.append)
@@ -79,14 +79,14 @@ def test_what_was_written_is_read(file):
         assert after.ctypes.data % 64 == 0
 
 
-def test_more_pieces_than_one_call_takes(file):
+def test_record_with_more_pieces_than_one_call_accepts_is_written(file):
     many = [np.full(1, i, np.int32) for i in range(3000)]
     put(file, {0: many})
     (record,) = _records.read_all(file, 0, pytest.fail)
     assert [int(each[0]) for each in record.arrays] == list(range(3000))
 
 
-def test_writes_that_are_cut_short_go_on(file, monkeypatch):
+def test_short_writes_are_continued(file, monkeypatch):
     whole = os.pwritev
     monkeypatch.setattr(
         os, "pwritev", lambda f, pieces, at: whole(f, [pieces[0][:100]], at)
@@ -99,8 +99,8 @@ WRITTEN = b"".join(_records.encode(0, {"n": 0}, ARRAYS)[0])
 
 
 @given(st.integers(0, len(WRITTEN) - 1), st.integers(0, 7))
-def test_any_bit_that_changes_is_seen(file_of, at, bit):
-    """But for those of padding, which are nobody's."""
+def test_every_bit_flip_is_detected(file_of, at, bit):
+    """Bits in the padding do not matter."""
     changed = bytearray(WRITTEN)
     changed[at] ^= 1 << bit
     try:
@@ -113,7 +113,7 @@ def test_any_bit_that_changes_is_seen(file_of, at, bit):
             np.testing.assert_array_equal(before, after)
 
 
-def test_pages_that_change_places_are_seen(file):
+def test_exchanged_pages_are_detected(file):
     pages = np.arange(1024, dtype=np.float32)
     _, end = put(file, {0: [np.concatenate([pages, pages + 1])]})
     begin = next(
@@ -125,7 +125,7 @@ def test_pages_that_change_places_are_seen(file):
 
 
 @pytest.mark.parametrize("allocated", [0, 1 << 20])
-def test_a_write_that_was_cut_off_is_left_out(file, allocated):
+def test_truncated_last_record_is_ignored(file, allocated):
     begins = put(file, {0: ARRAYS, 1: ARRAYS})
     end = begins[-1]
     for cut in (begins[1] + 1, begins[1] + 64, begins[1] + 4100, begins[1] + 5000):
@@ -141,33 +141,33 @@ def test_a_write_that_was_cut_off_is_left_out(file, allocated):
     assert numbers(file, 0) == ([0], 0)
 
 
-def test_what_was_written_together_may_be_cut_off_in_its_middle(file):
-    """The second reached the disk and the first did not: nobody was told of either."""
+def test_damage_within_the_last_unsynced_write_is_ignored(file):
+    """The second record reached the disk, the first did not; neither was confirmed."""
     _, end = put(file, {0: []})
     begin, _, _ = put(file, {1: [], 2: []}, end, on_disk=end)
     damage(file, begin + 70)
     assert numbers(file, 0)[0] == [0]
 
 
-def test_damage_to_what_was_on_disk_is_an_error(file):
+def test_damage_to_synced_records_raises(file):
     begins = put(file, {0: ARRAYS, 1: ARRAYS})
     put(file, {2: []}, begins[-1], on_disk=begins[-1])
     damage(file, begins[1] + 5000)
     with pytest.raises(_records.DamagedError, match=r"record 1 at byte .* damaged"):
         numbers(file, 0)
     damage(file, begins[1] + 5000)
-    damage(file, begins[1])  # its length is not known either
+    damage(file, begins[1])  # its length is damaged, too
     with pytest.raises(_records.DamagedError, match=r"record 2 after it is whole"):
         numbers(file, 0)
 
 
-def test_records_are_in_order(file):
+def test_missing_record_raises(file):
     put(file, {3: [], 5: []})
     with pytest.raises(_records.DamagedError, match="record 4 is missing"):
         numbers(file, 3)
 
 
-def test_a_later_format_is_not_read(file):
+def test_later_format_raises(file):
     _, end = put(file, {0: []})
     os.pwrite(file, b"\x09", 8)
     with pytest.raises(_records.DamagedError, match="format 9"):

@@ -1,4 +1,4 @@
-"""Messages that a center refuses by choice, and what becomes of their workers."""
+"""Message limits: rejected messages, and how their workers continue."""
 
 import concurrent.futures
 import functools
@@ -21,14 +21,15 @@ from agn_optax.center import (
     PackedCenter,
     Refuse,
     ShardedCenter,
+    Submission,
     Synchronous,
 )
 
 ZEROS = {"a": np.zeros(3, np.float32), "b": np.zeros((4, 4), np.float32)}
 
 
-def of(value):
-    """A message with one element that is not 0, so that this is its norm."""
+def message_of_norm(value):
+    """Return a message with one nonzero element, so that its value is the norm."""
     made = jax.tree.map(np.copy, ZEROS)
     made["b"][3, 1] = value
     return made
@@ -36,7 +37,10 @@ def of(value):
 
 def send(center, value, worker="anna", behind=0):
     return sessions.exchange(
-        center, of(value), anchor_version=center.version - behind, worker=worker
+        center,
+        message_of_norm(value),
+        anchor_version=center.version - behind,
+        worker=worker,
     )
 
 
@@ -50,19 +54,17 @@ def send(center, value, worker="anna", behind=0):
         ("element", -1.0, "element must be"),
         ("staleness", -1, "staleness must be a whole number >= 0"),
         ("staleness", 1.5, "staleness must be a whole number"),
-        ("share", 0.0, "share must be a number in \\(0, 1"),
-        ("share", 1.0, "share must be less than 1"),
         ("in_a_row", 0, "in_a_row must be a whole number >= 1"),
         ("in_a_row", None, "in_a_row must be"),
         ("nonfinite", 1, "nonfinite must be True or False"),
     ],
 )
-def test_settings_are_checked(setting, value, expected):
+def test_invalid_limits_are_rejected(setting, value, expected):
     with pytest.raises(errors.InvalidArgumentError, match=expected):
         Refuse(**{setting: value})
 
 
-def test_only_a_refuse_says_what_is_refused():
+def test_limits_must_be_a_refuse_object():
     with pytest.raises(errors.InvalidTypeError, match=r"messages must be Refuse"):
         Limits(messages=True)
 
@@ -85,7 +87,7 @@ def test_only_a_refuse_says_what_is_refused():
         ),
     ],
 )
-def test_a_message_beyond_a_bound(settings, good, bad, why, mode, packs):
+def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, packs):
     center = (PackedCenter if packs else LocalCenter)(
         shared.downpour(),
         ZEROS,
@@ -106,7 +108,7 @@ def test_a_message_beyond_a_bound(settings, good, bad, why, mode, packs):
     assert center.core.ledger.refusals.counts == {kind: 1}
 
 
-def test_an_element_may_be_small_where_a_norm_is_large():
+def test_element_limit_does_not_limit_the_norm():
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(element=1.0))
     )
@@ -114,8 +116,8 @@ def test_an_element_may_be_small_where_a_norm_is_large():
     assert sessions.exchange(center, ones, anchor_version=0, worker="anna").applied
 
 
-def test_what_is_not_refused_is_applied():
-    """Also what is not finite, where that is the choice."""
+def test_non_finite_message_is_applied_if_allowed():
+    """The center then becomes infinite, as configured."""
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(nonfinite=False))
     )
@@ -123,7 +125,7 @@ def test_what_is_not_refused_is_applied():
     assert np.isinf(center.pull().params["b"]).any()
 
 
-def test_the_median_is_that_of_the_last_messages():
+def test_median_is_that_of_the_last_messages():
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=4))
     )
@@ -137,7 +139,7 @@ def test_the_median_is_that_of_the_last_messages():
     assert send(center, 17.0).refused
 
 
-def test_messages_that_do_not_move_bound_nothing():
+def test_zero_messages_set_no_limit():
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=2))
     )
@@ -146,7 +148,7 @@ def test_messages_that_do_not_move_bound_nothing():
     assert send(center, 5.0).applied
 
 
-def test_a_message_that_is_too_stale():
+def test_message_that_is_too_stale_is_rejected():
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(staleness=2))
     )
@@ -161,57 +163,26 @@ def test_a_message_that_is_too_stale():
     assert send(center, 1.0, "slow").applied
 
 
-def test_a_worker_has_no_more_than_its_share():
-    center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(share=0.75))
-    )
-    for _ in range(20):
-        assert send(center, 5.0, "anna").applied  # who is alone
-    for _ in range(20):
-        assert send(center, 5.0, "bert").applied
-        assert send(center, 5.0, "anna").applied
-    answers = [send(center, 50.0, "bert") for _ in range(9)]
-    assert [bool(answer.refused) for answer in answers] == [False] * 5 + [True] * 4
-    assert "of all movement would be its worker's" in answers[-1].refused
-    for _ in range(40):
-        assert send(center, 5.0, "anna").applied
-    assert send(center, 50.0, "bert").applied
-
-
-def test_a_newcomer_takes_no_share_from_those_who_were_there():
-    center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(share=0.6))
-    )
-    for _ in range(50):
-        send(center, 1.0, "anna")
-    sessions.join(center, "bert")
-    for worker in ("anna", "bert", "anna", "bert"):
-        assert send(center, 1.0, worker).applied
-    sessions.leave(center, "bert")
-    for _ in range(50):
-        assert send(center, 1.0, "anna").applied  # alone again
-
-
-def test_many_in_a_row_are_an_error():
+def test_too_many_rejections_in_a_row_raise():
     refuse = Refuse(norm=1.0, in_a_row=3)
     center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
     for _ in range(2):
         assert send(center, 2.0).refused
-    assert send(center, 1.0).applied  # so they are not in a row
+    assert send(center, 1.0).applied  # this ends the row of rejections
     for _ in range(2):
         assert send(center, 2.0).refused
-    for _ in range(2):  # again, too
+    for _ in range(2):  # also when repeated
         with pytest.raises(errors.MessageRefusedError, match=r"'anna' has sent 3.*2"):
             send(center, 2.0)
-    assert send(center, 1.0).applied  # as if the others had not come
+    assert send(center, 1.0).applied  # the messages that raised count as never received
     for _ in range(2):
         assert send(center, 2.0).refused
     sessions.join(center, "anna")
-    assert send(center, 2.0).refused  # a new life
+    assert send(center, 2.0).refused  # a new session
     assert center.version == 2
 
 
-def test_a_worker_ends_with_an_error_and_may_start_again():
+def test_worker_may_start_again_after_too_many_rejections():
     center = LocalCenter(
         shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(in_a_row=3))
     )
@@ -240,7 +211,7 @@ def local(worker):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_worker_goes_on_from_the_center_with_nothing_of_its_own(rule, overlap):
+def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overlap):
     center = LocalCenter(RULES[rule](), tree())
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2, overlap=overlap)
     params, state = worker.start()
@@ -252,14 +223,14 @@ def test_a_worker_goes_on_from_the_center_with_nothing_of_its_own(rule, overlap)
     assert worker.exchanges == 2
     assert_identical(params, center.pull().params)
     fresh = agn_optax.Worker(center, shared.adam(0.1), period=2).start()[1]
-    assert_identical(state, fresh)  # for its moments were not finite
+    assert_identical(state, fresh)  # because its moments were not finite
     for _ in range(4):
         params, state = worker.exchange(*step(params, state, 1.0))
     worker.flush(params, state)
     assert (worker.exchanges, worker.refused, center.version) == (4, 1, 3)
 
 
-def test_an_inner_optimizer_that_is_finite_is_kept():
+def test_finite_inner_state_is_kept_after_a_rejection():
     center = LocalCenter(
         shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(norm=1.0))
     )
@@ -274,7 +245,7 @@ def test_an_inner_optimizer_that_is_finite_is_kept():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_codec_keeps_of_a_message_that_is_not_finite_is_as_before(overlap):
+def test_residual_is_unchanged_by_a_non_finite_message(overlap):
     rule = shared.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
     center = LocalCenter(rule, jnp.zeros(300))
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, overlap=overlap)
@@ -289,7 +260,7 @@ def test_what_a_codec_keeps_of_a_message_that_is_not_finite_is_as_before(overlap
     assert_identical(jax.tree.map(np.asarray, state.codec_state), kept)
 
 
-def test_what_a_mode_drops_is_no_refusal():
+def test_dropped_message_is_not_a_rejection():
     mode = BoundedStaleness(versions=0)
     center = LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)
     for worker in ("anna", "bert"):
@@ -299,8 +270,8 @@ def test_what_a_mode_drops_is_no_refusal():
     assert (answer.applied, answer.refused) == (False, "")
 
 
-def test_a_round_goes_on_without_what_it_refuses():
-    """Who was refused starts from what the others made, as if it had taken part."""
+def test_round_continues_without_rejected_messages():
+    """A rejected worker starts from the result of the others, as if it took part."""
     center = LocalCenter(
         shared.average(),
         jnp.zeros(2),
@@ -311,22 +282,22 @@ def test_a_round_goes_on_without_what_it_refuses():
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
     for name, session in members.items():
         message = jnp.full(2, values[name])
-        session.submit(1, message, anchor_version=0)
+        session.submit(Submission(1, message, anchor_version=0))
     answers = {name: session.collect(1, 10) for name, session in members.items()}
     assert [bool(answer.refused) for answer in answers.values()] == [0, 1, 0]
     for answer in answers.values():
         assert answer.version == 1
         np.testing.assert_array_equal(answer.params, -3.0)
-    members["anna"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["bert"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["carl"].submit(2, jnp.full(2, 100.0), anchor_version=1)
+    members["anna"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["bert"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["carl"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
     for session in members.values():
         answer = session.collect(2, 10)
         assert answer.refused
         assert answer.version == 1
 
 
-def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before():
+def test_rejected_worker_adopts_the_round_also_under_easgd():
     center = LocalCenter(
         shared.easgd(0.5),
         jnp.zeros(2),
@@ -334,15 +305,15 @@ def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before
         limits=Limits(messages=Refuse(norm=10.0)),
     )
     anna, bert = center.join("anna"), center.join("bert")
-    anna.submit(1, jnp.full(2, 2.0), anchor_version=0)
-    bert.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
+    bert.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
     assert anna.collect(1, 10).version == 0
     answer = bert.collect(1, 10)
     assert answer.version == 1
     np.testing.assert_array_equal(answer.params, 1.0)
 
 
-def test_nobody_waits_longer_for_a_worker_that_was_refused():
+def test_rejected_round_counts_for_waiting_workers():
     mode = BoundedStaleness(rounds=0)
     center = LocalCenter(
         shared.downpour(), ZEROS, mode=mode, limits=Limits(messages=Refuse(norm=1.0))
@@ -352,22 +323,22 @@ def test_nobody_waits_longer_for_a_worker_that_was_refused():
     assert send(center, 2.0, "anna").refused
     assert send(center, 1.0, "bert").applied
     session, _ = sessions._sessions[center]["bert"]
-    session.submit(2, of(1.0), anchor_version=1)
+    session.submit(Submission(2, message_of_norm(1.0), anchor_version=1))
     assert session.collect(2, 0.0).applied
-    session.submit(3, of(1.0), anchor_version=2)
-    assert session.collect(3, 0.0) is None  # until anna has made another round
+    session.submit(Submission(3, message_of_norm(1.0), anchor_version=2))
+    assert session.collect(3, 0.0) is None  # it waits until anna has made another round
     assert send(center, 2.0, "anna").refused
     assert session.collect(3, 10).applied
 
 
 @pytest.mark.parametrize("acknowledges", [False, True])
-def test_a_repeated_message_is_refused_once(acknowledges):
+def test_repeated_message_is_rejected_once(acknowledges):
     center = LocalCenter(
         shared.downpour(), ZEROS, limits=Limits(messages=Refuse(norm=1.0))
     )
     session = center.join("anna")
     for _ in range(3):
-        session.submit(1, of(2.0), anchor_version=0)
+        session.submit(Submission(1, message_of_norm(2.0), anchor_version=0))
         answer = session.collect(1)
         assert answer.refused.startswith("its norm is 2,")
         if acknowledges:
@@ -375,22 +346,24 @@ def test_a_repeated_message_is_refused_once(acknowledges):
     assert center.core.ledger.refusals.counts == {"norm": 1}
 
 
-def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
+def test_journal_restores_the_data_of_limits(tmp_path):
     settings = {
-        "limits": Limits(messages=Refuse(times_median=3, share=0.7, in_a_row=3)),
+        "limits": Limits(messages=Refuse(times_median=3, in_a_row=3)),
         "durability": Journal(tmp_path),
     }
 
     def talk(center, sequences, values):
         for name, value in values:
-            lives[name].submit(sequences[name], of(value), anchor_version=0)
+            lives[name].submit(
+                Submission(sequences[name], message_of_norm(value), anchor_version=0)
+            )
             lives[name].collect(sequences[name])
             sequences[name] += 1
 
     def decisions(center):
         known = center.core.ledger
         members = {
-            name: (m.moved, m.turn, m.in_a_row, m.refused, m.why)
+            name: (m.turn, m.in_a_row, m.refused, m.why)
             for name, m in known.present().items()
         }
         return members, list(known.refusals._norms)
@@ -402,21 +375,25 @@ def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
     talk(center, sequences, even)
     talk(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
     before = decisions(center)
-    assert before[0]["anna"][2:4] == (2, 2)
-    center.core._keeper._directory.close()  # as a process that is killed
+    assert before[0]["anna"][1:3] == (2, 2)
+    center.core._keeper._directory.close()  # as if the process was killed
     center.core._keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
     life = again.core.join("anna", lives["anna"].incarnation, back=True)
-    repeated = life.exchange(sequences["anna"] - 1, of(1.0), anchor_version=0)
+    repeated = life.exchange(
+        Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
+    )
     assert "not finite" in repeated.refused
     with pytest.raises(errors.MessageRefusedError, match="50"):
-        life.exchange(sequences["anna"], of(50.0), anchor_version=0)
+        life.exchange(
+            Submission(sequences["anna"], message_of_norm(50.0), anchor_version=0)
+        )
     again.close()
 
 
-def test_shards_refuse_each_for_itself():
-    """What is not finite anywhere is refused by all of them."""
+def test_shards_apply_their_limits_separately():
+    """A message that is not finite in one shard is rejected by all."""
     refuse = Refuse(norm=1.0)
     kept = [
         LocalCenter(shared.downpour(), limits=Limits(messages=refuse)) for _ in "ab"
@@ -437,7 +414,7 @@ def test_shards_refuse_each_for_itself():
     assert sum(count.get("nonfinite", 0) for count in counts) == 2
 
 
-def test_a_site_goes_on_from_a_parent_that_refuses():
+def test_site_continues_from_a_parent_that_rejects_its_message():
     rule = shared.downpour()
     parent = LocalCenter(
         rule, {"w": jnp.zeros(2)}, limits=Limits(messages=Refuse(norm=10.0))
@@ -447,9 +424,11 @@ def test_a_site_goes_on_from_a_parent_that_refuses():
         session = site.center.join("anna")
 
         def exchange(sequence, value):
-            settled = site.center.core.ledger.version + 2  # it, and the parent's answer
+            settled = (
+                site.center.core.ledger.version + 2
+            )  # its own version, and the parent's response
             message = {"w": jnp.full(2, -value)}
-            session.exchange(sequence, message, anchor_version=0)
+            session.exchange(Submission(sequence, message, anchor_version=0))
             assert site.center.core.wait_for(
                 lambda: site.center.core.ledger.version >= settled, 60
             )
@@ -468,10 +447,10 @@ WHERE = ["around the worker's", "inside of the worker's"]
 @pytest.mark.parametrize("rule", ["agn", "downpour", "easgd"])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_loss_scale_recovers_and_exchanges_go_on(rule, where, overlap):
-    """Gradients in float16 overflow until the scale has come down, and now and then.
+def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
+    """Gradients in float16 overflow until the scale is low enough, and sometimes later.
 
-    And once the parameters are broken, from which no scale could save anybody.
+    Once the parameters themselves become NaN, which no scale could repair.
     """
     start = {"w": jnp.zeros(4)}
     center = LocalCenter(
@@ -505,7 +484,9 @@ def test_a_loss_scale_recovers_and_exchanges_go_on(rule, where, overlap):
             params = jax.tree.map(lambda p: p * np.nan, params)
         local = state.inner_state if around else state
         params, local = worker.exchange(params, local)
-        if overlap and worker._message is not None:  # it lands one step later
+        if (
+            overlap and worker._message is not None
+        ):  # the response is adopted one step later
             concurrent.futures.wait([worker._message.flight])
         state = state._replace(inner_state=local) if around else local
         scales.append(float(agn_optax.loss_scale(state)))

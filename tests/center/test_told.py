@@ -1,6 +1,6 @@
-"""What a center optimizer is told of a message: staleness, steps, weight and the rest.
+"""Extra arguments of center optimizers: staleness, steps, weight and others.
 
-The same numbers wherever the center is, after a restart, and of a round or a mesh.
+They are the same for every kind of center, after a restart, in rounds and on meshes.
 """
 
 import contextlib
@@ -27,18 +27,17 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import checkpoint, errors, rules
-from agn_optax.center import Journal, Refuse, Synchronous
+from agn_optax.center import Journal, Refuse, Submission, Synchronous
 from agn_optax.center._store import _about, _programs
-from agn_optax.center.durability import _writer
-from agn_optax.service.client import _session
+from agn_optax.service.wire import _submission
 from agn_optax.worker import Uplink
 
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 NAMES = ("staleness", "steps", "weight", "since", "workers")
 
 
-class Told(NamedTuple):
-    """What the center optimizer was told of the last message."""
+class Extras(NamedTuple):
+    """The extra arguments for the last message."""
 
     staleness: Any
     steps: Any
@@ -48,33 +47,33 @@ class Told(NamedTuple):
 
 
 def move(updates, state, params=None, *, outside=False, **told):
-    """Along the message by its weight a step, the less the later."""
+    """Move along the message by its weight per step, less for stale messages."""
     del params, outside
-    told = Told(*(told[name] for name in NAMES))
+    told = Extras(*(told[name] for name in NAMES))
     rate = 0.1 * told.weight / told.steps / (1 + told.staleness)
     rate = rate * (1 + 0.01 * (told.since % 7) + 0.1 * told.workers)
     return jax.tree.map(lambda u: -(u * rate).astype(u.dtype), updates), told
 
 
-def nothing_told(params):
+def no_extras(params):
     del params
-    return Told(*(jnp.zeros((), "f4" if n == "weight" else "i4") for n in NAMES))
+    return Extras(*(jnp.zeros((), "f4" if n == "weight" else "i4") for n in NAMES))
 
 
-ASKS = optax.GradientTransformationExtraArgs(nothing_told, move)
+ASKS = optax.GradientTransformationExtraArgs(no_extras, move)
 RULE = rules.diloco(ASKS)
 AGN = rules.agn(ASKS)
 
 
-def heard(center):
-    """What the center optimizer of an embedded center was told."""
+def received_extras(center):
+    """Return the extra arguments that an embedded center's optimizer received."""
     return tuple(
         float(x) if name == "weight" else int(x)
         for name, x in zip(NAMES, center.save().center_state, strict=True)
     )
 
 
-def test_a_message_comes_with_what_is_known_of_it():
+def test_center_optimizer_gets_the_extras_of_each_message():
     center = agn_optax.LocalCenter(RULE, jnp.ones(3))
     anna, bert = (
         agn_optax.Worker(center, shared.sgd(0.1), period=4, name=name)
@@ -86,24 +85,24 @@ def test_a_message_comes_with_what_is_known_of_it():
         loops[worker] = worker.exchange(*loops[worker], **said)
 
     local(anna, weight=3)
-    local(anna, steps=3, weight=np.float32(0.5))  # the round has the sum
-    assert heard(center) == (0, 4, 3.5, 0, 2)
-    local(bert, steps=6)  # nothing said is 1
-    assert heard(center) == (1, 6, 1.0, 0, 2)
-    local(anna, steps=4)  # and nothing is left of the round before
-    assert heard(center) == (1, 4, 1.0, 1, 2)
+    local(anna, steps=3, weight=np.float32(0.5))  # the sum over the round
+    assert received_extras(center) == (0, 4, 3.5, 0, 2)
+    local(bert, steps=6)  # the default weight is 1
+    assert received_extras(center) == (1, 6, 1.0, 0, 2)
+    local(anna, steps=4)  # the weight of the round before is gone
+    assert received_extras(center) == (1, 4, 1.0, 1, 2)
     anna.leave()
     local(bert, weight=2.0)
     loops[bert] = bert.flush(*loops[bert])
-    assert heard(center) == (1, 1, 2.0, 2, 1)
+    assert received_extras(center) == (1, 1, 2.0, 2, 1)
     local(bert)
     loops[bert] = bert.flush(*loops[bert], steps=3, weight=7.0)
-    assert heard(center) == (0, 3, 7.0, 4, 1)
+    assert received_extras(center) == (0, 3, 7.0, 4, 1)
 
 
 @functools.cache
 def trained(kind, rule):
-    """Two workers in turns, with rounds of two lengths and weights of their own."""
+    """Train two workers in turns, with their own round lengths and weights."""
     with center_kinds.made(kind, rule) as center:
         workers = [
             agn_optax.Worker(center, shared.adam(0.05), period=2 + i, name=f"w{i}")
@@ -120,14 +119,14 @@ def trained(kind, rule):
 
 @pytest.mark.parametrize("rule", [RULE, AGN], ids=["diloco", "agn"])
 @pytest.mark.parametrize("kind", [k for k in center_kinds.KINDS if k != "local"])
-def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
+def test_law_7_every_center_gives_the_numbers_of_the_embedded_one(kind, rule):
     expected = trained("local", rule)
     assert_of = assert_close if kind == "shards" else assert_identical
     assert_of(trained(kind, rule), expected)
 
 
-def test_law_9_stop_restore_go_on(tmp_path):
-    """Stopped within a round of which a weight was said."""
+def test_law_9_restored_worker_keeps_the_weight_of_its_round(tmp_path):
+    """It is stopped within a round for which a weight was given."""
     targets = feeds(tree(), 8)
 
     def part(loop, worker, start, stop):
@@ -153,7 +152,7 @@ def test_law_9_stop_restore_go_on(tmp_path):
         other = agn_optax.Worker(again, shared.adam(0.05), period=3)
         loop = part(other.restore(saved[1]), other, stop, 8)
         assert_identical((loop, again.save()), (expected, center.save()))
-        # And by files.
+        # The same through checkpoint files.
         place = tmp_path / f"after {stop}"
         loop = stopped.restore(saved[1])
         checkpoint.save(place, worker=(stopped, *loop), center=first)
@@ -165,22 +164,26 @@ def test_law_9_stop_restore_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [None, Synchronous()], ids=["one by one", "rounds"])
-def test_a_journal_is_replayed_bit_for_bit(mode, tmp_path):
+def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
     kept = Journal(tmp_path / "a")
     center = agn_optax.LocalCenter(RULE, jnp.ones(3), mode=mode, durability=kept)
     lives = [center.join(f"w{i}") for i in range(3)]
     for sequence in (1, 2):
         for i, life in enumerate(lives):
             life.submit(
-                sequence,
-                jnp.full(3, 0.1 * i + sequence),
-                anchor_version=0,
-                steps=i + sequence,
-                weight=None if i == 1 else 0.3 + i,
+                Submission(
+                    sequence,
+                    jnp.full(3, 0.1 * i + sequence),
+                    anchor_version=0,
+                    steps=i + sequence,
+                    weight=None if i == 1 else 0.3 + i,
+                )
             )
     for life in lives:
         life.collect(2, LIMIT)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")  # as the process's end leaves it
+    shutil.copytree(
+        tmp_path / "a", tmp_path / "b"
+    )  # as the end of the process leaves it
     again = agn_optax.LocalCenter(RULE, durability=Journal(tmp_path / "b"), mode=mode)
     assert again.version == (2 if mode else 6)
     assert_identical(again.save(), center.save())
@@ -188,26 +191,7 @@ def test_a_journal_is_replayed_bit_for_bit(mode, tmp_path):
     center.close()
 
 
-def test_a_journal_of_a_release_that_did_not_say(tmp_path, monkeypatch):
-    append = _writer.Writer.append
-
-    def without(self, about, contributions):
-        about = {k: v for k, v in about.items() if k not in ("claims", "workers")}
-        append(self, about, contributions)
-
-    monkeypatch.setattr(_writer.Writer, "append", without)
-    rule, kept = shared.diloco(), Journal(tmp_path / "a")
-    center = agn_optax.LocalCenter(rule, jnp.ones(3), durability=kept)
-    for i in range(3):
-        sessions.exchange(center, jnp.full(3, 0.3), anchor_version=i, worker="w")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    again = agn_optax.LocalCenter(rule, durability=Journal(tmp_path / "b"))
-    assert_identical(again.save(), center.save())
-    again.close()
-    center.close()
-
-
-# Rounds, and meshes.
+# Rounds and meshes.
 
 SENT = np.array([[1.0, 3.0], [-6.0, 12.0], [0.5, 0.25]], np.float32)
 STEPS = (2, 4, 9)
@@ -217,18 +201,18 @@ def a_round(rule, weights, steps=STEPS):
     center = agn_optax.LocalCenter(rule, jnp.zeros(2), mode=Synchronous())
     lives = [center.join(f"w{i}") for i in range(3)]
     for life, sent, weight, made in zip(lives, SENT, weights, steps, strict=True):
-        life.submit(1, sent, anchor_version=0, steps=made, weight=weight)
+        life.submit(Submission(1, sent, anchor_version=0, steps=made, weight=weight))
     for life in lives:
         assert life.collect(1, LIMIT).applied
     return center
 
 
-def test_a_round_is_the_mean_by_weight():
+def test_round_is_the_weighted_mean():
     weights = (1.0, 2.5, 4.0)
     center = a_round(shared.average(), weights)
     expected = -np.average(SENT, axis=0, weights=weights)
     np.testing.assert_allclose(center.pull().params, expected, rtol=1e-6)
-    # In a sum each counts whole.
+    # A sum ignores weights.
     center = a_round(shared.downpour(), weights)
     np.testing.assert_allclose(center.pull().params, -SENT.sum(0), rtol=1e-6)
 
@@ -241,28 +225,27 @@ def test_equal_weights_change_nothing(weights):
     np.testing.assert_array_equal(expected.pull().params, -(total / np.float32(3)))
 
 
-def test_one_message_of_a_round_is_that_of_a_mean_worker():
-    center = a_round(rules.average(), (1.0, 2.5, 4.0))
+def test_round_has_the_mean_steps_and_weight():
     center = a_round(RULE, (1.0, 2.5, 4.0))
-    assert heard(center) == (0, 5, 2.5, 0, 3)
+    assert received_extras(center) == (0, 5, 2.5, 0, 3)
     center = a_round(RULE, (None,) * 3, (0, 0, 0))
-    assert heard(center) == (0, 1, 1.0, 0, 3)
+    assert received_extras(center) == (0, 1, 1.0, 0, 3)
 
 
-def test_a_late_message_of_a_round_counts_by_both():
-    """By the rounds that it missed, and by its weight."""
+def test_late_message_is_scaled_by_staleness_and_weight():
+    """Both the rounds that it missed and its weight count."""
     mode = Synchronous(quorum=1, late="weighted")
     center = agn_optax.LocalCenter(shared.average(), jnp.zeros(2), mode=mode)
     late, early = center.join("b"), center.join("a")
-    early.exchange(1, SENT[0], anchor_version=0)
-    with center.core.atomically():  # so that both are there when the round ends
+    early.exchange(Submission(1, SENT[0], anchor_version=0))
+    with center.core.atomically():  # both messages must be there when the round ends
         center.core.ledger.mode = Synchronous()
-    late.submit(1, SENT[1], anchor_version=0, weight=3.0)
+    late.submit(Submission(1, SENT[1], anchor_version=0, weight=3.0))
     with center.core.atomically():
         center.core.ledger.mode = dataclasses.replace(mode, quorum=2)
-    early.submit(2, SENT[2], anchor_version=1, weight=1.0)
+    early.submit(Submission(2, SENT[2], anchor_version=1, weight=1.0))
     answer = early.collect(2, LIMIT)
-    # The weights' mean is 2; the late one came a round late.
+    # The mean weight is 2; the late message is one round late.
     expected = -SENT[0] - (SENT[1] * 1.5 / 2 + SENT[2] * 0.5) / 2
     np.testing.assert_allclose(answer.params, expected, rtol=1e-6)
 
@@ -275,7 +258,7 @@ CODECS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_mesh_weighs_as_a_round_does(codec):
+def test_mesh_weights_messages_like_a_round(codec):
     weights = jnp.array([1.0, 2.5, 4.0])
     rule = rules.average(codec=CODECS[codec])
     tx = agn_optax.exchange_every(optax.sgd(1.0), rule, 1, axis_name="workers")
@@ -293,8 +276,8 @@ def test_a_mesh_weighs_as_a_round_does(codec):
     np.testing.assert_allclose(found, np.stack([expected] * 3), **exact)
 
 
-def test_a_center_in_shards_weighs_as_a_whole_one():
-    """Pieces of a leaf, and a leaf that stays whole, from workers in two orders."""
+def test_sharded_center_weights_messages_like_a_whole_one():
+    """It has pieces of a leaf and a whole leaf, from workers in two orders."""
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("groups", "workers"), axis_types=kinds)
     weights = jnp.array([1.0, 2.0, 3.0, 10.0])
@@ -331,7 +314,7 @@ def test_a_center_in_shards_weighs_as_a_whole_one():
             )
 
 
-def test_on_a_mesh_the_center_optimizer_is_told_of_a_mean_worker():
+def test_center_optimizer_on_a_mesh_gets_mean_steps_and_weight():
     tx = agn_optax.exchange_every(optax.sgd(1.0), RULE, 2, axis_name="workers")
 
     @functools.partial(jax.vmap, axis_name="workers")
@@ -356,10 +339,10 @@ def test_on_a_mesh_the_center_optimizer_is_told_of_a_mean_worker():
         )(jnp.zeros((3, 2)))
 
 
-# What it costs.
+# Costs.
 
 
-def test_values_that_change_compile_nothing_and_reach_the_device_when_asked_for():
+def test_changing_extras_compile_nothing_and_transfer_explicitly():
     center = agn_optax.LocalCenter(RULE, jnp.ones(3))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     loop = worker.start()
@@ -368,34 +351,34 @@ def test_values_that_change_compile_nothing_and_reach_the_device_when_asked_for(
     with nothing_compiles(), jax.transfer_guard("disallow"):
         for i in range(5):
             loop = worker.exchange(*loop, steps=1 + i, weight=10.0 + i)
-    assert heard(center)[1:3] == (5, 14.0)
+    assert received_extras(center)[1:3] == (5, 14.0)
 
 
-def test_who_does_not_ask_gets_nothing():
+def test_unused_extras_are_no_program_arguments():
     """Arguments that a center optimizer ignores are not arguments of its program."""
     seen = {}
     for rule, name in ((shared.diloco(), "ignores"), (RULE, "asks")):
         center = agn_optax.LocalCenter(rule, jnp.ones(3))
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         state = center.save().center_state
-        about = _about(1, 0, 2, 3.0, 1)
+        about = _about(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
         lowered = _programs(rule).move.in_place.lower(
             jnp.ones(3), about, jnp.ones(3), state, None
         )
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")
-    # The message, the center and its momentum; of Told's state nothing is read.
+    # The message, the center and its momentum; the state of ASKS is not read.
     assert seen["ignores"] == 3
     assert seen["asks"] >= 2 + 6
 
 
-# What is refused.
+# Rejected values.
 
 BAD = [0, -1.0, float("nan"), float("inf"), 1e39, 1e-40]
 
 
 @pytest.mark.parametrize("weight", BAD)
-def test_a_weight_that_is_none(weight):
+def test_weight_out_of_range_is_rejected(weight):
     center = agn_optax.LocalCenter(RULE, jnp.ones(3))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     loop = worker.start()
@@ -403,16 +386,19 @@ def test_a_weight_that_is_none(weight):
         with pytest.raises(errors.InvalidArgumentError, match="weight must be a posit"):
             call(*loop, weight=weight)
     assert worker.exchange(*loop, weight=2.0) is not None
-    assert heard(center)[1:3] == (1, 2.0)  # nothing of it was counted
+    assert received_extras(center)[1:3] == (
+        1,
+        2.0,
+    )  # the rejected weights were not counted
     session = center.join("w")
     with pytest.raises(errors.InvalidArgumentError, match="weight"):
-        session.exchange(1, jnp.ones(3), anchor_version=1, weight=weight)
+        session.exchange(Submission(1, jnp.ones(3), anchor_version=1, weight=weight))
     assert center.version == 1
 
 
 @pytest.mark.parametrize("weight", ["3", True, jnp.float32(3.0), np.ones(1)])
-def test_a_weight_that_is_no_number(weight):
-    """An array of a device would have to be waited for."""
+def test_weight_that_is_not_a_number_is_rejected(weight):
+    """A device array is rejected because the worker would have to wait for it."""
     center = agn_optax.LocalCenter(RULE, jnp.ones(3))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     loop = worker.start()
@@ -430,33 +416,38 @@ def test_a_weight_that_is_no_number(weight):
         ({"steps": 1 << 40}, "steps must be"),
     ],
 )
-def test_a_service_does_not_believe_what_cannot_be(said, message, monkeypatch):
-    """A worker whose own checks are gone."""
+def test_service_rejects_invalid_extras(said, message, monkeypatch):
+    """The worker's own checks are disabled."""
     with center_kinds.made("server", RULE, jnp.ones(3)) as center:
-        session = center.join("w")
-        monkeypatch.setattr(_session, "check", Unchecked)
-        with pytest.raises(errors.InvalidArgumentError, match=message):
-            session.exchange(1, jnp.ones(3), anchor_version=0, **said)
-        answer = session.exchange(1, jnp.ones(3), anchor_version=0, weight=2.0)
+        session, message_of = center.join("w"), _submission.message_of
+
+        def lies(submission, **more):
+            return message_of(submission._replace(**said), **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_submission, "message_of", lies)
+            with pytest.raises(errors.InvalidArgumentError, match=message):
+                session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
+        answer = session.exchange(
+            Submission(1, jnp.ones(3), anchor_version=0, weight=2.0)
+        )
         assert (answer.version, answer.staleness) == (1, 0)
 
 
-class Unchecked:
-    """In place of the checks of a worker."""
-
-    weight = whole_number = staticmethod(lambda *args, **kwargs: None)
-
-
 @pytest.mark.parametrize("kind", ["local", "server"])
-def test_a_center_bounds_what_workers_claim(kind):
+def test_center_limits_steps_and_weight(kind):
     limits = Refuse(steps=10, weight=100.0)
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), messages=limits) as c:
         session = c.join("w")
         one = jnp.ones(3)
-        answer = session.exchange(1, one, anchor_version=0, steps=10, weight=100.0)
+        answer = session.exchange(
+            Submission(1, one, anchor_version=0, steps=10, weight=100.0)
+        )
         assert answer.applied
         for sequence, said in ((2, {"steps": 11}), (3, {"weight": 100.5})):
-            answer = session.exchange(sequence, one, anchor_version=1, **said)
+            answer = session.exchange(
+                Submission(sequence, one, anchor_version=1, **said)
+            )
             (name,) = said
             assert f"claims {name} of 1" in answer.refused
         assert answer.version == 1
@@ -465,23 +456,13 @@ def test_a_center_bounds_what_workers_claim(kind):
             Refuse(**{name: value})
 
 
-def test_a_center_of_a_release_that_takes_no_weights(monkeypatch):
-    with center_kinds.made("server", shared.downpour(), jnp.ones(3)) as center:
-        worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
-        loop = worker.start()
-        center._remote.description.takes_weights = False
-        loop = worker.exchange(*loop)
-        with pytest.raises(errors.ProtocolError, match="takes no weights"):
-            worker.exchange(*loop, weight=2.0)
-
-
-def test_local_steps_are_not_what_a_center_outside_counts():
-    """Also where `by_local_steps` stands within another optimizer."""
+def test_by_local_steps_is_rejected_outside_the_program():
+    """It is also rejected within another optimizer."""
     inner = rules.by_local_steps(optax.sgd(optax.constant_schedule(0.1)))
     rule = rules.diloco(optax.chain(optax.clip(1.0), inner))
     center = agn_optax.LocalCenter(rule, jnp.ones(3))
     with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
-        center.join("w").exchange(1, jnp.ones(3), anchor_version=0)
+        center.join("w").exchange(Submission(1, jnp.ones(3), anchor_version=0))
     tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 1)
     params = jnp.ones(3)
     tx.update(params, tx.init(params), params)
@@ -497,10 +478,12 @@ def test_local_steps_are_not_what_a_center_outside_counts():
     ],
     ids=["masked", "chain", "partition", "apply_if_finite"],
 )
-def test_wrappers_of_optax_hand_them_on(around):
+def test_optax_wrappers_pass_extras_on(around):
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     center = agn_optax.LocalCenter(rules.diloco(around(ASKS)), params)
-    center.join("w").exchange(1, params, anchor_version=0, steps=4, weight=2.0)
+    center.join("w").exchange(
+        Submission(1, params, anchor_version=0, steps=4, weight=2.0)
+    )
     expected = 1 - 0.1 * 2 / 4 * 1.1
     np.testing.assert_allclose(center.pull().params["a"], expected, rtol=1e-6)
 
@@ -509,23 +492,25 @@ def test_wrappers_of_optax_hand_them_on(around):
 
 
 @pytest.mark.parametrize("weights", [(None, None), (2.0, None), (2.0, 3.5)])
-def test_a_site_says_what_its_workers_said(weights):
+def test_site_sends_the_weights_and_steps_of_its_workers(weights):
     parent = agn_optax.LocalCenter(RULE, jnp.zeros(3))
     site = agn_optax.LocalCenter(shared.downpour())
     uplink = Uplink(site.core, parent, period=2, name="site")
     assert uplink.ready.wait(LIMIT)
     session = site.join("anna")
     for i, weight in enumerate(weights):
-        session.exchange(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
+        session.exchange(
+            Submission(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
+        )
     assert parent.core.wait_for(lambda: parent.version == 1, LIMIT)
     said = [weight for weight in weights if weight is not None]
-    assert heard(parent) == (0, 2, sum(said) or 1.0, 0, 1)
+    assert received_extras(parent) == (0, 2, sum(said) or 1.0, 0, 1)
     uplink.stop()
     assert uplink.error is None
 
 
-def test_a_message_that_is_resumed_says_the_same(tmp_path):
-    """The checkpoint is written before the message leaves, with what that says."""
+def test_resumed_message_has_the_same_extras(tmp_path):
+    """The checkpoint is written before the message is sent, with its metadata."""
     kept = Journal(tmp_path / "center")
     center = agn_optax.LocalCenter(RULE, jnp.zeros(3), durability=kept)
 
@@ -534,7 +519,7 @@ def test_a_message_that_is_resumed_says_the_same(tmp_path):
         return checkpoint.Resumable(worker, tmp_path / "worker")
 
     class KilledError(BaseException):
-        """In place of a signal."""
+        """Stand-in for a signal."""
 
     with contextlib.closing(resumable()) as first:
         loop = first.start()
@@ -546,9 +531,9 @@ def test_a_message_that_is_resumed_says_the_same(tmp_path):
         first.worker._session.exchange = killed
         with pytest.raises(KilledError):
             first.exchange(*loop, weight=2.0)
-        first.worker._session = None  # no farewell
+        first.worker._session = None  # it does not leave
     assert center.version == 0
     with contextlib.closing(resumable()) as again:
         again.start()
-        assert heard(center) == (0, 2, 3.5, 0, 1)
+        assert received_extras(center) == (0, 2, 3.5, 0, 1)
     center.close()

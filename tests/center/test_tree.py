@@ -1,4 +1,4 @@
-"""A center that is a worker of another one: what it sends, and what it adopts."""
+"""Sites: centers that are workers of a parent, and what they send and adopt."""
 
 import contextlib
 import dataclasses
@@ -15,38 +15,32 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import accumulate, elastic_pull, errors, rules
-from agn_optax.center import Core, ShardedCenter, Snapshots
+from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
 from agn_optax.rules import codecs
 from agn_optax.worker import Uplink, _tree
 
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
 class Parent(agn_optax.LocalCenter):
-    """A center that shows what it was sent."""
+    """A center that records the messages it gets."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.sent = []  # contribution, version of its anchor, and steps
-        self.meanwhile = []  # to be called while one of them is on its way
-        self.before = []  # ... before it is applied
+        self.sent = []  # contribution, anchor version, and steps
+        self.meanwhile = []  # functions to call while a message is in flight
+        self.before = []  # functions to call before a message is applied
 
     def join(self, *args, **kwargs):
         session = super().join(*args, **kwargs)
         submit = session.submit
 
-        def seen(sequence, contribution, *, anchor_version, steps=0, **said):
+        def seen(submission):
             while self.before:
                 self.before.pop()()
-            sent = jax.tree.map(np.array, contribution)
-            self.sent.append((sent, anchor_version, steps))
-            submit(
-                sequence,
-                contribution,
-                anchor_version=anchor_version,
-                steps=steps,
-                **said,
-            )
+            sent = jax.tree.map(np.array, submission.contribution)
+            self.sent.append((sent, submission.anchor_version, submission.steps))
+            submit(submission)
             while self.meanwhile:
                 self.meanwhile.pop()()
 
@@ -55,7 +49,7 @@ class Parent(agn_optax.LocalCenter):
 
 
 class Site:
-    """A center with one worker, under a parent that it meets after some exchanges."""
+    """A center with one worker and a parent with which it exchanges periodically."""
 
     def __init__(self, rule, parent, *, period, params=None):
         self.core = Core(rule, params)
@@ -72,17 +66,17 @@ class Site:
                     lambda x: jnp.full_like(x, value), version.params
                 )
                 anchor = version.number
-            self.worker.exchange(self.made, message, anchor_version=anchor)
+            self.worker.exchange(Submission(self.made, message, anchor_version=anchor))
 
     def meets(self, times):
-        """Waits until it has met its parent so often, and adopted what it is."""
+        """Wait until it has exchanged this often with its parent, and adopted."""
         version = self.made + self.shifts + times
         assert self.core.wait_for(
             lambda: self.core.store.current.number >= version, LIMIT
         )
         assert self.uplink._worker.exchanges == times
 
-    shifts = 0  # at the beginning
+    shifts = 0  # rebases at the start
 
 
 @contextlib.contextmanager
@@ -95,7 +89,7 @@ def site(*args, **settings):
     assert made.uplink.error is None
 
 
-def test_a_site_sends_the_displacement_since_it_adopted_last():
+def test_site_sends_its_displacement_since_the_last_adoption():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=3) as made:
         for meeting in (1, 2, 3):
@@ -105,14 +99,19 @@ def test_a_site_sends_the_displacement_since_it_adopted_last():
             np.testing.assert_array_equal(contribution, 3.0 * meeting)
             assert (anchor, steps) == (meeting - 1, 3)
         made.exchange(10.0)
-    assert [steps for *_, steps in parent.sent] == [3, 3, 3, 1]  # the last when it goes
+    assert [steps for *_, steps in parent.sent] == [
+        3,
+        3,
+        3,
+        1,
+    ]  # the last one when it stops
     np.testing.assert_array_equal(parent.pull().params, -3.0 * 6 - 10)
     np.testing.assert_array_equal(made.core.snapshot().params, -3.0 * 6 - 10)
     assert not parent.workers
 
 
-def test_a_site_sends_the_gradients_since_it_adopted_last():
-    """Its record is empty after each meeting; it is divided by the steps it tells."""
+def test_site_sends_its_gradients_since_the_last_adoption():
+    """Its record is reset after each exchange, and divided by the steps it sends."""
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
     with site(shared.agn(shared.sgd(1.0)), parent, period=2) as made:
         for meeting in (1, 2, 3):
@@ -124,11 +123,11 @@ def test_a_site_sends_the_gradients_since_it_adopted_last():
     np.testing.assert_allclose(parent.pull().params, -0.6, rtol=1e-6)
 
 
-def test_a_site_adopts_what_others_have_sent_meanwhile():
+def test_site_adopts_the_progress_of_others():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
         other = parent.join("other")
-        other.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+        other.exchange(Submission(1, jnp.full(3, 100.0), anchor_version=0))
         made.exchange(1.0, times=2)
         made.meets(1)
         np.testing.assert_array_equal(made.core.snapshot().params, -102.0)
@@ -139,8 +138,8 @@ def test_a_site_adopts_what_others_have_sent_meanwhile():
 
 
 @pytest.mark.parametrize("record", [False, True])
-def test_a_site_goes_on_while_its_message_is_on_its_way(record):
-    """What it does meanwhile stays in its center, and is in its next message."""
+def test_site_continues_while_its_message_is_in_flight(record):
+    """Progress made meanwhile stays in its center and is in its next message."""
     rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
     parent = Parent(shared.agn(shared.sgd(1.0)) if record else rule, jnp.zeros(3))
     with site(rule, parent, period=2) as made:
@@ -150,7 +149,7 @@ def test_a_site_goes_on_while_its_message_is_on_its_way(record):
         sent.set()
         made.core.wait_for(lambda: made.made == 3, LIMIT)
         made.meets(1)
-        first = -1.0 if record else -2.0  # of which the parent has heard
+        first = -1.0 if record else -2.0  # the parent has received this
         np.testing.assert_array_equal(made.core.snapshot().params, first - 5.0)
         np.testing.assert_array_equal(parent.pull().params, first)
         made.exchange(1.0)
@@ -159,8 +158,8 @@ def test_a_site_goes_on_while_its_message_is_on_its_way(record):
         assert [steps for *_, steps in parent.sent] == [2, 2]
 
 
-def test_a_site_of_a_parent_with_a_penalty_moves_its_anchor():
-    """Which such a worker keeps in its state, where every local step reads it."""
+def test_site_moves_its_anchor_under_a_parent_with_a_penalty():
+    """A worker of such a rule keeps the anchor in its state for local steps."""
     pulled = dataclasses.replace(shared.downpour(), penalty=elastic_pull(0.5))
     parent = Parent(pulled, jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
@@ -171,7 +170,7 @@ def test_a_site_of_a_parent_with_a_penalty_moves_its_anchor():
     np.testing.assert_array_equal(parent.pull().params, -12.0)
 
 
-def test_a_site_begins_with_the_parameters_of_its_parent():
+def test_site_starts_with_the_params_of_its_parent():
     parent = Parent(shared.downpour(), jnp.full(3, 7.0))
     for params in (None, jnp.zeros(3)):
         with site(shared.downpour(), parent, period=2, params=params) as made:
@@ -180,7 +179,7 @@ def test_a_site_begins_with_the_parameters_of_its_parent():
     assert not parent.sent
 
 
-def test_a_parent_begins_with_the_parameters_of_a_site():
+def test_parent_starts_with_the_params_of_a_site():
     parent = Parent(shared.downpour())
     with site(shared.downpour(), parent, period=2, params=jnp.full(3, 7.0)) as made:
         np.testing.assert_array_equal(parent.pull().params, 7.0)
@@ -189,16 +188,18 @@ def test_a_parent_begins_with_the_parameters_of_a_site():
     np.testing.assert_array_equal(parent.pull().params, 5.0)
 
 
-def test_a_parent_of_gradients_needs_a_site_of_gradients():
+def test_parent_that_sums_gradients_needs_such_a_site():
     core = Core(shared.easgd(0.3), jnp.zeros(3))
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
-    with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="parent whose rule sums grad"
+    ):
         Uplink(core, parent, period=2, name="site")
     assert not parent.workers
 
 
 class OnPurposeError(Exception):
-    """Not one of those after which the parent may still know the site."""
+    """An error after which the site has to rejoin its parent."""
 
 
 def fails():
@@ -213,8 +214,8 @@ def soon(monkeypatch):
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("lost", ["before", "meanwhile"])
 @pytest.mark.parametrize("record", [False, True])
-def test_a_site_joins_its_parent_anew_after_any_error(lost, record, caplog):
-    """Its message is sent again if the parent has not applied it, and only then."""
+def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
+    """Its message is sent again only if the parent has not applied it."""
     rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
     parent = Parent(rule, jnp.zeros(3))
     with site(rule, parent, period=2) as made:
@@ -230,7 +231,7 @@ def test_a_site_joins_its_parent_anew_after_any_error(lost, record, caplog):
         getattr(parent, lost).append(fails_when_told)
         made.exchange(2.0, times=2)
         assert there.wait(LIMIT)
-        made.exchange(5.0)  # accumulates meanwhile
+        made.exchange(5.0)  # it accumulates meanwhile
         goes_on.set()
         wait_until(lambda: len(parent.sent) == 2 and made.uplink._joined)
         wait_until(lambda: not made.uplink._rounds)
@@ -248,7 +249,7 @@ def test_a_site_joins_its_parent_anew_after_any_error(lost, record, caplog):
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_site_without_its_parent_is_degraded_until_it_has_joined_again():
+def test_site_is_degraded_until_it_has_rejoined_its_parent():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=1) as made:
         assert made.core.degraded == ""
@@ -273,7 +274,7 @@ def test_a_site_without_its_parent_is_degraded_until_it_has_joined_again():
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_site_that_is_told_to_stop_tries_to_join_anew_before():
+def test_stopping_site_tries_to_rejoin_and_sends_its_progress():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=100) as made:
         made.exchange(1.0, times=3)
@@ -282,8 +283,8 @@ def test_a_site_that_is_told_to_stop_tries_to_join_anew_before():
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_first_parameters_of_a_parent_that_lost_all_are_those_of_the_site():
-    """With all progress, which is then not sent once more."""
+def test_parent_that_lost_everything_gets_the_params_of_the_site():
+    """They include all progress, which is not sent again."""
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
         made.exchange(1.0, times=2)
@@ -309,10 +310,10 @@ def test_the_first_parameters_of_a_parent_that_lost_all_are_those_of_the_site():
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("arrives", [False, True])
 @pytest.mark.parametrize("attempts", [0, 1, 2])
-def test_progress_counts_once_though_attempts_to_rejoin_fail_halfway(
+def test_progress_counts_once_if_rejoining_fails_halfway(
     attempts, arrives, shards, tmp_path
 ):
-    """After the join, that is; a parent with the message goes on from a snapshot."""
+    """Attempts fail after the join; a parent with the message has a snapshot of it."""
     rule = shared.downpour()
     kept = Snapshots(tmp_path / "kept", seconds=None, exchanges=1000)
     parents = [Parent(rule, durability=kept), *[Parent(rule)][: shards - 1]]
@@ -359,7 +360,7 @@ def test_progress_counts_once_though_attempts_to_rejoin_fail_halfway(
 
 
 def slow_record():
-    """A sum of gradients, for which the device takes half a second or so."""
+    """Return a sum of gradients that takes the device about half a second."""
     sums = accumulate()
 
     def update(gradients, state, params=None, **more):
@@ -375,8 +376,8 @@ def slow_record():
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("at", ["join", "send"])
-def test_an_answer_that_could_not_be_adopted_is_adopted_later(at):
-    """Progress that the parent has by then counts once, there and at the site."""
+def test_response_that_failed_to_be_adopted_is_adopted_later(at):
+    """Progress that the parent has by then counts once, at the parent and the site."""
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
         shift, attempts = made.core.shift, []
@@ -389,9 +390,12 @@ def test_an_answer_that_could_not_be_adopted_is_adopted_later(at):
 
         made.core.shift = fails_once
         other = parent.join("other")
-        other.exchange(1, jnp.ones(3), anchor_version=0)  # so there is some to adopt
+        # Now there is progress to adopt.
+        other.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         if at == "join":
-            parent.meanwhile.append(fails)  # it arrives, and the answer is lost
+            parent.meanwhile.append(
+                fails
+            )  # the message arrives, and the response is lost
         made.exchange(1.0, times=2)
         wait_until(lambda: len(attempts) > 1 and made.uplink.error is None)
         other.leave()
@@ -401,7 +405,7 @@ def test_an_answer_that_could_not_be_adopted_is_adopted_later(at):
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_site_goes_on_though_its_codec_fails_as_it_loses_its_parent(monkeypatch):
+def test_site_continues_if_its_codec_fails_while_the_parent_is_lost(monkeypatch):
     rule = rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
     parent = Parent(rule, jnp.zeros(4))
     with site(shared.downpour(), parent, period=2) as made:
@@ -422,7 +426,7 @@ def test_a_site_goes_on_though_its_codec_fails_as_it_loses_its_parent(monkeypatc
     np.testing.assert_allclose(parent.pull().params, -3.0, rtol=0.05)
 
 
-def test_the_program_of_a_record_is_traced_once():
+def test_record_of_a_site_is_traced_once():
     """It is compiled under the lock of the site's center."""
     rule, traced, sums = shared.agn(shared.sgd(1.0)), [], accumulate()
 
@@ -438,16 +442,16 @@ def test_the_program_of_a_record_is_traced_once():
     assert len(traced) == 1
 
 
-def test_nothing_waits_for_an_uplink_that_reads_a_contribution():
-    """Under the lock, that is; whoever has the answer may write over the message."""
+def test_uplink_reads_contributions_without_blocking_the_lock():
+    """A worker may overwrite its message as soon as it has the response."""
     rule = shared.agn(shared.sgd(1.0))
     parent = Parent(dataclasses.replace(rule, record=slow_record()), jnp.zeros(1000))
     core = Core(rule, jnp.zeros(1000))
     uplink = Uplink(core, parent, period=100, name="site")
     ready = []
 
-    def observed(contribution, claim):
-        read = uplink._observe(contribution, claim)
+    def observed(submission):
+        read = uplink._observe(submission)
         ready.append(read.is_ready())
         return read
 
@@ -455,7 +459,7 @@ def test_nothing_waits_for_an_uplink_that_reads_a_contribution():
     try:
         assert uplink.ready.wait(LIMIT)
         session = core.join("anna")
-        session.exchange(1, np.ones(1000, np.float32), anchor_version=0)
+        session.exchange(Submission(1, np.ones(1000, np.float32), anchor_version=0))
         assert ready == [False]
         assert uplink._record.sum.is_ready()
     finally:

@@ -1,4 +1,4 @@
-"""Runs scenarios, and prints what came of each: ``make chaos``."""
+"""Run scenarios, and print the outcome of each: ``make chaos``."""
 
 import argparse
 import collections

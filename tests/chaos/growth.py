@@ -1,4 +1,4 @@
-"""Thousands of exchanges over connections that break: nobody holds more afterwards."""
+"""Thousands of exchanges over breaking connections: no process may leak resources."""
 
 import dataclasses
 import time
@@ -8,12 +8,12 @@ from chaos.processes import Held
 from chaos.scenario import PLAIN
 
 _EVERY = 0.5  # seconds between two cuts
-_FIRST = 5  # part of all exchanges after which is looked for the first time
+_FIRST = 5  # the first measurement comes after 1/5 of the exchanges
 _SCENARIO = dataclasses.replace(PLAIN, size="medium", end="drain")
 
 
 def run(count, spares):
-    """The outcome of ``count`` exchanges, with what was held before and after."""
+    """Make ``count`` exchanges; return the outcome, with resources before and after."""
 
     class Growth(runner.Run):
         def faults(self, outcome):

@@ -1,4 +1,4 @@
-"""What must hold, whatever happened. Each law adds a sentence for what broke it."""
+"""Invariants of every scenario. Each check adds a sentence for each violation."""
 
 import jax
 import numpy as np
@@ -8,17 +8,17 @@ from chaos.tally import in_turn
 import agn_optax
 from agn_optax.center import Journal
 
-_ROUNDING = 1e-3  # of an element, by codecs whose errors add up
+_ROUNDING = 1e-3  # tolerance of an element, for codecs whose errors add up
 
 
 def check_counts(seen, tallies, scenario, broken):
-    """Every step that was answered is in the center, and none is twice.
+    """Check that every acknowledged step is in the center, and none twice.
 
     Args:
-      seen: the center, whose elements every step has moved by -1.
-      tallies: of the workers.
-      scenario: that was run.
-      broken: where what is broken is put.
+      seen: the center's elements, each moved by -1 at every step.
+      tallies: tallies of the workers.
+      scenario: scenario that was run.
+      broken: list to which violations are appended.
     """
     if scenario.rule != "downpour":
         return
@@ -37,7 +37,7 @@ def check_counts(seen, tallies, scenario, broken):
 
 
 def check_turns(seen, tallies, scenario, broken):
-    """Of workers that resume: the center has their first steps, in turn, each once."""
+    """Check that the center has the first steps of resumed workers, each once."""
     if not scenario.resumes:
         return
     for number in range(len(tallies)):
@@ -47,13 +47,13 @@ def check_turns(seen, tallies, scenario, broken):
 
 
 def check_claims(params, tallies, scenario, broken):
-    """Messages have claimed the steps and the weight of what they moved.
+    """Check that steps and weights claimed by messages equal those of the moves.
 
     Args:
       params: the center, whose leaf ``b`` has added up weights and steps.
-      tallies: of the workers, each of whose steps weighs its number and 1.
-      scenario: that was run.
-      broken: where what is broken is put.
+      tallies: tallies of the workers; a step of worker n weighs n + 1.
+      scenario: scenario that was run.
+      broken: list to which violations are appended.
     """
     if not scenario.weighs:
         return
@@ -68,25 +68,25 @@ def check_claims(params, tallies, scenario, broken):
 
 
 def check_public(params, public, scenario, broken):
-    """The center that workers see is the exact one, but for what its codec loses."""
+    """Check that broadcast parameters equal the center's, but for codec errors."""
     if scenario.codec != "two_way":
         return
     wrong = np.max(np.abs(model.table(params) - model.table(public)))
-    if wrong > 1:  # the last message of each
+    if wrong > 1:  # the size of one step
         broken.append(f"workers see a center that is off by {wrong}")
 
 
 def check_conservation(seen, ends, tallies, broken):
-    """Of elastic averaging: what centers and workers have is what steps have made.
+    """Check that elastic averaging conserves the sum of center and workers.
 
     Args:
       seen: the center.
-      ends: the parameters of the workers when they left.
-      tallies: of the workers.
-      broken: where what is broken is put.
+      ends: parameters of the workers when they left.
+      tallies: tallies of the workers.
+      broken: list to which violations are appended.
     """
     if len(ends) < len(tallies):
-        return  # said elsewhere
+        return  # a missing worker is reported elsewhere
     made = np.zeros_like(seen, np.float64)
     for number, tally in enumerate(tallies):
         made[number] = -tally.most
@@ -99,7 +99,7 @@ def check_conservation(seen, ends, tallies, broken):
 
 
 def check_versions(tallies, scenario, broken):
-    """Versions grow, and a center stays the same one unless it had to forget."""
+    """Check that versions grow, and that no center is lost unless it may forget."""
     for number, tally in enumerate(tallies):
         if tally["backwards"]:
             broken.append(f"worker {number} saw {tally['backwards']} versions go back")
@@ -108,7 +108,7 @@ def check_versions(tallies, scenario, broken):
 
 
 def check_journal(seen, folder, rule, broken):
-    """What is on disk is what a center was, bit for bit."""
+    """Check that the center on disk equals the last one, bit for bit."""
     center = agn_optax.LocalCenter(rule, durability=Journal(folder))
     try:
         kept = jax.tree.leaves(center.pull().params)

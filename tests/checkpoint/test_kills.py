@@ -1,4 +1,4 @@
-"""A worker that is killed again and again, whose samples count once each.
+"""Kill a worker repeatedly and check that each sample counts exactly once.
 
 `AGN_OPTAX_KILLS=50 pytest tests/checkpoint/test_kills.py` kills it more often.
 """
@@ -47,7 +47,7 @@ def test_every_sample_of_an_epoch_counts_once(fragments, tmp_path):
                     overlap=kill % 2 == 1,
                     **options,
                 )
-                # Somewhere in the middle of a life that has made some exchanges.
+                # Kill it at a random time after some exchanges.
                 until = server.center.version + rng.integers(1, 3)
 
                 def is_there(worker=worker, until=until):

@@ -1,4 +1,4 @@
-"""A center to look at."""
+"""Fixtures for the tests of the command line: servers, and an unused address."""
 
 import contextlib
 
@@ -15,14 +15,14 @@ RULE = rules.easgd(0.25)
 
 @pytest.fixture(scope="module")
 def server():
-    """A center with one worker, which has made two exchanges, one of them stale."""
+    """A center with one worker that made two exchanges, one of them stale."""
     with serving() as server:
         yield server
 
 
 @pytest.fixture
 def new_server():
-    """The same, whose worker has not stalled yet."""
+    """A fresh server of the same kind: its worker has not stalled yet."""
     with serving() as server:
         yield server
 
@@ -45,5 +45,5 @@ def serving():
 
 @pytest.fixture
 def nowhere():
-    """An address at which nobody listens."""
+    """An address at which nothing listens."""
     return ports.free_address()

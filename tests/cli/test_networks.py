@@ -1,7 +1,7 @@
-"""The doctor in networks that are wrong: namespaces of Linux, with wires between them.
+"""``agn-optax doctor`` in faulty networks, made of Linux network namespaces.
 
-Two hosts, "here" and "there", have two network cards each, with a wire between those of
-the same number. The center is there, at its first card.
+Two hosts, "here" and "there", have two network cards each; cards of the same number are
+connected. The center runs on "there" and is addressed by the first card.
 """
 
 import json
@@ -29,14 +29,14 @@ def run(*command, **settings):
 
 
 class Hosts:
-    """Both hosts, and what is done to their network."""
+    """The two hosts, with methods that change their network."""
 
     def __init__(self):
         name = uuid.uuid4().hex[:6]
         self.here, self.there = f"here-{name}", f"there-{name}"
 
     def make(self):
-        """Both, and the wires; skips where that cannot be had."""
+        """Create both hosts; skip the test where that is impossible."""
         if os.getuid():
             pytest.skip("only root can make a network")
         if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -47,7 +47,7 @@ class Hosts:
             self.ip(host, "link", "set", "lo", "up")
 
     def wire(self):
-        """Fresh cards, as good as any."""
+        """Connect the hosts by new cards without faults."""
         for number in (1, 2):
             card = f"eth{number}"
             run("ip", "-n", self.here, "link", "del", card)
@@ -68,7 +68,7 @@ class Hosts:
         assert not done.returncode, done.stderr
 
     def narrow(self, host, card, rate):
-        """What leaves a host by a card does so at that rate."""
+        """Limit the rate at which a host sends through a card."""
         shape = ("tbf", "rate", rate, "burst", "64k", "latency", "50ms")
         done = run("tc", "-n", host, "qdisc", "add", "dev", card, "root", *shape)
         if done.returncode:
@@ -77,7 +77,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two hosts, and a center; each test has wires of its own."""
+    """Two hosts and a center; each test gets new connections between them."""
     made = Hosts()
     try:
         made.make()
@@ -109,7 +109,7 @@ def wired(hosts):
 
 
 def doctor(hosts, *options, **environment):
-    """What it found from here, by check."""
+    """Run the doctor on the host "here"; return its results by check."""
     arguments, known = python(
         *("-m", "agn_optax.ops.cli", "doctor", CENTER, "--insecure", "--json", *options)
     )
@@ -122,7 +122,7 @@ def doctor(hosts, *options, **environment):
 
 
 @pytest.mark.slow
-def test_a_network_that_is_well(wired):
+def test_doctor_finds_no_fault_in_a_good_network(wired):
     found = doctor(wired)
     assert {name for name, (result, _) in found.items() if result == "failed"} == set()
     result, said = found["interface"]
@@ -135,8 +135,8 @@ def test_a_network_that_is_well(wired):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("side", "way"), [("here", "up"), ("there", "down")])
-def test_the_wrong_card(wired, side, way):
-    """It is slow in one direction, and another one is not."""
+def test_doctor_suggests_the_faster_card(wired, side, way):
+    """The card in use is slow in one direction, and the other card is not."""
     wired.narrow(getattr(wired, side), "eth1", "20mbit")
     found = doctor(wired)
     result, said = found["rates"]
@@ -149,11 +149,11 @@ def test_the_wrong_card(wired, side, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_large_packets_that_get_lost(wired, side):
-    """One end takes shorter packets than it has told the other, and drops the rest."""
+def test_doctor_finds_that_large_packets_are_lost(wired, side):
+    """One end announces longer packets than it accepts, and drops the longer ones."""
     far = wired.there if side == "here" else wired.here
     near, number = (wired.here, 2) if side == "here" else (wired.there, 1)
-    # The kernel would hand them over larger than any packet, and cut them never.
+    # Without this the kernel passes on segments larger than any packet, never cut.
     wired.ip(near, "link", "set", "eth1", "gso_max_segs", "1")
     wired.ip(far, "link", "set", "eth1", "mtu", "1430")
     route = ("10.77.1.0/24", "dev", "eth1", "proto", "kernel", "scope", "link")
@@ -171,8 +171,8 @@ def test_large_packets_that_get_lost(wired, side):
 
 
 @pytest.mark.slow
-def test_two_ends_that_do_not_agree(wired):
-    """The other end takes shorter packets, and says so."""
+def test_doctor_reports_the_smaller_mtu_of_the_two_ends(wired):
+    """The center's end accepts shorter packets, and announces that."""
     wired.ip(wired.there, "link", "set", "eth1", "mtu", "1400")
     result, said = doctor(wired)["packets"]
     assert result == "ok"
@@ -180,7 +180,7 @@ def test_two_ends_that_do_not_agree(wired):
 
 
 @pytest.mark.slow
-def test_a_firewall_before_the_direct_port(wired):
+def test_doctor_finds_a_firewall_before_the_direct_port(wired):
     answers = ("from", "10.77.1.2", "ipproto", "tcp", "sport", DIRECT, "blackhole")
     wired.ip(wired.there, "rule", "add", *answers)
     try:
@@ -197,7 +197,7 @@ def test_a_firewall_before_the_direct_port(wired):
 
 
 @pytest.mark.slow
-def test_a_proxy_in_the_environment(wired):
+def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
     proxy = {"http_proxy": "http://10.77.1.2:1"}
     found = doctor(wired, "--timeout=2", **proxy)
     result, said = found["proxy"]

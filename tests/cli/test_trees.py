@@ -45,11 +45,11 @@ def tree(root=None, sites=("site-a", "site-b")):
 
 
 def shown(said):
-    """The first column of a table, with its indents."""
+    """Return the first column of a table, with its indents."""
     return re.findall(r"^│ ( *[^ │]+)", said, re.MULTILINE)
 
 
-def test_a_tree_from_anywhere():
+def test_status_shows_the_whole_tree_from_every_center():
     with tree() as (root, (a, b)):
         wait_until(lambda: root.center.version == 2)
         for address in (root.address, a.address, b.address):
@@ -77,7 +77,7 @@ def test_a_tree_from_anywhere():
         assert found["centers"][0]["version"] == 2
 
 
-def test_a_tree_of_three_levels():
+def test_status_shows_a_tree_of_three_levels():
     with tree(sites=["site"]) as (root, (site,)), tree(site, ["below"]) as (_, (low,)):
         said = succeeds("status", low.address, "--tree")
         names = shown(said)
@@ -85,16 +85,16 @@ def test_a_tree_of_three_levels():
         assert f"        {low.address}" in names
 
 
-def test_what_cannot_be_reached_is_named():
+def test_tree_names_centers_that_cannot_be_reached():
     with tree() as (root, (a, b)):
         a.stop()
-        # It has left its parent, so nobody knows where it was.
+        # It has left its parent, which no longer knows its address.
         wait_until(lambda: len(root.center.core.members()[1]) == 1)
         root._servicer._traffic["site-b"].serves_at = "127.0.0.1:1"
         said = succeeds("status", root.address, "--tree")
         assert "not reachable: 127.0.0.1:1: the center at 127.0.0.1:1 does not" in said
         assert "downpour: 1 of 2 centers" in said
-        # A site whose parent is gone is still there; its parent is named.
+        # A site whose parent has stopped is still shown, and its parent is named.
         root.stop()
         result = command("status", b.address, "--tree", "--json")
         assert result.exit_code == 0, result.output
@@ -104,7 +104,7 @@ def test_what_cannot_be_reached_is_named():
         assert (second["address"], second["error"]) == (b.address, "")
 
 
-def test_a_center_that_two_names_lead_to_is_shown_once():
+def test_center_with_two_addresses_is_shown_once():
     with tree(sites=["site"]) as (root, (site,)):
         again = site.address.replace("127.0.0.1", "localhost")
         said = succeeds("status", f"{again},{site.address}", "--tree")
@@ -112,8 +112,8 @@ def test_a_center_that_two_names_lead_to_is_shown_once():
         assert len([name for name in shown(said) if "worker" in name]) == 1
 
 
-def test_a_tree_that_bites_its_own_tail():
-    """A worker may say that it is any center; nobody goes around in circles."""
+def test_cycle_in_a_tree_is_followed_once():
+    """A worker may announce the address of any center, also of one above it."""
     with (
         tree(sites=["site"]) as (root, (site,)),
         service.connect(site.address, RULE) as center,
@@ -128,7 +128,7 @@ def test_a_tree_that_bites_its_own_tail():
         assert "2 of 2 centers" in succeeds("status", both, "--tree")
 
 
-def test_shards():
+def test_status_and_watch_show_all_shards():
     with service.serve(RULE) as one, service.serve(RULE) as other:
         both = f"{one.address}, {other.address}"
         with service.connect(both, RULE) as center:
@@ -154,8 +154,8 @@ def test_shards():
         assert f"not reachable: {other.address}: " in result.stdout
 
 
-def test_a_parent_in_shards():
-    """A site is a worker of each of them, and one center."""
+def test_site_with_a_sharded_parent_is_shown_once():
+    """The site is listed under each shard; its own center is listed once."""
     with service.serve(RULE) as one, service.serve(RULE) as other:
         both = [one.address, other.address]
         with service.connect(both, RULE) as center:
@@ -173,7 +173,7 @@ def test_a_parent_in_shards():
             ]
 
 
-def test_watch_of_a_tree_keeps_what_goes_away(monkeypatch):
+def test_watch_of_a_tree_keeps_a_site_that_stops(monkeypatch):
     with tree(sites=["site"]) as (root, (site,)):
         both = f"{root.address},{site.address}"
         printed = []
@@ -196,7 +196,7 @@ def test_watch_of_a_tree_keeps_what_goes_away(monkeypatch):
         assert f"not reachable: {site.address}" in str(warnings[0])
 
 
-def test_bad_addresses_are_refused():
+def test_bad_addresses_are_rejected():
     assert "must be" in fails("status", "nowhere,127.0.0.1:1", code=2)
     twice = "127.0.0.1:1,127.0.0.1:1"
     assert "several different ones expected" in fails("watch", twice, code=2)
@@ -215,6 +215,6 @@ def test_bad_addresses_are_refused():
         ("whatever this is", "10.0.0.9", ""),
     ],
 )
-def test_where_a_site_is_seen_from_its_parent(said, host, seen):
+def test_parent_derives_the_address_of_a_site(said, host, seen):
     caller = Caller("a site", EVERYBODY.calls, host=host)
     assert _servicer._seen_from_here(said, caller) == seen

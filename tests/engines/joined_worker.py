@@ -1,4 +1,4 @@
-"""A worker of two processes, of which the second dies in its first life."""
+"""A worker of two processes whose second process is killed before its restart."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ def main():
     process, processes = jax.process_index(), jax.process_count()
     print(f"life {me.restarts} process {process} of {processes}", flush=True)  # noqa: T201
     if not me.restarts:
-        # The second dies once the first has spoken, which would be ended unheard.
+        # Wait for the first process's output: it is ended together with the second.
         has_spoken = pathlib.Path(sys.argv[1], "has-spoken")
         if process == 0:
             has_spoken.touch()

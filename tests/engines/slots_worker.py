@@ -1,7 +1,7 @@
-"""A worker that moves an element of the center by one, once each: run by test_ray.
+"""A worker that moves element after element of the center by one: run by test_ray.py.
 
-Files in a folder say which it has tried, which were acknowledged, and what it is told
-to do.
+Files in a folder record the elements tried and those acknowledged; the file "stop" ends
+the worker.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""A center that runs, given what is nearly right by every way there is.
+"""Fuzzing of a live center with mutated conversations over every transport.
 
-Others must be answered meanwhile, and afterwards nothing of it may be left.
+A well-behaved worker must be answered meanwhile, and afterwards the center must hold no
+more memory, threads or files than before.
 """
 
 import array
@@ -32,8 +33,8 @@ from agn_optax.service.wire._packets import Parcel, of_bytes
 
 LEASE = 1.0  # seconds
 SLOTS = 64
-LIMIT = 20.0  # seconds that nobody waits for an answer
-_READS = 0.02  # seconds that an enemy reads
+LIMIT = 20.0  # s, timeout for an answer
+_READS = 0.02  # s, timeout of the enemy's reads
 _CALLS = ["Describe", "Alive", "Leave", "Status"]
 _STREAMS = ["Exchange", "Exchange", "Initialize", "Pull"]
 
@@ -42,9 +43,9 @@ class Kind(NamedTuple):
     """A kind of center.
 
     Attributes:
-      codec: by which contributions travel, and answers perhaps.
-      options: of its command, beside the rule.
-      secure: whether it speaks TLS and knows its callers by tokens.
+      codec: name of the rule's codec, see `chaos.model.CODECS`.
+      options: options of its command, besides the rule.
+      secure: whether it uses TLS and tokens.
     """
 
     codec: str = "none"
@@ -62,12 +63,12 @@ KINDS = {
 
 
 class Result(NamedTuple):
-    """What came of it.
+    """The result of fuzzing.
 
     Attributes:
-      before, after: what the center held.
-      answers: that a well-behaved worker got meanwhile.
-      slowest: seconds that it waited for one.
+      before, after: memory, threads and files of the center.
+      answers: number of answers that a well-behaved worker got meanwhile.
+      slowest: its longest wait for an answer, in seconds.
     """
 
     before: Held
@@ -77,17 +78,17 @@ class Result(NamedTuple):
 
 
 def fuzz(seed, count, warm=200, kind="plain"):
-    """Sends ``count`` conversations, after some that warm the center up.
+    """Send ``count`` conversations, after ``warm`` others that warm the center up.
 
     Raises:
-      AssertionError: the center is not what it was.
+      AssertionError: the center holds more than before, or did not answer others.
     """
     kind, own = KINDS[kind], {}
     with (
         Spares(workers=0, centers=0) as spares,
         tempfile.TemporaryDirectory(prefix="agn-optax-fuzz-") as folder,
     ):
-        # Rounds would wait for those who never answer: that is what leases are for.
+        # A short lease, so that rounds do not wait for workers that never answer.
         options = [*kind.options, "--address=127.0.0.1:0", f"--lease={LEASE}"]
         if kind.secure:
             more, own = _secured(pathlib.Path(folder))
@@ -104,7 +105,7 @@ def fuzz(seed, count, warm=200, kind="plain"):
 
 
 def _secured(folder):
-    """Options of a center that asks who calls, and what its callers connect with."""
+    """Return options of a center with TLS and tokens, and settings of its clients."""
     certificate, key = certificates.make(folder)
     token, tokens = secrets.token_hex(16), folder / "tokens"
     tokens.touch(mode=0o600)
@@ -134,7 +135,7 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
 
 
 class _Friend:
-    """A worker that goes on exchanging, on a thread of its own."""
+    """A well-behaved worker that keeps exchanging in a separate thread."""
 
     def __init__(self, center):
         self.answers, self.slowest, self._failure = 0, 0.0, None
@@ -170,7 +171,7 @@ class _Friend:
 
 
 class _Enemy:
-    """Says what is nearly right."""
+    """A client that sends mutated messages."""
 
     def __init__(self, center, rng, tls=None, token=None):
         self._rng, self._tls, self._token = rng, tls, token
@@ -189,12 +190,12 @@ class _Enemy:
     def talk(self, count):
         ways = [self._call, self._stream, self._direct, self._direct]
         for _ in range(count):
-            # Who is refused, or finds it cut off, is not surprised.
+            # Rejected calls and closed connections are expected.
             with contextlib.suppress(OSError, grpc.RpcError):
                 self._rng.choice(ways)()
 
     def _conversation(self):
-        """What a worker would say, in packets: some changed, away, or twice."""
+        """Return the packets of a worker, some of them changed, missing or moved."""
         name = f"enemy {self._rng.randrange(20)}"
         join = pb.Join(
             protocol=_address.PROTOCOL,
@@ -241,7 +242,7 @@ class _Enemy:
         return chosen
 
     def _tree(self):
-        """A contribution: of zeros, or of whatever bytes its leaves may have."""
+        """Return the leaves of a contribution: zeros, or random bytes."""
         if self._rng.random() < 0.5:
             return [np.zeros(leaf.shape, leaf.dtype) for leaf in self._schema.leaves]
         return [
@@ -252,7 +253,7 @@ class _Enemy:
         ]
 
     def _metadata(self):
-        """A token: its own, where there are any, or another; or none."""
+        """Return metadata with the right token or a mutated one; or None."""
         token = self._token
         if token is None or self._rng.random() < 0.2:
             return None
@@ -293,7 +294,7 @@ class _Enemy:
             end.settimeout(_READS)
             end.connect(where)
             if self._tls is not None and self._rng.random() < 0.7:
-                end.settimeout(LIMIT)  # of a handshake
+                end.settimeout(LIMIT)  # for the handshake
                 context = self._tls.context(serves=False)
                 end = context.wrap_socket(end, server_hostname="127.0.0.1")
                 closing.enter_context(end)
@@ -314,7 +315,7 @@ class _Enemy:
                 pass
 
     def _send_file(self, end, packet):
-        """With a descriptor of what may be no segment, or of one that is not whole."""
+        """Send a packet with a descriptor of another file or of an invalid segment."""
         if self._rng.random() < 0.5:
             file, _ = _memory.create(self._rng.choice([4096, 1 << 16]))
         elif self._rng.random() < 0.5:
@@ -330,7 +331,11 @@ class _Enemy:
 
 
 def _settled(pid, before=None):
-    """What a process holds when it has let go of what it lets go of."""
+    """Return what a process holds once it has released its resources.
+
+    Without ``before``, wait until threads and files no longer change; with it, until
+    the process holds no more than before.
+    """
     end = time.monotonic() + LIMIT
     held = Held.by(pid)
     while time.monotonic() < end:

@@ -10,7 +10,7 @@ KINDS = ["local", "server", "shards", "site"]
 
 @contextlib.contextmanager
 def made(kind, rule, params=None, *, messages=None, **settings):
-    """A center as a worker sees it: embedded, served, in two shards, in a tree."""
+    """Yield a center as a worker sees it: embedded, served, in two shards, a site."""
     limits = agn_optax.center if kind == "local" else service
     settings["limits"] = limits.Limits(messages=messages)
     with contextlib.ExitStack() as stack:
@@ -33,7 +33,7 @@ def made(kind, rule, params=None, *, messages=None, **settings):
             if params is not None:
                 center.initialize(params, worker="")
             yield center
-        else:  # a site whose parent it meets rarely
+        else:  # a site that rarely exchanges with its parent
             above = service.Parent(agn_optax.LocalCenter(rule, params), period=1000)
             server = serve(rule, params, parent=above, **settings)
             if params is not None:

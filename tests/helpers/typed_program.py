@@ -1,6 +1,6 @@
-"""A user's program, for a type checker as strict as they come: test_packaging.py.
+"""A user's program for a strict type checker, used by test_packaging.py.
 
-It runs, too: what it says of types is true.
+It also runs, so its type assertions are true.
 """
 
 # mypy: disallow-untyped-calls, warn-return-any
@@ -69,9 +69,17 @@ def with_a_center(where: center.Center) -> int:
         assert_type(own.staleness, int | None)
     snapshot: center.Snapshot = where.pull()
     assert saved.params is params
-    assert_type(snapshot.applied, bool)
     version: int = snapshot.version
     return version
+
+
+def of_an_exchange(session: center.Session, message: center.Submission) -> bool:
+    answer = session.exchange(message)
+    assert_type(answer, center.Answer)
+    assert_type(answer.snapshot, center.Snapshot)
+    assert_type(session.collect(message.sequence), center.Answer | None)
+    assert_type(answer.applied, bool)
+    return answer.applied
 
 
 def served() -> int:
@@ -99,7 +107,7 @@ def embedded() -> int:
 
 
 def wrong() -> None:
-    """Each of these is refused, and a type checker says so before."""
+    """Make calls that fail and that a type checker rejects."""
     rule = rules.downpour()
     where = agn_optax.LocalCenter(rule, jnp.zeros(3))
     for call in (

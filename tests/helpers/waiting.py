@@ -1,14 +1,14 @@
-"""Waiting for what is to come, however busy the machine is."""
+"""Wait for conditions with generous timeouts."""
 
 import threading
 import time
 
-LIMIT = 60  # seconds that nothing takes
-BUSY = 5.0  # seconds that a busy machine may add to what is promised
+LIMIT = 60  # s, generous: no test should come near it
+BUSY = 5.0  # s, that a busy machine may add to an expected time
 
 
 def wait_until(condition, limit=LIMIT, pause=0.002):
-    """Returns as soon as ``condition()`` holds, which is asked after each pause."""
+    """Return as soon as ``condition()`` holds; it is checked after each pause."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, "it does not come"

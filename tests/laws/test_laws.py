@@ -33,8 +33,8 @@ import agn_optax
 STEPS = 21
 PERIODS = [1, 3, 10]
 
-# One program has all inner optimizers, each with parameters of its own. Adam is also
-# alone, as a rule that is given a plain optimizer may take another way.
+# One program has all inner optimizers, each with its own parameters. Adam is also
+# tested alone, as a rule may treat a plain optimizer differently.
 Problem = collections.namedtuple("Problem", ["inner", "params"])
 PROBLEMS = {
     "adam": lambda: Problem(INNERS["adam"](), tree()),
@@ -49,7 +49,7 @@ def problem(request):
 
 
 def at_every_period(drop_in, params, targets):
-    """Runs of ``drop_in(period)``, with the period an argument of one program."""
+    """Run ``drop_in(period)`` with the period as an argument of one program."""
 
     @jax.jit
     def at(period):
@@ -115,7 +115,7 @@ def test_4_diloco_with_center_sgd_1_is_average(problem):
 
 
 def total(params, center):
-    """Σ_i x_i + c, with the workers on the first dimension."""
+    """Return Σ_i x_i + c; the first dimension is that of the workers."""
     return jax.tree.map(lambda x, c: np.sum(x, 0) + np.asarray(c), params, center)
 
 
@@ -146,7 +146,7 @@ def test_5_easgd_conserves_the_sum_of_workers_and_center(rho):
 
 
 @pytest.mark.parametrize("bound", ["workers", None])
-def test_workers_that_begin_with_different_parameters_are_refused(bound):
+def test_workers_with_different_initial_params_are_rejected(bound):
     tx = agn_optax.agn(optax.sgd(0.1), 3, axis_name="workers")
     init = jax.vmap(tx.init, axis_name=bound)
     many = {"w": jnp.zeros((3, 2)), "b": {"c": jnp.zeros((3, 5))}}
@@ -157,13 +157,13 @@ def test_workers_that_begin_with_different_parameters_are_refused(bound):
         match=r"'workers' begin with different parameters, .* params\['b'\]\['c'\]",
     ):
         init(many)
-    # What has no axis is alone: a sweep, say.
+    # Without an axis name the workers are independent, as in a sweep.
     alone = agn_optax.agn(optax.sgd(0.1), 3)
     assert jax.vmap(alone.init)(many).center["w"].shape == (3, 2)
 
 
 def test_5_easgd_with_rate_0_leaves_workers_alone():
-    # A rate of 0 is refused as a constant; as a hyperparameter it may be turned to 0.
+    # A rate of 0 is rejected as a constant, but an injected one may be set to 0.
     inner, params = PROBLEMS["each"]()
     targets = feeds(params, STEPS)
     tx = optax.inject_hyperparams(agn_optax.easgd)(inner, period=3, moving_rate=0.5)
@@ -176,13 +176,13 @@ def test_5_easgd_with_rate_0_leaves_workers_alone():
 
 
 def schedule(periods):
-    """One period after the other, by exchanges."""
+    """Return a schedule that has one of the periods for each exchange."""
     return lambda exchanges: jnp.asarray(periods)[exchanges]
 
 
 @functools.cache
-def apart(rule, inners):
-    """The split form of one optimizer or of several."""
+def split_form(rule, inners):
+    """Return the split form with one inner optimizer or with several."""
     inner = each_inner(inners) if inners else INNERS["adam"]()
     return agn_optax.phases(inner, RULES[rule]())
 
@@ -205,7 +205,7 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
     )
     _, *dropped_in = run(tx, params, targets)
 
-    split = apart(rule, inners)
+    split = split_form(rule, inners)
     in_halves = run_split(split, params, targets, periods)
     assert_close(in_halves, tuple(dropped_in))
 
@@ -219,31 +219,33 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
         start += period
     assert_close(tuple(scanned), in_halves)
 
-    if "easgd" not in rule:  # which adopts a part of the center; the others, all of it
+    if (
+        "easgd" not in rule
+    ):  # easgd adopts a part of the center, the other rules all of it
         for params, state in (in_halves, scanned):
             assert_identical(params, state.center)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_8_the_embedded_center_gives_the_numbers_of_the_split_form(rule):
+def test_8_embedded_center_gives_the_numbers_of_the_split_form(rule):
     params = tree()
     targets = feeds(params, sum(PERIODS))
-    expected, state = run_split(apart(rule, None), params, targets, PERIODS)
+    expected, state = run_split(split_form(rule, None), params, targets, PERIODS)
     center = agn_optax.LocalCenter(RULES[rule](), params)
     worker = agn_optax.Worker(
         center, shared.adam(0.05), period=lambda exchanges: (*PERIODS, 1)[exchanges]
     )
     actual, _ = run_worker(worker, *worker.start(), targets)
     assert worker.exchanges == len(PERIODS)
-    if rule == "dynsgd":  # the anchor's own version is fresh, so nothing is scaled
+    if rule == "dynsgd":  # messages have no staleness, so they are not scaled
         assert worker.staleness == 0
     assert_close(actual, expected, tolerance=1e-6)
     assert_close(center.pull().params, state.center, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("needs_params", [True, False])
-def test_8_a_rule_with_an_adoption_of_its_own(needs_params):
-    """Halfway to the center, from the parameters after the last local step."""
+def test_8_custom_adopt_gives_the_same_numbers_in_both_forms(needs_params):
+    """It adopts the midpoint of the last parameters and the center."""
     halfway = dataclasses.replace(
         shared.agn(shared.sgd(0.3)),
         adopt=lambda x, c: jax.tree.map(lambda x, c: (x + c) / 2, x, c),

@@ -1,4 +1,4 @@
-"""Law 10: masked, frozen, None, empty and scalar leaves, and dtypes, pass unharmed."""
+"""Law 10: dtypes and masked, frozen, None, empty and scalar leaves are preserved."""
 
 import functools
 import itertools
@@ -37,20 +37,20 @@ TREES = {
 }
 
 
-# Every rule trains what has leaves of all kinds; for those of one kind two will do.
+# Every rule trains the tree with all kinds of leaves; two rules train the others.
 CASES = [("all", name) for name in RULES]
 CASES += itertools.product(set(TREES) - {"all"}, ["agn", "easgd_rho"])
 cases = pytest.mark.parametrize(("kind", "name"), sorted(CASES))
 
 
 def descend(tx, params, state):
-    """A step to the minimum at zero."""
+    """Make a step to the minimum at zero."""
     updates, state = tx.update(params, state, params)
     return optax.apply_updates(params, updates), state
 
 
 @cases
-def test_drop_in(kind, name):
+def test_drop_in_preserves_leaves(kind, name):
     params = TREES[kind]
     tx = DROP_INS[name](shared.sgd(0.1), 2)
     state = tx.init(params)
@@ -63,7 +63,7 @@ def test_drop_in(kind, name):
 
 
 @cases
-def test_worker(kind, name):
+def test_worker_preserves_leaves(kind, name):
     center = agn_optax.LocalCenter(RULES[name](), TREES[kind])
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
@@ -112,11 +112,11 @@ def test_bfloat16_stays_bfloat16(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_float32_master_center_under_bfloat16_parameters(rule):
-    """Steps too small for bfloat16 add up in the center, in every form."""
+def test_float32_center_accumulates_steps_below_bfloat16_precision(rule):
+    """Every form of a rule keeps steps that bfloat16 parameters would lose."""
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     steps, period = 64, 2
-    # A step of 2⁻⁹ vanishes next to 1 in bfloat16, unless something keeps it.
+    # A step of 2⁻⁹ vanishes next to 1 in bfloat16.
     inner = shared.sgd(2.0**-9)
     record = shared.agn(shared.sgd(2.0**-9), record_dtype="float32")
     rule = record if rule == "agn" else RULES[rule]()
@@ -140,7 +140,7 @@ def test_float32_master_center_under_bfloat16_parameters(rule):
 
 
 def test_rounding_of_the_anchor_is_not_sent_as_displacement():
-    """A worker that made no progress leaves the master center as it is."""
+    """A worker without progress leaves the center unchanged."""
     center = {"w": jnp.array([1.0 + 2**-12, 3.0 - 2**-11])}
     for rule in (shared.downpour(), shared.average(), shared.agn_window()):
         split = agn_optax.phases(shared.sgd(0.0), rule, center_dtype="float32")
@@ -151,7 +151,7 @@ def test_rounding_of_the_anchor_is_not_sent_as_displacement():
         assert_identical(state.center, center)
 
 
-def test_float32_local_center_under_bfloat16_workers():
+def test_float32_local_center_works_with_bfloat16_workers():
     params = tree("bfloat16")
     center = agn_optax.LocalCenter(shared.average(), dtype="float32")
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
@@ -169,8 +169,8 @@ def test_float32_local_center_under_bfloat16_workers():
 
 @pytest.mark.parametrize("rule", ["agn", "agn_window", "downpour", "diloco"])
 @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
-def test_a_center_narrower_than_the_parameters_is_adopted_as_it_is_kept(rule, narrow):
-    """Compiled: XLA must not skip the rounding on the way to the parameters."""
+def test_params_adopt_the_rounded_values_of_a_narrower_center(rule, narrow):
+    """Under jit, XLA must not skip the rounding on the way to the parameters."""
     params = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
     split = agn_optax.phases(shared.sgd(0.1), RULES[rule](), center_dtype=narrow)
     state = split.init(params)

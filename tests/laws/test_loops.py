@@ -1,4 +1,4 @@
-"""No loop waits for the device, feeds it, or compiles after its second call."""
+"""Training loops do not block, transfer data, or compile after the second call."""
 
 import contextlib
 import functools
@@ -19,8 +19,8 @@ TARGET = jnp.zeros(3)
 step = functools.partial(jax.jit, donate_argnums=(0, 1))
 
 
-# Each gives the first state of a loop, and a call of it: for the drop-in optimizers a
-# step, for the others a period.
+# Each context yields the first state of a loop and a function: a step for the drop-in
+# optimizers, a period for the others.
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def scanned(name):
 
 @functools.cache
 def local_step(tx):
-    """Compiled once for the workers of all kinds of centers."""
+    """Compile a step once for the workers of all kinds of centers."""
     return step(functools.partial(support.step, tx))
 
 
@@ -129,8 +129,8 @@ FORMS = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_compiles_and_nothing_is_sent_after_the_second_call(form, name):
-    # Overlap begins with the second exchange, and its answer comes a round later.
+def test_loop_neither_compiles_nor_transfers_after_the_second_call(form, name):
+    # Overlap begins with the second exchange, and its response comes a round later.
     first = 4 if form == "overlapping" else 2
     with FORMS[form](name) as (loop, call):
         for _ in range(first):
@@ -140,7 +140,8 @@ def test_nothing_compiles_and_nothing_is_sent_after_the_second_call(form, name):
                 loop = call(loop)
 
 
-# An embedded center's loop is in tests/center/test_worker.py; a served one must wait.
+# The loop of an embedded center is tested in tests/center/test_worker.py; that of a
+# served center must wait for the device.
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -148,8 +149,8 @@ def test_nothing_compiles_and_nothing_is_sent_after_the_second_call(form, name):
         ("towers", "agn"),
     ],
 )
-def test_no_call_waits_for_the_device(form, name):
-    """A period is handed over, with its exchange, while its first step computes."""
+def test_loop_does_not_block_on_the_device(form, name):
+    """A whole period and its exchange are dispatched while the first step computes."""
     calls = PERIOD if form == "drop_in" else 1
     with FORMS[form](name) as (loop, call):
         for _ in range(2 * calls):

@@ -1,4 +1,4 @@
-"""Everything works where JAX promotes dtypes strictly, in bfloat16 as well."""
+"""All forms of all rules work under strict dtype promotion in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ def strictly():
 
 
 @rules
-def test_a_drop_in(rule):
+def test_drop_in_works_under_strict_promotion(rule):
     params = tree(DTYPE)
     tx = agn_optax.exchange_every(INNERS["adamw"](), RULES[rule](), PERIOD)
     run(tx, params, feeds(params, 2))
 
 
 @rules
-def test_split_and_round(rule):
+def test_split_and_round_work_under_strict_promotion(rule):
     params = tree(DTYPE)
     split = agn_optax.phases(INNERS["adam"](), RULES[rule](), center_dtype="float32")
 
@@ -43,7 +43,7 @@ def test_split_and_round(rule):
 @pytest.mark.slow
 @rules
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_worker(rule, overlap):
+def test_worker_works_under_strict_promotion(rule, overlap):
     params = tree(DTYPE)
 
     center = agn_optax.LocalCenter(
@@ -62,7 +62,7 @@ def test_a_worker(rule, overlap):
 
 @pytest.mark.slow
 @rules
-def test_towers(rule):
+def test_towers_work_under_strict_promotion(rule):
     towers = agn_optax.Towers(4, workers=2)
     params = tree(DTYPE)
     split = agn_optax.phases(
@@ -98,6 +98,6 @@ def test_towers(rule):
     towers.mean(losses)
 
 
-def test_loss_scaling():
+def test_loss_scaling_works_under_strict_promotion():
     params = tree(DTYPE)
     run(agn_optax.loss_scaling(INNERS["momentum"]()), params, feeds(params, 3))

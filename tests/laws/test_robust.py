@@ -1,4 +1,4 @@
-"""Rounds of workers that are not all trusted: the same in every placement."""
+"""Rounds with robust aggregation: the same numbers in every placement."""
 
 import concurrent.futures
 import dataclasses
@@ -19,6 +19,7 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Journal,
+    Submission,
     Synchronous,
 )
 from agn_optax.center._core import Core
@@ -63,7 +64,7 @@ GRADS = gradients()
 
 
 def mesh_program(made, workers=WORKERS, towers=1, shard_axis=None):
-    """Towers, a step of theirs on gradients of each worker, and what begins."""
+    """Return the towers, their step on gradients of each worker, and an init."""
     mesh = agn_optax.Towers(workers * towers, workers=workers)
     tx = agn_optax.exchange_every(
         INNER,
@@ -72,7 +73,7 @@ def mesh_program(made, workers=WORKERS, towers=1, shard_axis=None):
         axis_name="workers",
         placement=agn_optax.Placement(shard_axis=shard_axis),
     )
-    # The towers of a worker have the same gradients.
+    # All towers of a worker have the same gradients.
     chain = optax.chain(agn_optax.all_reduce("towers"), tx)
 
     def step(state, grads):
@@ -170,7 +171,7 @@ PLACES = {
         ("krum", "easgd"),
     ],
 )
-def test_a_mesh_is_a_synchronous_center(place, name, of):
+def test_mesh_equals_a_synchronous_center(place, name, of):
     found = PLACES[place](rule(name, of))
     assert_close(found, at_a_center(name, of), tolerance=1e-6)
 
@@ -178,7 +179,7 @@ def test_a_mesh_is_a_synchronous_center(place, name, of):
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_axis", ["towers", ("towers", "workers"), "workers"])
 @pytest.mark.parametrize("name", ["median", "krum"])
-def test_islands(name, shard_axis):
+def test_workers_of_two_towers_equal_a_synchronous_center(name, shard_axis):
     """Four workers of two towers: shards within a worker, across workers, and both."""
     how = robust.krum(1) if name == "krum" else COMBINATIONS[name]
     if name == "krum":
@@ -190,7 +191,7 @@ def test_islands(name, shard_axis):
 
 
 def least_distance(messages, total):
-    """The message that is nearest to the others: Krum, of any number of them."""
+    """Return the message nearest to the others: Krum for any number of messages."""
 
     def squares(m):
         differences = jnp.square(m[:, None] - m[None]).reshape(len(m), len(m), -1)
@@ -203,7 +204,7 @@ def least_distance(messages, total):
 @pytest.mark.parametrize(
     "name", ["median", pytest.param("krum", marks=pytest.mark.slow)]
 )
-def test_of_what_travels_encoded(name):
+def test_encoded_messages_are_combined_equally_in_every_placement(name):
     codec = codecs.error_feedback(codecs.quantize(4, block=5))
     made = rule(name, "average", codec)
     expected = embedded(made)
@@ -215,7 +216,7 @@ def test_of_what_travels_encoded(name):
 
 @pytest.mark.parametrize("bad", [np.nan, 1e20, -np.inf])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "radial"])
-def test_one_arbitrary_worker_does_not_move_the_center_beyond_the_others(name, bad):
+def test_one_arbitrary_worker_keeps_the_center_in_the_range_of_others(name, bad):
     grads = jax.tree.map(lambda g: g[:PERIOD], GRADS)
     ends = jax.tree.map(lambda p, g: p - 0.25 * g.sum(axis=0), PARAMS, grads)
     attacked = jax.tree.map(lambda g: g.copy(), GRADS)
@@ -241,7 +242,7 @@ def first_round(made, grads):
     return jax.tree.map(np.asarray, mesh.center_params(state[1]))
 
 
-def test_workers_may_be_permuted():
+def test_permuting_the_workers_changes_nothing():
     order = [3, 1, 7, 0, 5, 2, 6, 4]
     permuted = jax.tree.map(lambda g: g[:, order], GRADS)
     for name in ("median", "krum"):
@@ -249,7 +250,7 @@ def test_workers_may_be_permuted():
         assert_close(over_vmap(rule(name), permuted), expected, tolerance=1e-6)
 
 
-def test_pieces_go_all_to_all():
+def test_mesh_sends_pieces_by_all_to_all():
     size = 8 * 1000
     for name in ("median", "krum"):
         mesh = agn_optax.Towers(WORKERS, workers=WORKERS)
@@ -266,7 +267,7 @@ def test_pieces_go_all_to_all():
         assert sent.bytes_sent == pieces
 
 
-def test_krum_looks_at_the_whole_tree_where_exchanges_go_by_groups(monkeypatch):
+def test_krum_uses_the_whole_tree_with_leaf_groups(monkeypatch):
     expected = over_vmap(rule("krum"))
     monkeypatch.setattr(_leafwise, "LEAST", 1)
     again = dataclasses.replace(rule("krum"), name="again")
@@ -274,33 +275,33 @@ def test_krum_looks_at_the_whole_tree_where_exchanges_go_by_groups(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [None, Asynchronous(), BoundedStaleness(versions=2)])
-def test_a_center_that_takes_messages_one_by_one_refuses(mode):
+def test_center_without_rounds_rejects_robust_aggregation(mode):
     with pytest.raises(
-        errors.InvalidArgumentError, match=r"'average' .* by median, .* one by one"
+        errors.InvalidArgumentError, match=r"'average' with median, .* one by one"
     ):
         agn_optax.LocalCenter(rule("median"), PARAMS, mode=mode)
 
 
-def test_a_round_of_too_few_moves_nothing():
+def test_round_of_too_few_messages_leaves_the_center_unchanged():
     made = dataclasses.replace(rules.average(), combine=robust.krum(1))
     center = agn_optax.LocalCenter(made, jnp.ones(3), mode=Synchronous())
     sessions = [center.join(f"worker-{i}") for i in range(4)]
     for session in sessions:
-        session.submit(1, np.ones(3, "f4"), anchor_version=0)
+        session.submit(Submission(1, np.ones(3, "f4"), anchor_version=0))
     for session in sessions:
         with pytest.raises(errors.InvalidArgumentError, match="5 messages at least"):
             session.collect(1)
     assert center.pull().version == 0
     np.testing.assert_array_equal(center.pull().params, 1.0)
     sessions.append(center.join("worker-4"))
-    for session in sessions:  # the same exchange, in a round that is large enough
-        session.submit(1, np.ones(3, "f4"), anchor_version=0)
+    for session in sessions:  # repeat the exchange in a round that is large enough
+        session.submit(Submission(1, np.ones(3, "f4"), anchor_version=0))
     assert sessions[0].collect(1).version == 1
     np.testing.assert_array_equal(center.pull().params, 0.0)
 
 
 @pytest.mark.parametrize("name", ["median", "krum"])
-def test_a_journal_repeats_a_round(name, tmp_path):
+def test_journal_replays_a_round(name, tmp_path):
     keeps = {"mode": Synchronous(late="weighted"), "durability": Journal(tmp_path)}
     center = agn_optax.LocalCenter(rule(name), jnp.ones(3), **keeps)
     sessions = [center.join(f"worker-{i}") for i in range(WORKERS)]
@@ -308,7 +309,7 @@ def test_a_journal_repeats_a_round(name, tmp_path):
     for version in range(2):
         for session in sessions:
             message = rng.normal(size=3).astype("f4")
-            session.submit(version + 1, message, anchor_version=version)
+            session.submit(Submission(version + 1, message, anchor_version=version))
         for session in sessions:
             assert session.collect(version + 1).version == version + 1
             session.acknowledge(version + 1)
@@ -319,18 +320,18 @@ def test_a_journal_repeats_a_round(name, tmp_path):
     again.close()
 
 
-def test_a_mesh_of_too_few_is_refused():
+def test_mesh_of_too_few_workers_is_rejected():
     grads = jax.tree.map(lambda g: g[:, :4], GRADS)
     with pytest.raises(errors.InvalidArgumentError, match="and here are 4"):
         over_vmap(rule("krum"), grads)
 
 
-def test_shards_cannot_look_at_whole_messages():
+def test_sharded_center_rejects_aggregation_of_whole_messages():
     centers = [
         agn_optax.LocalCenter(rule("krum"), jnp.ones(3), mode=Synchronous())
         for _ in range(2)
     ]
-    with pytest.raises(errors.InvalidArgumentError, match=r"krum\(2\) looks at whole"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"krum\(2\): each shard has"):
         ShardedCenter(centers)
     assert ShardedCenter(centers[:1]).rule.combine is rule("krum").combine
     medians = [
@@ -343,11 +344,11 @@ def test_shards_cannot_look_at_whole_messages():
 @pytest.mark.parametrize(
     ("name", "fragments", "why"),
     [
-        ("krum", {}, r"looks at whole messages \(krum\(2\)\), and a fragment"),
-        ("median", {"delay": 1, "eager": True}, "by median of rule 'average' no mes"),
+        ("krum", {}, r"with krum\(2\): a fragment has a part"),
+        ("median", {"delay": 1, "eager": True}, "'average' with median: .* no message"),
     ],
 )
-def test_fragments_of_what_needs_the_whole(name, fragments, why):
+def test_fragments_reject_unsupported_robust_aggregation(name, fragments, why):
     with pytest.raises(errors.InvalidArgumentError, match=why):
         agn_optax.phases(
             INNER,
@@ -357,7 +358,7 @@ def test_fragments_of_what_needs_the_whole(name, fragments, why):
         )
 
 
-def test_all_fragments_at_once_are_the_whole_for_a_median():
+def test_all_fragments_at_once_equal_no_fragments_for_median():
     expected = over_vmap(rule("median"))
     found = over_vmap(
         rule("median"), fragments=agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
@@ -365,8 +366,8 @@ def test_all_fragments_at_once_are_the_whole_for_a_median():
     assert_close(found, expected, tolerance=1e-6)
 
 
-def test_a_site_does_not_send_its_parent_what_it_leaves_out():
+def test_robust_aggregation_is_rejected_at_a_site_with_a_parent():
     parent = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), PARAMS)
     core = Core(rule("median"), PARAMS, mode=Synchronous())
-    with pytest.raises(errors.InvalidArgumentError, match="also those that median"):
+    with pytest.raises(errors.InvalidArgumentError, match="with median of this center"):
         Uplink(core, parent, period=2, name="site")

@@ -1,4 +1,4 @@
-"""What a round makes of messages that are not all trusted: laws of the functions."""
+"""Robust aggregation functions: the combined message of a round."""
 
 import itertools
 
@@ -33,14 +33,14 @@ def messages(count, seed=0, spread=1.0):
     return {"w": leaf(3, 4), "b": leaf(5), "s": leaf(), "none": None, "e": leaf(0, 2)}
 
 
-def one_of(how, tree):
+def combined(how, tree):
     return jax.tree.map(
         np.asarray, jax.jit(lambda m: how.of(m, robust.whole_total))(tree)
     )
 
 
-def nearest(tree, faulty, keep):
-    """Krum, message by message, in double precision."""
+def krum_reference(tree, faulty, keep):
+    """Compute Krum one message at a time in double precision."""
     rows = np.concatenate(
         [np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(tree)], axis=1
     ).astype("f8")
@@ -56,22 +56,24 @@ def nearest(tree, faulty, keep):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 6, 9, 32, 33])
-def test_the_equations(count):
+def test_robust_functions_match_their_equations(count):
     tree = messages(count)
     expected = jax.tree.map(lambda x: np.median(x, axis=0), tree)
-    assert_close(one_of(robust.median(), tree), expected, tolerance=1e-6)
+    assert_close(combined(robust.median(), tree), expected, tolerance=1e-6)
     b = int(np.ceil(0.2 * count))
     expected = jax.tree.map(
         lambda x: np.sort(x, axis=0)[b : count - b].mean(axis=0), tree
     )
-    assert_close(one_of(robust.trimmed_mean(0.2), tree), expected, tolerance=1e-6)
-    assert_close(one_of(robust.krum(1), tree), nearest(tree, 1, 1), tolerance=1e-6)
+    assert_close(combined(robust.trimmed_mean(0.2), tree), expected, tolerance=1e-6)
+    assert_close(
+        combined(robust.krum(1), tree), krum_reference(tree, 1, 1), tolerance=1e-6
+    )
     keep = robust.krum(1, keep=2)
-    assert_close(one_of(keep, tree), nearest(tree, 1, 2), tolerance=1e-6)
+    assert_close(combined(keep, tree), krum_reference(tree, 1, 2), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("count", range(1, 18))
-def test_all_are_put_in_order(count):
+def test_in_order_sorts_any_number_of_messages(count):
     values = np.random.default_rng(count).integers(0, 9, (count, 200)).astype("f4")
     found = np.stack(robust._in_order(jnp.asarray(values)))
     np.testing.assert_array_equal(found, np.sort(values, axis=0))
@@ -79,14 +81,14 @@ def test_all_are_put_in_order(count):
 
 @pytest.mark.parametrize("bad", ARBITRARY)
 @every
-def test_one_arbitrary_message_does_not_lead_beyond_the_others(name, bad):
+def test_one_arbitrary_message_stays_within_the_range_of_others(name, bad):
     for count in (6, 7):
         tree = messages(count, seed=count)
         others = jax.tree.map(lambda x: x[1:], tree)
         attacked = jax.tree.map(lambda x: x.copy(), tree)
         for leaf in jax.tree.leaves(attacked):
             leaf[0] = bad
-        made = one_of(ALL[name], attacked)
+        made = combined(ALL[name], attacked)
         for found, good in zip(
             jax.tree.leaves(made), jax.tree.leaves(others), strict=True
         ):
@@ -94,37 +96,38 @@ def test_one_arbitrary_message_does_not_lead_beyond_the_others(name, bad):
             assert (found <= good.max(axis=0, initial=-np.inf)).all()
 
 
-def test_krum_takes_none_of_a_message_that_is_bad_somewhere():
+def test_krum_rejects_a_message_with_one_bad_leaf():
     tree = messages(5, spread=0.1)
     tree["s"][2] = 50.0
-    made = one_of(robust.krum(1), tree)
+    made = combined(robust.krum(1), tree)
     assert any(np.array_equal(made["w"], tree["w"][i]) for i in (0, 1, 3, 4))
 
 
 @every
-def test_without_an_attack_it_is_close_to_the_mean(name):
+def test_robust_functions_are_close_to_the_mean_without_attack(name):
     tree = messages(25)
-    made, means = one_of(ALL[name], tree), jax.tree.map(lambda x: x.mean(0), tree)
-    # Of 25 normal numbers the mean is off by 0.2, the median by 0.25; one alone by 1.
+    made, means = combined(ALL[name], tree), jax.tree.map(lambda x: x.mean(0), tree)
+    # The standard error of 25 normal numbers is 0.2 for the mean, 0.25 for the median;
+    # that of one number is 1.
     most = {"krum": 1.5, "multi-krum": 0.8}.get(name, 0.4)
     for found, mean in zip(jax.tree.leaves(made), jax.tree.leaves(means), strict=True):
         assert np.sqrt(np.mean((found - mean) ** 2) if mean.size else 0.0) < most
 
 
 @every
-def test_the_order_of_the_workers_is_nothing(name):
+def test_robust_functions_ignore_the_order_of_workers(name):
     tree = messages(6)
-    made = one_of(ALL[name], tree)
+    made = combined(ALL[name], tree)
     for order in itertools.islice(itertools.permutations(range(6)), 1, 720, 101):
         other = jax.tree.map(lambda x, o=list(order): x[o], tree)
-        assert_close(one_of(ALL[name], other), made, tolerance=1e-6)
+        assert_close(combined(ALL[name], other), made, tolerance=1e-6)
 
 
 @every
-def test_messages_that_are_alike_are_that_message(name):
+def test_equal_messages_combine_to_that_message(name):
     tree = jax.tree.map(lambda x: np.stack([x[0]] * 6), messages(6))
     expected = jax.tree.map(lambda x: x[0], tree)
-    assert_close(one_of(ALL[name], tree), expected, tolerance=1e-6)
+    assert_close(combined(ALL[name], tree), expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +138,9 @@ def test_messages_that_are_alike_are_that_message(name):
         ("trimmed_mean", 2, r"trimmed_mean\(0\.2\) leaves out 1 of 2"),
     ],
 )
-def test_too_few_are_refused(name, count, why):
+def test_too_few_messages_are_rejected(name, count, why):
     with pytest.raises(errors.InvalidArgumentError, match=why):
-        one_of(ALL[name], messages(count))
+        combined(ALL[name], messages(count))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +161,12 @@ def test_too_few_are_refused(name, count, why):
         ),
     ],
 )
-def test_bad_settings(make, why):
+def test_invalid_combine_settings_are_rejected(make, why):
     with pytest.raises(errors.InvalidArgumentError, match=why):
         make()
 
 
-def test_names_for_the_command_line():
+def test_named_rule_selects_combine():
     made = rules.named({"rule": "average", "combine": "krum"})
     assert str(made.combine) == "krum(1)"
     assert not made.is_summed
@@ -177,7 +180,7 @@ def test_names_for_the_command_line():
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_lengths_and_directions_are_averaged_apart(count):
+def test_radial_averages_lengths_and_directions_separately(count):
     tree = messages(count, spread=3.0)
 
     def of_leaf(rows):
@@ -189,19 +192,19 @@ def test_lengths_and_directions_are_averaged_apart(count):
         return (lengths.mean() * way).reshape(rows.shape[1:])
 
     expected = jax.tree.map(of_leaf, tree)
-    assert_close(one_of(robust.radial(), tree), expected, tolerance=1e-5)
+    assert_close(combined(robust.radial(), tree), expected, tolerance=1e-5)
     zeros = jax.tree.map(np.zeros_like, tree)
-    found = one_of(robust.radial(), zeros)
+    found = combined(robust.radial(), zeros)
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
 def radial_round(messages):
-    """One message of all, on a mesh or in a synchronous round."""
+    """Combine all messages at once, as on a mesh or in a synchronous round."""
     return robust.radial().of(messages, robust.whole_total)
 
 
 def radial_one_by_one(messages):
-    """The same where messages come one by one, as the center descends along it."""
+    """Combine messages one after the other, with the buffered center optimizer."""
     tx = center_optimizers.buffered(optax.sgd(1.0), messages.shape[0], combine="radial")
     state = tx.init(messages[0])
     for message in messages:
@@ -216,8 +219,8 @@ RADIAL = {
 radial = pytest.mark.parametrize("made_by", RADIAL)
 
 
-def opposite(shape, dtype, cases=200):
-    """Pairs of messages in opposite directions, of lengths of their own."""
+def opposite_pairs(shape, dtype, cases=200):
+    """Return pairs of messages in opposite directions with different lengths."""
     rng = np.random.default_rng(0)
     first = rng.normal(size=(cases, *shape))
     sizes = np.exp(rng.normal(size=(cases, 1, *(1 for _ in shape))))
@@ -232,17 +235,17 @@ def lengths_of(messages):
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (64, 3)])
 @radial
 def test_radial_mean_of_opposite_messages_is_zero(made_by, shape, dtype):
-    messages = opposite(shape, dtype)
+    messages = opposite_pairs(shape, dtype)
     made = np.float64(RADIAL[made_by](messages)).reshape(len(messages), -1)
     sizes = np.linalg.norm(made, axis=1) / lengths_of(messages).mean(axis=1)
-    # Its directions are rounded, to float32 or (one by one) to the center's dtype.
+    # Directions are rounded to float32, or (one by one) to the center's dtype.
     assert sizes.max() <= 64 * float(jnp.finfo(dtype).eps) / 2
 
 
 @radial
 def test_radial_mean_is_continuous_where_directions_cancel(made_by):
-    """A last place of the messages is a few of the radial mean, at any angle."""
-    # Two messages of length 1, at angles around the opposite direction.
+    """Changing the last bit of the messages changes the radial mean by a few bits."""
+    # Pairs of messages of length 1, nearly opposite.
     turn = np.concatenate([[0.0], np.geomspace(1e-8, 0.2, 100)])
     turn = np.concatenate([-turn, turn])
     first = np.broadcast_to([1.0, 0.0], (len(turn), 2))
@@ -251,14 +254,14 @@ def test_radial_mean_is_continuous_where_directions_cancel(made_by):
     made = RADIAL[made_by](messages)
     rounded = RADIAL[made_by](messages * (1 + jnp.finfo("float32").eps))
     np.testing.assert_allclose(made, rounded, atol=64 * 1.2e-7)
-    # Along the sum of both, and so long as the part of 1 that they agree in, times 32.
+    # The result points along the sum; below an agreement of 1 / 32 it shrinks to 0.
     w = np.float64(messages).sum(axis=1)
     agreement = np.linalg.norm(w, axis=1) / 2
     expected = w / 2 / np.maximum(agreement, 1 / 32)[:, None]
     np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
-def test_float64_stays_what_it_is():
+def test_robust_functions_keep_float64():
     with jax.enable_x64(True):
         tree = jax.tree.map(lambda x: jnp.asarray(x, "f8"), messages(5))
         for how in ALL.values():

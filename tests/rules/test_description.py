@@ -1,4 +1,4 @@
-"""Descriptions of trees, and how two of them differ."""
+"""Descriptions of trees, and the first difference between two of them."""
 
 import collections
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     ],
 )
 @pytest.mark.parametrize("dtypes", [True, False])
-def test_the_first_difference_in_words(mine, theirs, words, dtypes):
+def test_difference_describes_the_first_differing_leaf(mine, theirs, words, dtypes):
     found = Description(mine).difference(
         Description(theirs), "I have", "you have", dtypes=dtypes
     )
@@ -44,7 +44,7 @@ def test_the_first_difference_in_words(mine, theirs, words, dtypes):
         assert found.startswith(words.replace("{}", "['a'] float32"))
 
 
-def test_dtypes_differ_if_they_count():
+def test_dtypes_differ_only_if_compared():
     mine, theirs = Description([A]), Description([A._replace(dtype="bfloat16")])
     words = mine.difference(theirs, "it has", "center has")
     assert words == "it has ['a'] float32[2, 3], where center has ['a'] bfloat16[2, 3]"
@@ -61,7 +61,7 @@ def test_dtypes_differ_if_they_count():
         None,
     ],
 )
-def test_a_tree_of_plain_containers_can_be_built_again(tree):
+def test_tree_of_plain_containers_can_be_rebuilt(tree):
     described = trees.describe(tree)
     again = description.rebuild(described.structure, iter(jax.tree.leaves(tree)))
     assert_identical(again, tree)
@@ -74,16 +74,16 @@ def test_a_tree_of_plain_containers_can_be_built_again(tree):
 @pytest.mark.parametrize(
     "tree", [Pair(jnp.ones(1), None), collections.OrderedDict(a=jnp.ones(1))]
 )
-def test_other_containers_are_not_told(tree):
+def test_custom_containers_have_no_structure(tree):
     assert trees.describe(tree).structure is None
 
 
-def test_leaves_that_numpy_does_not_know():
+def test_leaf_of_non_numpy_dtype_is_described():
     (leaf,) = trees.describe({"key": jax.random.key(0)}).leaves
     assert str(leaf) == "['key'] key<fry>[]"
 
 
-def test_trees_that_are_the_same_but_for_their_dtypes_pass():
+def test_same_tree_ignores_dtypes():
     check.same_tree({"a": jnp.ones(2)}, {"a": np.ones(2, np.int8)}, "one", "other")
     with pytest.raises(errors.TreeMismatchError, match="one and other have the same l"):
         check.same_tree([jnp.ones(2)], (jnp.ones(2),), "one", "other")

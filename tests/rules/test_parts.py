@@ -1,4 +1,4 @@
-"""Parts of a tree: cut and joined, balanced, and the same for everybody."""
+"""Parts of a tree: cutting, joining and balancing them."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,7 +15,7 @@ SHAPES = st.lists(
 
 
 def arrays(shapes):
-    """Of these shapes, all elements different, in containers with a None among them."""
+    """Return a tree of these shapes, with distinct elements and a None as a leaf."""
     ends = np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes)])
     leaves = [
         np.arange(begin, end, dtype=np.float32).reshape(shape)
@@ -26,7 +26,7 @@ def arrays(shapes):
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
-def test_what_is_cut_is_joined_again(shapes, count, rows):
+def test_join_undoes_cut(shapes, count, rows):
     tree = arrays(shapes)
     parts = _parts.balanced(tree, count, rows=rows)
     pieces = parts.cut(tree)
@@ -37,7 +37,7 @@ def test_what_is_cut_is_joined_again(shapes, count, rows):
 
 
 @hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
-def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
+def test_parts_are_balanced_and_depend_only_on_shapes(shapes, count, rows):
     tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     parts = _parts.balanced(tree, count, rows=rows)
     numpy = [np.empty(shape, "float16") for shape in shapes]  # only shapes count
@@ -53,7 +53,7 @@ def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
     ]
     total = sum(int(np.prod(shape, dtype=int)) for shape in shapes)
     assert sum(loads) == total
-    # What cannot be cut any further: a row, or a leaf.
+    # The largest unit that cannot be cut further: a row, or a leaf.
     least = [shape[rows:] for shape in shapes if shape]
     uncut = max((int(np.prod(shape, dtype=int)) for shape in least), default=1)
     assert max(loads) <= 2 * (total / count) + max(uncut, 1)
@@ -74,7 +74,7 @@ def test_pieces_of_a_leaf_are_in_the_order_of_its_rows(shapes, count):
         assert len(own) <= count
 
 
-def test_a_leaf_that_must_stay_whole():
+def test_leaves_stay_whole_without_row_cuts():
     tree = {"large": jnp.ones((100, 10)), "small": jnp.ones(3)}
     cut = _parts.balanced(tree, 3).cut(tree)
     assert [jnp.shape(part["large"]) for part in cut] == [(33, 10), (33, 10), (34, 10)]
@@ -82,7 +82,7 @@ def test_a_leaf_that_must_stay_whole():
     assert [part["large"] is None for part in whole] == [False, True, True]
 
 
-def test_a_state_is_cut_as_the_tree_that_it_belongs_to():
+def test_state_is_cut_like_the_tree_it_belongs_to():
     parts = _parts.balanced([jnp.ones(4), jnp.ones(3)], 2)
     state = {"count": jnp.ones(()), "mu": [jnp.arange(4.0), jnp.arange(3.0)]}
     owners = {"count": _parts.SHARED, "mu": _parts.numbers(state["mu"])}

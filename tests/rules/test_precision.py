@@ -1,4 +1,4 @@
-"""Parameters in one dtype and a center in another: who is rounded, and when."""
+"""Parameters and a center of different dtypes: what is rounded, and when."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ pairs = pytest.mark.parametrize(("dtype", "center_dtype"), PAIRS)
 
 
 def numbers(dtype, seed=0):
-    """Of the size of 1, with all the digits of their dtype."""
+    """Return numbers near 1 with all the digits of their dtype."""
     values = np.random.default_rng(seed).uniform(0.5, 2.0, 257)
     return jnp.asarray(values, jnp.float32).astype(dtype)
 
 
 def exchanged(form, rule, params, center):
-    """Parameters and center after an exchange that ends a round of still gradients."""
+    """Return parameters and center after an exchange with zero gradients."""
     still = jnp.zeros_like(params)
     if form == "worker":
         kept = agn_optax.LocalCenter(rule, center)
@@ -50,9 +50,7 @@ def exchanged(form, rule, params, center):
 
 @pairs
 @pytest.mark.parametrize("form", ["worker", "drop_in", "split"])
-def test_a_worker_that_gives_nothing_to_the_spring_stays_what_it_is(
-    form, dtype, center_dtype
-):
+def test_negligible_elastic_force_changes_nothing(form, dtype, center_dtype):
     params, center = numbers(dtype), numbers(center_dtype, seed=1)
     rule = rules.easgd(1e-30)
     assert_identical(exchanged(form, rule, params, center), (params, center))
@@ -60,10 +58,8 @@ def test_a_worker_that_gives_nothing_to_the_spring_stays_what_it_is(
 
 @pairs
 @pytest.mark.parametrize("form", ["worker", "drop_in", "split"])
-def test_the_spring_takes_what_it_gives_but_for_the_last_rounding(
-    form, dtype, center_dtype
-):
-    # Close to each other, so that what they exchange is far smaller than they are.
+def test_elastic_exchange_preserves_the_sum_up_to_rounding(form, dtype, center_dtype):
+    # Close to each other, so that the force is far smaller than the values.
     params = numbers(dtype)
     center = (params.astype("float32") * 1.03).astype(center_dtype)
     total = np.float64(params) + np.float64(center)
@@ -79,7 +75,7 @@ def test_the_spring_takes_what_it_gives_but_for_the_last_rounding(
 
 @pairs
 @pytest.mark.parametrize("form", ["worker", "split"])
-def test_a_force_larger_than_the_parameters_is_rounded_with_them(
+def test_elastic_force_larger_than_the_params_is_rounded_once(
     form, dtype, center_dtype
 ):
     params, center = numbers(dtype), 50 * numbers(center_dtype, seed=1)
@@ -93,8 +89,8 @@ def test_a_force_larger_than_the_parameters_is_rounded_with_them(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("steps", [1, 257, 70_000])
 @pytest.mark.parametrize("name", ["downpour", "agn_window", "easgd"])
-def test_a_contribution_tells_the_parameters_it_was_made_of(name, steps, dtype):
-    """However many steps it is of: float16 has no 70,000, and bfloat16 no 257."""
+def test_params_are_recovered_from_a_contribution(name, steps, dtype):
+    """The steps may exceed the dtype: float16 has no 70,000, and bfloat16 no 257."""
     rule = {"easgd": rules.easgd(0.5)}.get(name) or getattr(rules, name)()
     anchor, params, steps = numbers(dtype), numbers(dtype, seed=1), jnp.int32(steps)
     params = params.at[0].set(anchor[0])
@@ -102,7 +98,7 @@ def test_a_contribution_tells_the_parameters_it_was_made_of(name, steps, dtype):
         sent = jax.jit(rule.contribution)((), params, anchor, steps)
         recover = jax.jit(rule.contribution.recover)
         found = recover(sent, jnp.zeros_like(params), anchor, steps)
-    # As far as the contribution, rounded and perhaps subnormal, can tell.
+    # The tolerance allows for a contribution that is rounded or subnormal.
     rounding = 2 * float(jnp.finfo(dtype).eps) + float(steps) * float(
         jnp.finfo(dtype).smallest_subnormal
     )

@@ -1,4 +1,4 @@
-"""Schedules of center optimizers: at exchanges, at the rate of the local steps."""
+"""Learning-rate schedules of center optimizers, by exchanges and by local steps."""
 
 import logging
 
@@ -27,7 +27,7 @@ SGD = {
 
 
 def center_after(tx, steps):
-    """Of one parameter whose gradient is 1 at every step."""
+    """Return the center after steps on one parameter whose gradient is always 1."""
     params = jnp.zeros(())
     feeds = jnp.zeros((steps,))
 
@@ -43,17 +43,17 @@ def center_after(tx, steps):
 
 
 @pytest.mark.parametrize("name", SGD)
-def test_the_center_moves_at_the_rate_of_the_last_local_step(name):
+def test_center_moves_at_the_rate_of_the_last_local_step(name):
     tx = agn_optax.agn(SGD[name](), period=3)
     assert center_after(tx, 6) == pytest.approx(-float(RATES[2] + RATES[5]))
 
 
-def test_rounds_of_other_lengths():
+def test_schedule_follows_local_steps_when_the_period_changes():
     tx = agn_optax.agn(SGD["sgd"](), period=lambda exchanges: 2 + 2 * exchanges)
     assert center_after(tx, 6) == pytest.approx(-float(RATES[1] + RATES[5]))
 
 
-def test_a_center_of_ones_own_counts_exchanges_and_is_told_of(caplog):
+def test_explicit_center_schedule_counts_exchanges_with_a_warning(caplog):
     tx = agn_optax.agn(optax.sgd(0.1), period=3, center=SGD["injected"]())
     with caplog.at_level(logging.WARNING, "agn_optax"):
         assert center_after(tx, 6) == pytest.approx(-float(RATES[0] + RATES[1]))
@@ -66,8 +66,8 @@ def test_a_center_of_ones_own_counts_exchanges_and_is_told_of(caplog):
     assert rules.by_local_steps(by_steps) is by_steps
 
 
-def test_only_schedules_are_moved_on():
-    """Adam tells by its count how many updates its moments are made of."""
+def test_by_local_steps_advances_only_schedule_counters():
+    """Adam's own count must stay the number of updates in its moments."""
     by_steps = rules.by_local_steps(optax.adam(rate))
     _, state = by_steps.update(
         jnp.ones(()), by_steps.init(jnp.ones(())), steps=jnp.int32(4)
@@ -76,7 +76,7 @@ def test_only_schedules_are_moved_on():
     assert sorted(counts) == [1, 4]
 
 
-def test_the_same_by_groups_of_leaves(monkeypatch):
+def test_by_local_steps_is_equal_in_leaf_groups(monkeypatch):
     params = support.tree()
     feeds = support.feeds(params, 6)
     by_steps = rules.by_local_steps(optax.adam(rate))
@@ -89,7 +89,7 @@ def test_the_same_by_groups_of_leaves(monkeypatch):
     support.assert_close(*found)
 
 
-def test_where_nobody_counts_local_steps_it_is_refused():
+def test_by_local_steps_is_rejected_without_step_count():
     rule = rules.agn(rules.by_local_steps(SGD["sgd"]()))
     with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
         agn_optax.LocalCenter(rule, {"w": jnp.ones(2)})

@@ -1,4 +1,4 @@
-"""Exchanges beside gRPC: over sockets of their own, and through shared memory."""
+"""Direct connections beside gRPC: over sockets and through shared memory."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from helpers.waiting import BUSY, wait_until
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal.background import in_background
-from agn_optax.center import Synchronous
+from agn_optax.center import Submission, Synchronous
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _connection, _memory, _socket
@@ -36,9 +36,9 @@ from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD, MOST_CONTROL, Reader
 
-RULE = shared.downpour()  # whose center goes where its messages point away from
-LIMIT = 20  # seconds that nothing here takes
-SIZE = 50_000  # elements: large enough to be worth shared memory
+RULE = shared.downpour()  # the center subtracts each message
+LIMIT = 20  # s, generous: no test should come near it
+SIZE = 50_000  # elements, enough for shared memory to be used
 TRANSPORTS = ["memory", "socket", "grpc"]
 pytestmark = pytest.mark.usefixtures("patient_dials")
 
@@ -63,7 +63,7 @@ def made(*transports, rule=RULE, params=None, **settings):
 
 
 def connect(server, *transports, rule=RULE, **settings):
-    """By some transports; by any if none is said."""
+    """Connect over the given transports; over any if none is given."""
     settings = {"timeout": LIMIT, **settings}
     names = transports or TRANSPORTS
     return service.connect(server.address, rule, transports=names, **settings)
@@ -74,7 +74,7 @@ def links(center):
 
 
 def way(center):
-    """How a connected center's exchanges travel."""
+    """Return the transport of the only session of a connected center."""
     (link,) = links(center)
     return type(link).__name__.removesuffix("Link").lower()
 
@@ -84,7 +84,7 @@ def listener(server, name="socket"):
 
 
 def accepted(server):
-    """The service's ends of all direct connections."""
+    """Return the server's ends of all direct connections."""
     return [
         each
         for name in ("memory", "socket")
@@ -93,7 +93,7 @@ def accepted(server):
     ]
 
 
-# What travels is the same.
+# Results are the same over every transport.
 
 
 @functools.cache
@@ -115,12 +115,12 @@ def trained(transport, rule):
 
 @pytest.mark.parametrize("rule", ["agn", "easgd", "diloco", "average"])
 @pytest.mark.parametrize("other", [pytest.param("memory", marks=shares), "socket"])
-def test_every_way_gives_the_same_numbers(other, rule):
+def test_every_transport_gives_identical_results(other, rule):
     assert_identical(trained(other, rule), trained("grpc", rule))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_narrow_wire(transport, dtype):
+def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
     rule = dataclasses.replace(RULE, codec=codecs.cast(dtype))
     with made(rule=rule) as (server, _):
         with connect(server, transport, rule=rule) as center:
@@ -131,8 +131,8 @@ def test_a_narrow_wire(transport, dtype):
         np.testing.assert_array_equal(answer.params["b"], -1.0)
 
 
-def test_a_narrow_message_and_a_wide_answer(transport):
-    """As of a worker with bfloat16 parameters: each has a segment of its own size."""
+def test_bfloat16_message_gets_a_float32_answer(transport):
+    """For a worker with bfloat16 parameters; the two segments have different sizes."""
     with made(transport) as (_, center):
         ones = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         for version in range(3):
@@ -142,7 +142,7 @@ def test_a_narrow_message_and_a_wide_answer(transport):
         np.testing.assert_array_equal(answer.params["w"], 1.0 - 3)
 
 
-def test_a_tree_without_elements(transport):
+def test_tree_without_elements_is_exchanged(transport):
     for params in ({}, {"w": jnp.zeros((0, 3))}):
         with made(transport, params=params) as (_, center):
             assert (
@@ -151,8 +151,8 @@ def test_a_tree_without_elements(transport):
             )
 
 
-def test_answers_stay_what_they_are(transport):
-    """However many of them are kept, and whatever comes after."""
+def test_answers_are_not_overwritten(transport):
+    """Also if many are kept, and after many more exchanges."""
     with made(transport) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
@@ -170,7 +170,7 @@ def test_answers_stay_what_they_are(transport):
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_memory_is_used_again(way_of):
+def test_memory_of_messages_and_answers_is_reused(way_of):
     with made(way_of) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         places = set()
@@ -185,8 +185,8 @@ def test_memory_is_used_again(way_of):
             assert links(center)[0]._made <= 1 + 3
 
 
-def test_a_buffer_is_used_again_by_what_fits_into_it():
-    """Workers may send half as many bytes as others, in turns."""
+def test_buffer_is_reused_for_messages_that_fit_into_it():
+    """Workers with messages of different sizes may alternate."""
     buffers = Buffers()
     place = buffers.take(1000).ctypes.data
     for size in (500, 1):
@@ -194,11 +194,11 @@ def test_a_buffer_is_used_again_by_what_fits_into_it():
         assert (buffer.size, buffer.ctypes.data) == (size, place)
         view = buffer[:1]
         del buffer
-        assert buffers.take(size).ctypes.data != place  # it is still looked at
+        assert buffers.take(size).ctypes.data != place  # a view is still alive
         del view
     both = buffers.take(1000), buffers.take(1000)
     places = {buffer.ctypes.data for buffer in both}
-    del both  # of which one is kept
+    del both  # one of them is kept
     small, large = buffers.take(10), buffers.take(2000)
     assert small.ctypes.data in places
     largest = large.ctypes.data
@@ -207,8 +207,8 @@ def test_a_buffer_is_used_again_by_what_fits_into_it():
 
 
 @shares
-def test_a_message_is_read_before_it_is_overwritten():
-    """Also where the answer does not depend on it: the center before the message."""
+def test_message_is_read_before_it_is_overwritten():
+    """Also if the answer, the center before the message, does not depend on it."""
     rule = shared.easgd(0.5)
     assert rule.adopts == "before"
     params = {"w": jnp.zeros(4 * SIZE)}
@@ -223,13 +223,13 @@ def test_a_message_is_read_before_it_is_overwritten():
         np.testing.assert_allclose(server.center.pull().params["w"], expected, 1e-6)
 
 
-def test_a_message_of_a_crowd_is_read_before_its_answer_is_there(transport):
-    """Where its answer lies, which elastic rules have before the center has moved."""
+def test_message_is_read_before_its_answer_overwrites_it(transport):
+    """Elastic rules answer, in the message's place, before the center has moved."""
     rule = shared.easgd(0.5)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
     with made(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
-        # As if somebody else's message were always on its way.
+        # As if a message of another worker were always in flight.
         server._servicer._talking += 1
         expected = np.float32(0.0)
         for version in range(10):
@@ -243,7 +243,7 @@ def test_a_message_of_a_crowd_is_read_before_its_answer_is_there(transport):
 
 
 @shares
-def test_a_site_reads_what_its_workers_send_in_shared_memory():
+def test_site_forwards_messages_from_shared_memory():
     parent = agn_optax.LocalCenter(RULE)
     with made("memory", parent=service.Parent(parent, period=4)) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
@@ -252,13 +252,13 @@ def test_a_site_reads_what_its_workers_send_in_shared_memory():
             scaled = jax.tree.map(lambda x, i=i: i * x, ones)
             version = center.pull().version
             sessions.exchange(center, scaled, anchor_version=version, worker="anna")
-        wait_until(lambda: parent.version)  # by one exchange, or by two
+        wait_until(lambda: parent.version)  # after one exchange or two
         server.stop()
         np.testing.assert_array_equal(parent.pull().params["w"], 1.0 - 28)
 
 
 @shares
-def test_a_site_reads_a_message_before_its_answer_lies_there():
+def test_site_reads_a_message_before_its_answer_overwrites_it():
     rule = shared.agn(shared.sgd(1.0))
     parent = agn_optax.LocalCenter(rule)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
@@ -276,7 +276,7 @@ def test_a_site_reads_a_message_before_its_answer_lies_there():
             np.testing.assert_array_equal(leaf, -3.5)
 
 
-def test_many_workers_of_one_process(transport):
+def test_many_workers_of_one_process_exchange_in_rounds(transport):
     with made(transport, mode=Synchronous()) as (server, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         names = [str(i) for i in range(6)]
@@ -296,7 +296,7 @@ def test_many_workers_of_one_process(transport):
         assert server.center.version == 5
 
 
-def test_a_closed_center_takes_no_more_exchanges(transport):
+def test_closed_center_rejects_exchanges(transport):
     with made(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         center.close()
@@ -308,7 +308,7 @@ def test_a_closed_center_takes_no_more_exchanges(transport):
         assert not server.center.core.members()[1]
 
 
-def test_who_joins_while_a_center_is_closed_is_cut_off():
+def test_connection_made_during_close_is_closed():
     with made("socket") as (_, center):
         dial = center._remote.dial
 
@@ -324,23 +324,23 @@ def test_who_joins_while_a_center_is_closed_is_cut_off():
 
 
 @shares
-def test_the_memory_of_a_closed_center_is_free_at_once():
+def test_memory_of_a_closed_center_is_released_at_once():
     with made("memory") as (_, center):
-        center.join("anna").exchange(1, center_params(), anchor_version=0)
+        center.join("anna").exchange(Submission(1, center_params(), anchor_version=0))
         gone = [weakref.ref(link) for link in links(center)]
         gc.collect()
         gc.disable()
         try:
             center.close()
-            # A heartbeat that is on its way holds it, for some milliseconds.
+            # A heartbeat in flight holds the link for some milliseconds.
             wait_until(lambda: [link() for link in gone] == [None], limit=BUSY)
         finally:
             gc.enable()
 
 
 @shares
-def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
-    """No thread holds on to the connection that it has heard of last."""
+def test_memory_of_a_worker_that_left_is_released_at_once():
+    """No thread keeps a reference to its last connection."""
     with made("memory") as (server, _):
         gone = []
         for name in ("anna", "bert"):
@@ -356,7 +356,7 @@ def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
 
 @contextlib.contextmanager
 def silent_link():
-    """To somebody who never says anything."""
+    """Yield a link to a peer that never sends anything."""
     end, other = socket.socketpair()
     with other:
         yield _socket.SocketLink(end, Buffers())
@@ -370,7 +370,7 @@ def wait_until_late(link, connection):
         link.control()
 
 
-def test_a_link_that_was_late_is_free_at_once(monkeypatch):
+def test_link_that_timed_out_is_released_at_once(monkeypatch):
     monkeypatch.setattr(_connection, "watchdog", _watchdog.Watchdog())
     connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
     with silent_link() as link:
@@ -387,8 +387,8 @@ def no_more_files(*_):
 
 @shares
 @pytest.mark.parametrize("end", ["create", "attach"])
-def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch, end):
-    """By either side: without a file descriptor, what is large takes the socket."""
+def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
+    """At either end: without a file descriptor, large messages use the socket."""
     with made("memory") as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         wide = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
@@ -403,7 +403,7 @@ def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch, end):
             np.testing.assert_array_equal(answer.params["w"], 1.0 - version)
             return links(center)[0]._made
 
-        for contribution in (ones, wide):  # none at first, then one of another size
+        for contribution in (ones, wide):  # no segment yet, then one of another size
             with monkeypatch.context() as patch:
                 patch.setattr(_memory, end, no_more_files)
                 before = {send(contribution) for _ in range(2)}
@@ -413,7 +413,7 @@ def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch, end):
 
 @shares
 def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
-    """Those of the center's process, which cannot receive any then."""
+    """If the center's process has none left, it cannot receive segments."""
     program = (
         "import os, resource, sys\n"
         "import jax.numpy as jnp\n"
@@ -441,7 +441,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
             address, RULE, timeout=LIMIT, transports=["memory"]
         ) as center:
             send = functools.partial(sessions.exchange, center, ones, worker="anna")
-            with monkeypatch.context() as patch:  # all that JAX needs files for
+            with monkeypatch.context() as patch:  # JAX opens its files meanwhile
                 patch.setattr(_memory, "create", no_more_files)
                 for version in range(2):
                     send(anchor_version=version)
@@ -459,8 +459,8 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 
 
 @pytest.mark.usefixtures("lively")
-def test_a_crowd_is_heard_of_while_it_waits():
-    """For the turn of another, who may have programs to compile."""
+def test_exchange_behind_another_one_does_not_time_out():
+    """The other worker may be compiling its programs."""
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with made("socket", params=ones) as (server, other):
         other.join("bert")
@@ -471,7 +471,7 @@ def test_a_crowd_is_heard_of_while_it_waits():
             send()
             with server._servicer._turn:
                 sent = in_background(send, "anna")
-                time.sleep(4.0)  # longer than anybody waits for a silent center
+                time.sleep(4.0)  # longer than the timeout for a silent center
             assert sent.result(LIMIT).version == 2
 
             store = server.center.core.store
@@ -492,14 +492,14 @@ def test_a_crowd_is_heard_of_while_it_waits():
                 "bert",
             )
             assert compiles.wait(LIMIT)
-            # Nobody waits for another's programs.
+            # An exchange does not wait for programs of another one.
             assert send().version == 3
             compiled.set()
             assert first.result(LIMIT).version == 4
 
 
-def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
-    """There may be no room for a thread, for a while."""
+def test_watchdog_that_failed_to_start_starts_later(monkeypatch):
+    """The system may have no room for another thread, for a while."""
     monkeypatch.setattr(_connection, "watchdog", _watchdog.Watchdog())
     connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
 
@@ -514,12 +514,12 @@ def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
         wait_until_late(link, connection)
 
 
-# Which way is taken.
+# Choice of the transport.
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_large_answers_of_a_crowd_are_versions(transport, dtype):
-    """Answers lie where messages came, and the center moves in place meanwhile."""
+def test_each_large_answer_is_one_consistent_version(transport, dtype):
+    """Answers replace the messages while the center is updated in place."""
     workers, messages = 3, 8
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     params = jax.tree.map(jnp.zeros_like, ones)
@@ -549,7 +549,7 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
-def test_a_lost_answer_of_a_crowd_is_given_again(wire):
+def test_lost_answer_is_sent_again_while_others_exchange(wire):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     rule = dataclasses.replace(RULE, codec=codecs.cast(wire or "float32"))
     start = jax.tree.map(jnp.zeros_like, ones)
@@ -558,7 +558,7 @@ def test_a_lost_answer_of_a_crowd_is_given_again(wire):
             sessions.exchange, other, ones, anchor_version=0, worker="bert"
         )
         send()
-        # As if somebody else's message were always on its way.
+        # As if a message of another worker were always in flight.
         server._servicer._talking += 1
         with connect(server, "socket", rule=rule) as center:
             receive = center._remote.answer_in
@@ -566,7 +566,7 @@ def test_a_lost_answer_of_a_crowd_is_given_again(wire):
             def lost(*said):
                 center._remote.answer_in = receive
                 receive(*said)
-                send()  # and the center goes on
+                send()  # the center moves on meanwhile
                 raise errors.CenterUnreachableError("the test has lost it")
 
             center._remote.answer_in = lost
@@ -576,7 +576,7 @@ def test_a_lost_answer_of_a_crowd_is_given_again(wire):
                 np.testing.assert_array_equal(leaf, -2)
 
 
-def test_the_fastest_way_is_found():
+def test_fastest_transport_is_chosen():
     with made() as (server, center):
         center.join("anna")
         assert way(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
@@ -589,7 +589,7 @@ def test_the_fastest_way_is_found():
 
 
 class Recorded:
-    """A transport that says when it is tried."""
+    """A transport that records when it is tried."""
 
     def __init__(self, transport, tried):
         self.name, self._transport, self._tried = transport.name, transport, tried
@@ -600,7 +600,7 @@ class Recorded:
 
 
 @pytest.mark.usefixtures("lively")
-def test_without_a_way_beside_it_there_is_grpc(caplog):
+def test_grpc_is_used_without_direct_connections(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     with made() as (server, _):
         server._servicer.offers = [
@@ -615,7 +615,7 @@ def test_without_a_way_beside_it_there_is_grpc(caplog):
             assert "not by" in caplog.text
             assert tried == ["memory", "socket", "grpc"]
             center.join("bert")
-            assert tried[3:] == ["grpc"]  # what did not work is not tried again
+            assert tried[3:] == ["grpc"]  # failed transports are not tried again
         for insisting in (["memory"], ["socket"], ["socket", "memory"]):
             with (
                 connect(server, *insisting, timeout=1.0) as center,
@@ -629,7 +629,7 @@ def test_without_a_way_beside_it_there_is_grpc(caplog):
         assert way(center) == "grpc"
 
 
-def test_the_order_of_transports_is_that_of_the_list():
+def test_transports_are_tried_in_the_order_of_the_list():
     with made("socket", "memory") as (_, center):
         center.join("anna")
         assert way(center) == "socket"
@@ -639,8 +639,8 @@ def test_the_order_of_transports_is_that_of_the_list():
 
 
 @pytest.mark.parametrize("said", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
-def test_somebody_else_at_the_port(said):
-    """A port that means something else, such as one that a firewall has mapped."""
+def test_another_server_at_the_direct_port_is_ignored(said):
+    """The port may belong to another service, for instance behind a firewall."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         made() as (server, _),
@@ -675,13 +675,13 @@ def test_somebody_else_at_the_port(said):
         (7, errors.InvalidTypeError, "a list of names such as"),
     ],
 )
-def test_settings_that_make_no_sense(transports, kind, message):
+def test_bad_transports_are_rejected(transports, kind, message):
     with made() as (server, _), pytest.raises(kind, match=message):
         service.connect(server.address, RULE, transports=transports)
 
 
 @shares
-def test_at_a_unix_socket(tmp_path):
+def test_direct_transports_work_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
     for transports in ((), ["memory"], ["socket"]):
         with made(*transports, address=address) as (server, center):
@@ -690,7 +690,7 @@ def test_at_a_unix_socket(tmp_path):
             assert server.direct_address is None
 
 
-def test_a_port_by_choice():
+def test_direct_address_can_be_chosen():
     port = ports.free()
     chosen = f"{ports.HOST}:{port}"
     with made("socket", direct_address=chosen) as (server, center):
@@ -714,19 +714,19 @@ def test_a_port_by_choice():
         ({"direct_address": "127.0.0.1:0", "address": "unix:x"}, "one is at unix:x"),
     ],
 )
-def test_ports_that_make_no_sense(settings, message, tmp_path, monkeypatch):
+def test_bad_direct_addresses_are_rejected(settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         service.serve(RULE, **settings)
 
 
-# What it survives.
+# Lost connections, restarts and shutdown.
 
 
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("way_of", network.TRANSPORTS)
-def test_a_connection_that_says_nothing_any_more_is_replaced(way_of):
-    """As of a host or a firewall that has forgotten it, and says nothing of that."""
+def test_silent_connection_is_replaced(way_of):
+    """A host or a firewall may drop a connection without notice."""
     ones = center_params()
     with (
         service.serve(RULE, ones) as server,
@@ -749,7 +749,7 @@ def test_a_connection_that_says_nothing_any_more_is_replaced(way_of):
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_a_broken_connection_is_made_again(way_of):
+def test_broken_connection_is_reestablished(way_of):
     with made(way_of) as (server, center):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         loop = worker.start()
@@ -771,8 +771,8 @@ def test_a_broken_connection_is_made_again(way_of):
 @pytest.mark.parametrize(
     "ways", [pytest.param(["memory"], marks=shares), ["socket"], []]
 )
-def test_a_center_that_was_started_anew_is_found_again(ways):
-    """It has another key, and another port beside that of gRPC."""
+def test_restarted_center_is_found_again(ways):
+    """The restarted center has another key and another direct port."""
     address = ports.free_address()
     with made(*ways, address=address) as (server, center):
         session = center.join("anna")
@@ -785,8 +785,8 @@ def test_a_center_that_was_started_anew_is_found_again(ways):
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_what_a_center_says_at_its_end_is_heard(way_of):
-    """Some exceptions are errors of the system, too, and a broken connection is not."""
+def test_reason_of_a_closed_center_reaches_the_worker(way_of):
+    """Its error is not mistaken for a broken connection, also if it is an OSError."""
     with made(way_of, mode=Synchronous()) as (server, center):
         center.join("other")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
@@ -807,8 +807,8 @@ def test_what_a_center_says_at_its_end_is_heard(way_of):
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
-    """At once, although its thread at the server waits for a round."""
+def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
+    """At once, although its thread at the server is blocked in the round."""
     hasty = service.Limits(lease=0.1)
     with (
         made("grpc", mode=Synchronous(), limits=hasty) as (server, other),
@@ -833,18 +833,18 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
         )
 
 
-def test_stopping_ends_idle_connections(transport):
+def test_stop_ends_idle_connections(transport):
     with made(transport) as (server, center):
         session = center.join("anna")
         began = time.monotonic()
         server.stop()
         assert time.monotonic() - began < 10
         with pytest.raises(errors.CenterUnreachableError):
-            session.exchange(1, center_params(), anchor_version=0)
+            session.exchange(Submission(1, center_params(), anchor_version=0))
 
 
 def a_message(schema):
-    """Of ones, with what comes before it."""
+    """Return the bytes of a join and of a message of ones."""
     said = pb.Message(sequence=1, schema_hash=schema.hash)
     buffer = np.ones(schema.size // 4, np.float32).tobytes()
     return joining() + packet(pb.Frame(message=said), schema.size, buffer)
@@ -852,7 +852,7 @@ def a_message(schema):
 
 @contextlib.contextmanager
 def unread(server, transport, packets):
-    """Somebody who sends ``packets`` and reads no answer."""
+    """Send ``packets`` as a peer that reads no answer."""
     if transport == "socket":
         with greeted(server) as end:
             end.sendall(packets)
@@ -878,7 +878,7 @@ def unread(server, transport, packets):
 @pytest.mark.parametrize(
     "way_of", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
 )
-def test_who_does_not_read_is_not_waited_for_at_the_end(way_of):
+def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
     params = {"w": jnp.ones(10_000_000)}
     with made("grpc", params=params) as (server, _):
         packets = a_message(_trees.schema_of(params))
@@ -890,8 +890,8 @@ def test_who_does_not_read_is_not_waited_for_at_the_end(way_of):
             assert time.monotonic() - began < LIMIT
 
 
-def test_who_looks_is_answered_however_many_calls_are_open():
-    """Of workers that are refused, or say nothing."""
+def test_observer_is_answered_while_many_calls_are_open():
+    """The open calls are those of peers that send only the head of a message."""
     with made() as (server, _), grpc.insecure_channel(server.address) as channel:
         begin = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
         ended = threading.Event()
@@ -916,8 +916,8 @@ def test_who_looks_is_answered_however_many_calls_are_open():
             call.cancel()
 
 
-def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
-    """Python aborts where it ends while another thread lets go of JAX's arrays."""
+def test_stopped_server_has_no_threads_that_hold_the_center(transport):
+    """Python may abort at exit while another thread releases arrays of JAX."""
     with made(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         threads = [
@@ -931,7 +931,7 @@ def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_nothing_is_left_open():
+def test_no_file_descriptors_are_left_open():
     def opened():
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 a count is enough
 
@@ -944,15 +944,15 @@ def test_nothing_is_left_open():
                         center, ones, anchor_version=version, worker="anna"
                     )
 
-    use()  # grpc keeps some for good
+    use()  # gRPC keeps some open for good
     before = opened()
     use()
     gc.collect()
-    jnp.zeros(2).block_until_ready()  # JAX lets go of memory when it is called next
+    jnp.zeros(2).block_until_ready()  # JAX releases memory at its next call
     wait_until(lambda: opened() <= before)
 
 
-# What it refuses.
+# Bad input.
 
 
 def greeted(server, key=None):
@@ -977,7 +977,7 @@ def packet(frame, length=0, rest=b""):
     return HEAD.pack(len(control), length) + control + rest
 
 
-def test_without_the_key_nothing_is_said():
+def test_connection_without_the_key_gets_no_answer():
     with made() as (server, _), greeted(server, b"x" * 16) as end:
         assert everything(end) == b""
 
@@ -1007,7 +1007,7 @@ def hostile():
 
 
 @pytest.mark.parametrize("name", hostile())
-def test_hostile_packets_are_refused(name):
+def test_hostile_packets_are_rejected(name):
     with made() as (server, center):
         with greeted(server) as end:
             end.sendall(joining() + hostile()[name])
@@ -1024,7 +1024,7 @@ def test_hostile_packets_are_refused(name):
 
 @contextlib.contextmanager
 def by_hand(server):
-    """A connection of shared memory, without a link."""
+    """Yield a raw connection for shared memory after a join, and its reader."""
     offer = sessions.offer(server, "memory")
     with socket.socket(socket.AF_UNIX) as end:
         end.settimeout(LIMIT)
@@ -1038,7 +1038,7 @@ def by_hand(server):
 
 
 def attach(end, number, size, descriptor=None):
-    """Hands over a segment, or something else that is said to be one."""
+    """Send a segment, or another descriptor declared as one; return its array."""
     array = None
     if descriptor is None:
         descriptor, array = _memory.create(size)
@@ -1053,8 +1053,8 @@ def attach(end, number, size, descriptor=None):
     ("size", "seals", "number"),
     [(100, True, 1), (1 << 20, False, 1), (1 << 20, True, 0), (1 << 20, True, 99)],
 )
-def test_segments_that_could_be_taken_away_are_refused(size, seals, number):
-    """The server would die of reading what its owner has cut off."""
+def test_segments_that_could_shrink_are_rejected(size, seals, number):
+    """Reading beyond the end of a shrunken segment would kill the server."""
     with made() as (server, center):
         with by_hand(server) as (end, _):
             if seals:
@@ -1080,7 +1080,7 @@ def test_segments_that_could_be_taken_away_are_refused(size, seals, number):
         ({"segment": 1, "answer_segment": 1}, b"another segment than a message"),
     ],
 )
-def test_segments_that_make_no_sense_are_refused(segments, message):
+def test_bad_segment_numbers_are_rejected(segments, message):
     schema = _trees.schema_of(center_params())
     with made() as (server, center):
         with by_hand(server) as (end, reader):
@@ -1098,15 +1098,15 @@ def test_segments_that_make_no_sense_are_refused(segments, message):
 
 
 @shares
-def test_a_segment_without_its_descriptor_is_not_taken():
+def test_segment_without_its_descriptor_is_rejected():
     with made() as (server, _), by_hand(server) as (end, reader):
         end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
         assert "file descriptor" in reader.control().attached.refused
 
 
 @shares
-def test_what_is_checked_is_what_is_applied():
-    """A worker writes into its message as long as the center has it."""
+def test_message_changed_after_its_check_is_not_applied():
+    """A worker can write into shared memory while the center reads its message."""
     schema = _trees.schema_of(center_params())
     with made() as (server, _):
         store, seen = server.center.core.store, threading.Event()
@@ -1114,7 +1114,7 @@ def test_what_is_checked_is_what_is_applied():
 
         def checked(contribution, center):
             made = jax.block_until_ready(norm(contribution, center))
-            message[...] = np.nan  # between the check and the move
+            message[...] = np.nan  # between the check and the update
             seen.set()
             return made
 
@@ -1141,13 +1141,14 @@ def test_what_is_checked_is_what_is_applied():
     reason="needs root to be another user",
 )
 @pytest.mark.usefixtures("lively")
-def test_memory_is_for_processes_of_one_user(caplog):
-    """Anybody on this machine reaches the Unix socket, and may ask for its key."""
-    # Adam's exchanges import all that Eve's need: the user that the process becomes
-    # may not be allowed to read the folders of its packages.
+def test_shared_memory_is_for_processes_of_one_user(caplog):
+    """Any user of this machine can reach the Unix socket and ask for its key."""
+    # Adam's exchanges import everything that Eve's need, because the other user may
+    # not be allowed to read the folders of the packages.
     program = (
         "import os, sys, jax.numpy as jnp\n"
         "from agn_optax import errors, rules, service\n"
+        "from agn_optax.center import Submission\n"
         f"ones = {{'w': jnp.ones({SIZE}), 'b': jnp.ones(3)}}\n"
         "def exchange(name, *transports, timeout=20.0):\n"
         "    settings = {'timeout': timeout, 'transports': transports}\n"
@@ -1155,7 +1156,8 @@ def test_memory_is_for_processes_of_one_user(caplog):
         "        sys.argv[1], rules.downpour(), **settings\n"
         "    ) as center:\n"
         "        session = center.join(name)\n"
-        "        return session.exchange(1, ones, anchor_version=0).version\n"
+        "        sent = Submission(1, ones, anchor_version=0)\n"
+        "        return session.exchange(sent).version\n"
         "exchange('adam', 'memory')\n"
         "exchange('adam', 'socket')\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -1185,8 +1187,8 @@ def test_memory_is_for_processes_of_one_user(caplog):
         assert "of 65534" in caplog.text
 
 
-def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
-    """Of a tree that the center does not have, and that no socket takes at once."""
+def test_rejection_is_read_while_the_message_is_being_sent():
+    """The message is of another tree, and larger than the buffers of a socket."""
     with made("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
         other = {"w": jnp.ones(5_000_001)}
@@ -1198,7 +1200,7 @@ def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
 @pytest.mark.skipif(
     not hasattr(socket, "TCP_CONGESTION"), reason="needs TCP_CONGESTION"
 )
-def test_nothing_is_congested_within_a_host():
+def test_local_socket_uses_reno():
     with made("socket") as (_, center):
         center.join("w")
         (link,) = links(center)
@@ -1206,14 +1208,14 @@ def test_nothing_is_congested_within_a_host():
         assert ours.rstrip(b"\0") == b"reno"
 
 
-def test_an_exchange_that_is_repeated_before_its_answer_came(transport):
-    """As those shards see it that work, when another one does not."""
+def test_exchange_repeated_before_its_answer_counts_once(transport):
+    """This happens at working shards while another shard fails."""
     with made(transport) as (server, center):
         session = center.join("w")
         ones = {"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)}
         for sequence in (1, 2, 3):
             for _ in range(2):
-                session.submit(sequence, ones, anchor_version=sequence - 1)
+                session.submit(Submission(sequence, ones, anchor_version=sequence - 1))
             answer = session.collect(sequence)
             session.acknowledge(sequence)
             assert answer.version == sequence

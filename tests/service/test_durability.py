@@ -1,4 +1,4 @@
-"""Servers that are killed: what was answered is in the center, and nothing twice."""
+"""Servers that are killed: every acknowledged step counts once after the restart."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ from agn_optax.service.transports import _connection, _memory
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
 WORKERS, PROCESSES = 6, 2
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
 class Served:
-    """``agn-optax serve`` as a process, again and again at one address."""
+    """``agn-optax serve`` as a process that can be restarted at the same address."""
 
     def __init__(self, address, *options):
         self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
@@ -45,7 +45,7 @@ class Served:
         assert json.loads(line)["event"] == "serving"
 
     def end(self, signum):
-        """Returns when nothing of it is left."""
+        """Send a signal, wait for the end, and return the exit code."""
         self._process.send_signal(signum)
         code = self._process.wait(LIMIT)
         self._process.stdout.close()
@@ -53,12 +53,12 @@ class Served:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_everything(tmp_path):
-    """By SIGKILL, then by SIGTERM; workers in other processes just go on."""
+def test_every_step_counts_once_through_kill_and_drain(tmp_path):
+    """SIGKILL, then SIGTERM, while workers in other processes keep training."""
     address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(talking.processes(PROGRAM, PROCESSES))
-        # So small that there are snapshots in the middle as well.
+        # A journal so small that snapshots are written during the test.
         served = Served(address, f"--journal={directory}", "--journal-size=1000")
         stack.callback(lambda: served.end(signal.SIGKILL))
         center = stack.enter_context(service.connect(address, RULE, timeout=LIMIT))
@@ -101,10 +101,10 @@ def test_killed_in_the_middle_of_everything(tmp_path):
 
 @pytest.fixture
 def killed(tmp_path):
-    """Serves at an address, and then again, as after a SIGKILL of the first server.
+    """A context that serves, with a function that restarts as after a SIGKILL.
 
-    The first one goes on for as long as it takes to copy its files, which are what its
-    death would have left, and is then out of the way.
+    The function copies the files of the running server, as a kill would leave them,
+    stops that server, and serves from the copy at the same address.
     """
     address = f"unix:{tmp_path}/center"
 
@@ -138,7 +138,7 @@ def killed(tmp_path):
     return serve
 
 
-def test_with_a_journal_a_worker_does_not_notice(killed):
+def test_worker_continues_at_a_killed_center_with_a_journal(killed):
     with killed(Journal) as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
@@ -150,11 +150,11 @@ def test_with_a_journal_a_worker_does_not_notice(killed):
         assert server.center.core.members()[1]["w"].exchanges == 2
 
 
-def test_a_shard_that_is_killed_goes_on(killed):
+def test_killed_shard_with_a_journal_continues(killed):
     with killed(Journal) as (one, kill), service.serve(RULE) as other:
         servers = [one.address, other.address]
         with service.connect(servers, RULE, timeout=LIMIT) as center:
-            # The first has its part already: two rows of four.
+            # The first shard has its part already: two of four elements.
             other.center.initialize(np.zeros(2, np.float32), worker="")
             center.join("w")
             for version in (1, 2):
@@ -171,7 +171,7 @@ def test_a_shard_that_is_killed_goes_on(killed):
             assert server.center.version == other.center.version == 2
 
 
-def test_with_snapshots_a_worker_is_told(killed):
+def test_worker_gets_an_error_at_a_center_reset_to_a_snapshot(killed):
     with killed(Snapshots) as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
@@ -185,8 +185,8 @@ def test_with_snapshots_a_worker_is_told(killed):
         np.testing.assert_array_equal(params, -1)
 
 
-def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
-    """Neither an answer nor a pull."""
+def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
+    """While a sync of the journal is blocked, exchange and pull both wait."""
     sync, may, asked = _writer._sync, threading.Event(), threading.Event()
 
     def slow(file):
@@ -226,7 +226,7 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         assert said == {"answer": 1, "pull": 1}
 
 
-def test_exchange_at_a_center_whose_journal_failed_raises_the_same_over_all_transports(
+def test_exchange_raises_same_error_over_all_transports_if_journal_failed(
     tmp_path, monkeypatch
 ):
     for module in (_connection, _session):
@@ -271,13 +271,13 @@ def test_exchange_at_a_center_whose_journal_failed_raises_the_same_over_all_tran
         }
         for error in raised.values():
             assert str(error).endswith(server.center.core.failure)
-        # And whatever else is asked of it.
+        # All other calls raise, too.
         for ask in (center.pull, lambda: center.join("another")):
             with pytest.raises(errors.CenterUnreachableError, match="cannot be kept"):
                 ask()
 
 
-def test_barrier_of_a_center_whose_journal_failed_raises(tmp_path):
+def test_join_at_a_barrier_raises_if_the_journal_failed(tmp_path):
     center = agn_optax.LocalCenter(
         RULE, np.zeros(2, np.float32), barrier=2, durability=Journal(tmp_path / "a")
     )
@@ -297,14 +297,14 @@ def test_barrier_of_a_center_whose_journal_failed_raises(tmp_path):
     center.close()
 
 
-def test_wait_for_parameters_of_a_center_that_is_closed_raises():
+def test_wait_for_parameters_of_a_closed_center_raises():
     center = agn_optax.LocalCenter(RULE)
     center.close("it goes down")
     with pytest.raises(errors.CenterClosedError, match="it goes down"):
         center.wait()
 
 
-def test_a_failed_server_lets_its_directory_go(tmp_path):
+def test_failed_server_releases_its_directory(tmp_path):
     kept = Journal(tmp_path / "a")
     with (
         service.serve(RULE) as other,
@@ -314,9 +314,9 @@ def test_a_failed_server_lets_its_directory_go(tmp_path):
     service.serve(RULE, durability=kept).stop()
 
 
-def test_a_center_with_a_parent_is_not_kept(tmp_path):
+def test_center_with_a_parent_cannot_have_a_journal(tmp_path):
     parent = agn_optax.LocalCenter(RULE)
-    with pytest.raises(errors.InvalidArgumentError, match="with a parent cannot"):
+    with pytest.raises(errors.InvalidArgumentError, match="a center with a parent"):
         service.serve(
             RULE, parent=service.Parent(parent), durability=Journal(tmp_path / "a")
         )

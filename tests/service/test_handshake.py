@@ -1,4 +1,4 @@
-"""What is wrong with TLS between two ends is said at once, and told from silence."""
+"""Failed TLS handshakes: a clear error at once, distinct from an unreachable center."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +17,7 @@ from agn_optax import errors, service
 from agn_optax.service import Tls
 
 RULE = shared.downpour()
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def center(tls):
 
 @contextlib.contextmanager
 def out_of_date(tls):
-    """A server whose certificate has expired, as it may while a center runs."""
+    """Run a server whose certificate has expired, as it may while a center runs."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     server = grpc.server(pool)
     pair = tls.key.read_bytes(), tls.certificate.read_bytes()
@@ -54,7 +54,7 @@ def out_of_date(tls):
 
 
 def cases(authority, other):
-    """What a center has, what a worker has, and what is said."""
+    """Return for each case a server, the worker's settings, and the message."""
     mutual = authority.issue("/CN=center")
     plain = mutual._replace(ca=None)
     mine = authority.issue("/CN=anna")
@@ -83,7 +83,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_does_not_go_together_is_said_at_once(name, authority, other):
+def test_mismatch_of_tls_settings_raises_at_once(name, authority, other):
     there, tls, message = cases(authority, other)[name]
     with there as address:
         begin = time.monotonic()
@@ -97,7 +97,7 @@ def test_what_does_not_go_together_is_said_at_once(name, authority, other):
         assert time.monotonic() - begin < LIMIT / 2
 
 
-def test_over_a_unix_socket(authority, tmp_path):
+def test_missing_tls_settings_raise_over_a_unix_socket(authority, tmp_path):
     tls = authority.issue("/CN=center")._replace(ca=None)
     address = f"unix:{tmp_path}/center"
     with (
@@ -107,20 +107,20 @@ def test_over_a_unix_socket(authority, tmp_path):
         service.connect(address, RULE, timeout=LIMIT)
 
 
-def test_silence_is_something_else(authority):
+def test_server_that_does_not_answer_is_unreachable(authority):
     port = ports.free()
     with socket.create_server((ports.HOST, port)):
         for tls in (None, Tls(authority.ca)):
             with pytest.raises(errors.CenterUnreachableError) as silence:
                 service.connect(f"127.0.0.1:{port}", RULE, tls=tls, timeout=0.3)
             assert not isinstance(silence.value, errors.EncryptionError)
-    for tls in (None, Tls(authority.ca)):  # and nobody as well
+    for tls in (None, Tls(authority.ca)):  # nothing listens any more
         with pytest.raises(errors.CenterUnreachableError) as silence:
             service.connect(f"127.0.0.1:{port}", RULE, tls=tls, timeout=0.3)
         assert not isinstance(silence.value, errors.EncryptionError)
 
 
-def test_own_certificates_that_do_not_work(authority, tmp_path):
+def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
     mine, hers = authority.issue("/CN=anna"), authority.issue("/CN=bert")
     old = authority.issue("/CN=anna", days=-1)
     mixed = mine._replace(key=hers.key)
@@ -141,8 +141,8 @@ def test_own_certificates_that_do_not_work(authority, tmp_path):
     assert service.tls(**mine._asdict()) == mine
 
 
-def test_grpc_itself_says_nothing(authority, other, tmp_path):
-    """Of peers that it cannot talk to, at either end."""
+def test_grpc_logs_nothing_about_failed_handshakes(authority, other, tmp_path):
+    """Neither at the center nor at its clients."""
     program = (
         "import sys\n"
         "from agn_optax import errors, rules, service\n"

@@ -1,4 +1,4 @@
-"""Bytes that are sent to be measured: how fast, how many, and by whom."""
+"""Probes, which measure the bandwidth of connections: results and limits."""
 
 import time
 
@@ -24,7 +24,7 @@ def server():
 
 
 @pytest.mark.parametrize("transport", ["memory", "socket", "grpc"])
-def test_every_way_is_measured_each_direction(server, transport):
+def test_every_transport_is_measured_in_both_directions(server, transport):
     with service.Observer(server.address) as observer:
         way = observer.measure(transport)
     assert way.transport == transport
@@ -35,8 +35,8 @@ def test_every_way_is_measured_each_direction(server, transport):
     assert (way.path is not None) == (transport == "socket")
 
 
-def test_a_pause_is_not_taken_for_a_slow_way(server, monkeypatch):
-    """A busy end delays one probe, and the next one of its size is quick."""
+def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
+    """A busy end may delay one probe; the next one of the same size is quick."""
     send, pauses = SocketLink.send, [0.3]
 
     def late(link, parcel):
@@ -51,7 +51,7 @@ def test_a_pause_is_not_taken_for_a_slow_way(server, monkeypatch):
     assert way.up > 1e6
 
 
-def test_workers_do_not_notice(server):
+def test_probes_do_not_affect_workers(server):
     before = server.center.version
     with (
         service.Observer(server.address) as observer,
@@ -89,13 +89,13 @@ def say(observer, link, frame):
         (pb.Probe(size=3), "a probe of 3 bytes was expected, got 0"),
     ],
 )
-def test_probes_that_are_none_are_refused(server, transport, probe, message):
+def test_bad_probes_are_rejected(server, transport, probe, message):
     observer, link = linked(server, transport)
     with observer, pytest.raises(errors.ProtocolError, match=message):
         say(observer, link, pb.Frame(probe=probe))
 
 
-def test_after_a_probe_there_is_nothing_but_probes(server):
+def test_other_messages_after_a_probe_are_rejected(server):
     observer, link = linked(server, "socket")
     with observer, observer._connection.watching(link):
         link.send(in_bytes(pb.Frame(probe=pb.Probe(size=5, answer=7)), 5))
@@ -106,12 +106,12 @@ def test_after_a_probe_there_is_nothing_but_probes(server):
             link.control()
 
 
-def test_only_so_many_measure_at_a_time(server, monkeypatch):
+def test_number_of_concurrent_measurements_is_limited(server, monkeypatch):
     many = [linked(server, "socket") for _ in range(12)]
     try:
         for observer, link in many:
             say(observer, link, pb.Frame(probe=pb.Probe()))
-        # Half of it is how long somebody waits for a place.
+        # Half of this is the time that a measurement waits for its turn.
         monkeypatch.setattr(service._servicer, "_STALLED", 2.0)
         with (
             service.Observer(server.address, timeout=5.0) as observer,
@@ -124,7 +124,7 @@ def test_only_so_many_measure_at_a_time(server, monkeypatch):
             observer.close()
 
 
-def test_a_way_that_there_is_not():
+def test_measuring_an_unavailable_transport_raises():
     with (
         service.serve(RULE, jnp.zeros(3), direct_address=False) as server,
         service.Observer(server.address) as observer,
@@ -133,8 +133,8 @@ def test_a_way_that_there_is_not():
         observer.measure("socket")
 
 
-def test_a_route_of_choice(server):
-    """By the loopback interface, in short segments; or by none that there is."""
+def test_measurement_uses_the_given_route(server):
+    """The loopback interface with short segments, or an interface that is missing."""
     loopback = next(each for each in _path.interfaces() if each.is_loopback)
     assert "127.0.0.1" in loopback.addresses
     route = _path.Route(loopback.name, 1000)

@@ -1,4 +1,4 @@
-"""A center that says in a file where it is."""
+"""A center that publishes its address in a file."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from agn_optax.center import Journal
 RULE = rules.downpour()
 
 
-def test_whoever_has_the_file_finds_the_center(tmp_path):
+def test_clients_find_the_center_by_its_file(tmp_path):
     path = tmp_path / "center"
     with service.serve(RULE, jnp.ones(2)) as server:
         with service.published(server.address, path):
@@ -28,7 +28,7 @@ def test_whoever_has_the_file_finds_the_center(tmp_path):
         assert not path.exists()
 
 
-def test_one_that_comes_back_elsewhere_is_found_again(tmp_path):
+def test_center_restarted_at_another_address_is_found_again(tmp_path):
     path, kept = tmp_path / "center", Journal(tmp_path / "journal")
     address = ports.free_address()
     first = service.serve(RULE, jnp.ones(2), address=address, durability=kept)
@@ -44,7 +44,7 @@ def test_one_that_comes_back_elsewhere_is_found_again(tmp_path):
 
         params, state = step(params, state)
         first.stop()
-        # The port of the first one is taken, so the second one must be elsewhere.
+        # The first port is occupied, so the second center gets another one.
         host, port = first.address.split(":")
         with (
             socket.create_server((host, int(port))),
@@ -60,7 +60,7 @@ def test_one_that_comes_back_elsewhere_is_found_again(tmp_path):
     assert jnp.array_equal(params, jnp.full(2, 0.25))
 
 
-def test_a_center_that_has_not_said_where_it_is_yet_is_waited_for(tmp_path):
+def test_connect_waits_until_the_file_has_an_address(tmp_path):
     path = tmp_path / "center"
     with pytest.raises(errors.CenterUnreachableError, match="No such file"):
         service.connect(f"file:{path}", RULE, timeout=0.3)
@@ -70,34 +70,34 @@ def test_a_center_that_has_not_said_where_it_is_yet_is_waited_for(tmp_path):
     )
     thread.start()
     with service.serve(RULE, jnp.ones(2)) as server:
-        path.write_text("half an addr")  # which is no address
+        path.write_text("half an addr")  # not an address
         with service.published(server.address, path):
             thread.join(60)
             (center,) = found
             center.close()
 
 
-def test_that_of_another_center_stays(tmp_path):
+def test_address_published_by_another_center_is_not_removed(tmp_path):
     path = tmp_path / "center"
     with service.published("127.0.0.1:1", path):
         path.write_text("127.0.0.1:2\n")
     assert path.read_text() == "127.0.0.1:2\n"
 
 
-def test_one_that_listens_everywhere_says_its_name(tmp_path):
+def test_center_on_all_interfaces_publishes_its_host_name(tmp_path):
     path = tmp_path / "center"
     with service.published("0.0.0.0:5", path):
         assert path.read_text() == f"{socket.gethostname()}:5\n"
 
 
-def test_plain_text_stays_here_wherever_the_file_says_that_it_is(tmp_path):
+def test_plain_text_to_another_machine_needs_insecure(tmp_path):
     path = tmp_path / "center"
     path.write_text("192.0.2.1:5\n")
     with pytest.raises(errors.InvalidArgumentError, match=r"192.0.2.1:5 is not for"):
         service.connect(f"file:{path}", RULE, timeout=0.3)
 
 
-def test_it_must_be_written_to_a_folder_that_is_there(tmp_path):
+def test_file_must_be_in_an_existing_folder(tmp_path):
     with (
         pytest.raises(errors.InvalidArgumentError, match="cannot be written"),
         service.published("127.0.0.1:1", tmp_path / "no" / "center"),

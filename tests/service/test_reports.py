@@ -1,4 +1,4 @@
-"""What workers say of themselves, and by which way: for whoever watches."""
+"""Numbers that workers report, as observers see them."""
 
 import jax.numpy as jnp
 import optax
@@ -7,7 +7,7 @@ import pytest
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.server import _servicer
+from agn_optax.service.wire._submission import submission_of
 
 RULE = agn_optax.rules.downpour()
 PARAMS = {"w": jnp.ones(3)}
@@ -20,7 +20,7 @@ def exchanged(worker, params, state):
 
 @pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_worker_reports_is_seen_from_outside(transport, overlap):
+def test_observer_sees_reported_numbers_and_transport(transport, overlap):
     with (
         service.serve(RULE, PARAMS, address="127.0.0.1:0") as server,
         service.connect(server.address, RULE, transports=[transport]) as center,
@@ -39,7 +39,7 @@ def test_what_a_worker_reports_is_seen_from_outside(transport, overlap):
         assert said["reported"] == {"loss": 0.25, "accuracy": 1.0}
 
 
-def test_what_is_no_number_is_refused_by_name():
+def test_report_of_other_than_numbers_is_rejected_by_name():
     center = agn_optax.LocalCenter(RULE, PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
     for wrong in ("a", None, True, 1j, jnp.ones(2), jnp.array(True)):
@@ -53,8 +53,8 @@ def test_what_is_no_number_is_refused_by_name():
         worker.report(another=1.0)
 
 
-def test_a_center_keeps_no_more_than_anybody_looks_at():
+def test_center_keeps_at_most_64_reported_numbers():
     said = pb.Message(reported={f"{i:03}" + "x" * 100: float(i) for i in range(100)})
-    kept = _servicer._reported(said)
+    kept = submission_of(said, None).reported
     assert len(kept) == 64
     assert {len(name) for name in kept} == {64}

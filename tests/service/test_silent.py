@@ -1,4 +1,4 @@
-"""Peers that are there and say nothing: nobody waits for them longer than is said."""
+"""Silent peers: others wait for them no longer than the lease or the grace."""
 
 import contextlib
 import os
@@ -14,18 +14,18 @@ from helpers.support import shares
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import BoundedStaleness, Submission, Synchronous
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 RULE = shared.downpour()
-LIMIT = 90  # seconds that nothing here takes
+LIMIT = 90  # s, generous: no test should come near it
 LARGE = 4_000_000  # elements: more than all buffers of a socket hold
 TRANSPORTS = ["grpc", "socket", pytest.param("memory", marks=shares)]
 
 
 @contextlib.contextmanager
 def stopped(process):
-    """By SIGSTOP: its connections stay, and say nothing."""
+    """Stop a process by SIGSTOP: its connections stay open, and silent."""
     os.kill(process._popen.pid, signal.SIGSTOP)
     try:
         yield
@@ -40,7 +40,7 @@ def connect(server, *transports):
 
 @pytest.fixture(scope="module")
 def process():
-    """One for all tests: it starts for longer than they take."""
+    """A process for all tests, as its start takes longer than they do."""
     with talking.processes(PROGRAM, 1) as (made,):
         yield made
 
@@ -51,8 +51,8 @@ def process():
     ids=repr,
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
-    """The others wait for it until its lease is over, and not for good."""
+def test_stopped_worker_is_given_up_after_its_lease(process, transport, mode):
+    """The others wait until its lease is over; afterwards it can come back."""
     start = np.zeros(8, np.float32)
     with (
         service.serve(
@@ -69,7 +69,7 @@ def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
                 )
             assert answer.version == 4
             assert server.center.workers == {"bert"}
-        # It was away, and not dead: it is back with its next exchange.
+        # The worker continues, and is registered again by its next exchange.
         sessions.leave(center, "bert")
         assert process.ask(do="exchange", element=1)["version"] == 5
         assert server.center.workers == {"anna"}
@@ -78,7 +78,7 @@ def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("unread", ["grpc", "socket"])
-def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
+def test_worker_that_does_not_read_its_answer_blocks_no_others(unread, transport):
     start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
     ones = {name: np.ones(LARGE, np.float32) for name in start}
     with (
@@ -87,9 +87,9 @@ def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
         connect(server, transport) as center,
     ):
         anna = silent.join("anna")
-        anna.submit(1, ones, anchor_version=0)
+        anna.submit(Submission(1, ones, anchor_version=0))
         end = time.monotonic() + LIMIT
-        while server.center.version < 1:  # its answer is on its way from now on
+        while server.center.version < 1:  # its answer is in flight from now on
             assert time.monotonic() < end
             time.sleep(0.01)
         for version in range(1, 5):
@@ -102,8 +102,8 @@ def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_end_comes_a_second_after_the_grace(process, transport):
-    """Whoever is stopped, or does not read its answer."""
+def test_stop_ends_within_a_second_after_the_grace(process, transport):
+    """Also if workers are stopped, or do not read their answers."""
     start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
     ones = {name: np.ones(LARGE, np.float32) for name in start}
     server = service.serve(RULE, start, limits=service.Limits(lease=LIMIT))
@@ -111,7 +111,7 @@ def test_the_end_comes_a_second_after_the_grace(process, transport):
         join = {"address": server.address, "worker": "bert", "transports": [transport]}
         process.ask(do="join", **join)
         with stopped(process):
-            silent.join("anna").submit(1, ones, anchor_version=0)
+            silent.join("anna").submit(Submission(1, ones, anchor_version=0))
             wait_until(lambda: server.center.version == 1)
             began = time.monotonic()
             server.stop(grace=0.5)
@@ -120,7 +120,7 @@ def test_the_end_comes_a_second_after_the_grace(process, transport):
     assert took < 0.5 + 1.0 + BUSY
 
 
-def test_a_timeout_is_longer_than_a_center_may_be_silent():
+def test_timeout_below_the_waiting_interval_is_rejected():
     with (
         service.serve(RULE, jnp.zeros(3)) as server,
         pytest.raises(errors.InvalidArgumentError, match=r"than the 3 s .* got 2\.5"),

@@ -1,4 +1,4 @@
-"""Encrypted connections: one set of certificates for gRPC and for sockets."""
+"""Encrypted connections: the same certificates for gRPC and for direct sockets."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from agn_optax.service.wire._buffers import Buffers
 
 RULE = shared.downpour()
 SIZE = 300_000  # elements: more than a socket takes at once
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 MEMORY, SOCKET, GRPC = TRANSPORTS
 pytestmark = pytest.mark.usefixtures("patient_dials")
 
@@ -39,7 +39,7 @@ def server_tls(pem):
 
 @pytest.fixture(scope="module")
 def mutual(pem):
-    """What both ends have: each vouches for the other."""
+    """Settings of both ends for mutual TLS."""
     return Tls(pem[0], *pem)
 
 
@@ -61,7 +61,7 @@ def way(center, worker="anna"):
 
 
 def exchanged(server, tls, *transports, **settings):
-    """What comes of three exchanges, and how they travelled."""
+    """Make three exchanges; return the last answer and the transport."""
     with connected(server, tls, *transports, **settings) as center:
         for version in range(3):
             sent = jax.tree.map(lambda x, v=version: jnp.sin(x + v), params())
@@ -72,7 +72,7 @@ def exchanged(server, tls, *transports, **settings):
 
 
 @pytest.mark.parametrize("codec", [codecs.identity(), codecs.cast("bfloat16")], ids=str)
-def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
+def test_every_transport_gives_identical_results(server_tls, pem, codec):
     numbers, rule = [], dataclasses.replace(RULE, codec=codec)
     for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
         with service.serve(
@@ -86,7 +86,7 @@ def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
 
 
 @pytest.mark.slow
-def test_many_small_leaves(server_tls, pem):
+def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
     leaves = [jnp.full(i % 7, float(i)) for i in range(500)]
     with (
         service.serve(
@@ -100,10 +100,10 @@ def test_many_small_leaves(server_tls, pem):
         assert link._end.version() in ("TLSv1.2", "TLSv1.3")
 
 
-def test_both_ends_have_certificates(mutual, pem):
+def test_mutual_tls_needs_certificates_on_every_transport(mutual, pem):
     with service.serve(RULE, params(), security=service.Security(tls=mutual)) as server:
         assert exchanged(server, mutual, "socket")[1] == "socket"
-        # Its certificate is asked for at the socket as well, whoever knows the key.
+        # The direct socket needs a client certificate, too, besides the key.
         for tls, error in ((Tls(pem[0]), OSError), (None, OSError)):
             with pytest.raises(error):
                 dial(server, tls)
@@ -112,17 +112,17 @@ def test_both_ends_have_certificates(mutual, pem):
 
 
 def dial(server, tls):
-    """The socket of a center whose offer came some other way."""
+    """Connect to a center's direct socket with a known key."""
     offer = sessions.offer(server, "socket")
     connection = Connection(server.address, LIMIT, tls)
     link = SOCKET.dial(Target(connection, offer, Buffers()))
     try:
-        link.control()  # who comes without a certificate hears of it here
+        link.control()  # a missing certificate raises here
     finally:
         link.cancel()
 
 
-def test_a_center_of_another_name_is_not_trusted(tmp_path):
+def test_center_with_another_host_name_is_not_trusted(tmp_path):
     certificate, key = certificates.make(tmp_path, "DNS:elsewhere.example.org")
     with service.serve(
         RULE, params(), security=service.Security(tls=Tls(None, certificate, key))
@@ -133,7 +133,7 @@ def test_a_center_of_another_name_is_not_trusted(tmp_path):
             service.connect(server.address, RULE, tls=Tls(certificate), timeout=0.3)
 
 
-def test_a_center_that_nobody_vouches_for_is_not_trusted(server_tls, tmp_path):
+def test_center_of_an_unknown_authority_is_not_trusted(server_tls, tmp_path):
     other, _ = certificates.make(tmp_path)
     with (
         service.serve(
@@ -144,7 +144,7 @@ def test_a_center_that_nobody_vouches_for_is_not_trusted(server_tls, tmp_path):
         dial(server, Tls(other))
 
 
-def test_plain_text_is_not_answered(server_tls):
+def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
     with service.serve(
         RULE, params(), security=service.Security(tls=server_tls)
     ) as server:
@@ -161,7 +161,7 @@ def test_plain_text_is_not_answered(server_tls):
 
 
 @pytest.mark.slow
-def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
+def test_grpc_credentials_disable_direct_connections(pem, caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     certificate, key = (path.read_bytes() for path in pem)
     credentials = grpc.ssl_server_credentials([(key, certificate)])
@@ -187,7 +187,7 @@ def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
         )
 
 
-def test_certificates_as_bytes(pem):
+def test_certificates_can_be_given_as_bytes(pem):
     certificate, key = (path.read_bytes() for path in pem)
     tls = Tls(certificate, certificate, key)
     with service.serve(RULE, params(), security=service.Security(tls=tls)) as server:
@@ -195,7 +195,7 @@ def test_certificates_as_bytes(pem):
     assert b"PRIVATE" not in repr(tls).encode()
 
 
-def test_a_broken_encrypted_connection_is_made_again(server_tls, pem):
+def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     with (
         service.serve(
             RULE, params(), security=service.Security(tls=server_tls)
@@ -220,12 +220,12 @@ def test_a_broken_encrypted_connection_is_made_again(server_tls, pem):
         ({"tls": Tls(), "credentials": object()}, "not both"),
     ],
 )
-def test_settings_that_make_no_sense(settings, message):
+def test_bad_settings_are_rejected(settings, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         service.serve(RULE, security=service.Security(**settings))
 
 
-def test_who_listens_elsewhere_needs_it():
+def test_public_address_needs_tls():
     for settings in ({"address": "8.8.8.8:0"}, {"direct_address": "8.8.8.8:0"}):
         with pytest.raises(errors.InvalidArgumentError, match="give tls="):
             service.serve(RULE, **settings)

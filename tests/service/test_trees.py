@@ -1,4 +1,4 @@
-"""Trees as schemas: both sides of a wire see the same leaves in the same places."""
+"""Schemas of trees: both ends of a connection see the same leaves in the same order."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from agn_optax.service.wire._schema import Leaf, Schema
 
 
 class Layer(NamedTuple):
-    """Its fields are not in the order of their names."""
+    """A NamedTuple whose fields are not in the order of their names."""
 
     w: object
     b: object = None
@@ -40,7 +40,7 @@ class Model:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Odd:
-    """Its children have names of two kinds, or the same name twice."""
+    """A node whose children have keys of two kinds, or the same name twice."""
 
     def __init__(self, keys, *children):
         self.keys, self.children = keys, children
@@ -59,7 +59,7 @@ class Odd:
 NAME, FIELD = jax.tree_util.DictKey("x"), jax.tree_util.GetAttrKey("x")
 NUMBER = jax.tree_util.SequenceKey(1)
 
-# A tree; and as what those see it who do not know its types, where that is different.
+# A tree, and its form for programs without its types, where that differs.
 TREES = [
     (1.0, None),
     ({}, None),
@@ -84,7 +84,7 @@ TREES = [
 
 
 def travelled(tree):
-    """The schema and the leaves, after a trip."""
+    """Return the schema and the leaves after a round trip through bytes."""
     sent = _trees.schema_of(tree)
     schema = _trees.from_bytes(_trees.to_bytes(sent))
     assert schema.difference(sent, "here", "there") is None
@@ -101,7 +101,7 @@ def assert_same(made, expected):
 
 
 @pytest.mark.parametrize(("tree", "plain"), TREES, ids=repr)
-def test_trees_come_back(tree, plain):
+def test_tree_round_trips_with_and_without_its_types(tree, plain):
     schema, leaves = travelled(tree)
     assert_same(_trees.build(schema, leaves), tree if plain is None else plain)
     assert_same(_trees.build(schema, leaves, like=tree), tree)
@@ -111,7 +111,7 @@ def test_trees_come_back(tree, plain):
 
 
 @pytest.mark.parametrize(("tree", "plain"), TREES, ids=repr)
-def test_those_who_do_not_know_the_types_have_the_same_schema(tree, plain):
+def test_schema_is_the_same_without_the_types(tree, plain):
     schema, leaves = travelled(tree)
     again = _trees.schema_of(_trees.build(schema, leaves))
     assert again.difference(schema, "here", "there") is None
@@ -136,7 +136,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_any_tree_comes_back(tree):
+def test_any_tree_round_trips(tree):
     schema, leaves = travelled(tree)
     assert_same(_trees.build(schema, leaves, like=tree), tree)
     plain = _trees.build(schema, leaves)
@@ -159,7 +159,7 @@ def test_any_tree_comes_back(tree):
         ),
     ],
 )
-def test_leaves_are_sent_as_jax_takes_them(leaf, dtype, shape):
+def test_leaves_are_sent_in_the_dtype_of_jax(leaf, dtype, shape):
     schema, (came,) = travelled([leaf])
     assert str(schema.leaves[0]) == f"[0] {dtype}{shape}"
     assert came.dtype.name == dtype
@@ -193,13 +193,13 @@ def test_cast_keeps_containers_and_the_places_of_leaves():
         ({"path": "a", "dtype": "float32", "shape": [1] * 65}, "leaf a has 65 dimens"),
     ],
 )
-def test_schemas_that_make_no_sense(leaf, message):
+def test_schema_with_a_bad_leaf_is_rejected(leaf, message):
     with pytest.raises(errors.ProtocolError, match=message):
         _trees.from_bytes(as_bytes([leaf]))
 
 
 def as_bytes(leaves, structure=""):
-    """A schema as it would come, whatever it says."""
+    """Return the bytes of a schema, valid or not."""
     packed = io.BytesIO()
     for leaf in leaves:
         proto.serialize_length_prefixed(_trees.pb.Leaf(**leaf), packed)
@@ -218,7 +218,7 @@ LEAF = {"path": "a", "dtype": "float32"}
         (lambda: _trees.pb.Schema(structure="[]," * (4 << 20)), "brackets and commas"),
     ],
 )
-def test_schema_bombs_are_refused_before_they_take_memory(data, message, monkeypatch):
+def test_schema_bombs_are_rejected_before_they_take_memory(data, message, monkeypatch):
     monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
     data = data().SerializeToString()
     tracemalloc.start()
@@ -231,14 +231,14 @@ def test_schema_bombs_are_refused_before_they_take_memory(data, message, monkeyp
     assert most < 3 * len(data) + (32 << 20)
 
 
-def test_bytes_that_are_no_schema_are_refused():
+def test_bytes_that_are_no_schema_are_rejected():
     cut = _trees.pb.Schema(leaves=as_bytes([LEAF])[:-3]).SerializeToString()
     for data in (b"\xff" * 9, cut):
         with pytest.raises(errors.ProtocolError, match="not a schema"):
             _trees.from_bytes(data)
 
 
-def test_tree_of_too_many_leaves_is_refused_before_it_is_sent(monkeypatch):
+def test_tree_of_too_many_leaves_is_rejected_before_it_is_sent(monkeypatch):
     monkeypatch.setattr(_trees, "MOST_LEAVES", 3)
     assert _trees.to_bytes(_trees.schema_of([0.0] * 3))
     with pytest.raises(errors.InvalidArgumentError, match="at most 3 leaves, got 4"):
@@ -294,7 +294,7 @@ ONE, TWO = ["['a']"], ["['a']", "['b']"]
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_structures_that_are_not_those_of_the_leaves(paths, structure):
+def test_structure_that_does_not_match_the_leaves_is_rejected(paths, structure):
     schema, leaves = schema_for(paths, structure)
     for like in (None, {"quite": [0, "other"]}):
         with pytest.raises(errors.ProtocolError, match="structure of a tree"):
@@ -302,7 +302,7 @@ def test_structures_that_are_not_those_of_the_leaves(paths, structure):
 
 
 @pytest.mark.parametrize("depth", [1, 100, *range(440, 520, 4), 900, 1000, 5000])
-def test_structures_of_any_depth_are_built_or_refused(depth):
+def test_structures_of_any_depth_are_built_or_rejected(depth):
     structure = '{"list":[' * depth + "0" + "]}" * depth
     schema, leaves = schema_for(["[0]" * depth], structure)
     try:
@@ -332,7 +332,7 @@ values = st.recursive(
 @given(st.sampled_from([[], [""], ["[0]"], ["[0]", "[1]"], ONE, TWO]), values)
 @example(TWO, {"dict": [["b", 0], ["a", 0]]})
 @example(["[0]"], {"dict": [[0, 0]]})
-def test_any_structure_is_that_of_the_leaves_or_refused(paths, structure):
+def test_any_structure_matches_the_leaves_or_is_rejected(paths, structure):
     schema, leaves = schema_for(paths, json.dumps(structure))
     try:
         tree = _trees.build(schema, leaves)
@@ -346,12 +346,12 @@ def test_any_structure_is_that_of_the_leaves_or_refused(paths, structure):
     [
         Layer(jnp.ones(3), jnp.zeros(2)),
         FrozenDict({"w": jnp.ones(3), "b": jnp.zeros(2)}),
-        {"w": np.ones(3), "b": np.zeros(2)},  # float64, which JAX takes as float32
+        {"w": np.ones(3), "b": np.zeros(2)},  # float64, which JAX converts to float32
     ],
     ids=lambda params: type(params).__name__,
 )
 @pytest.mark.parametrize("who", ["chief", "service"])
-def test_a_service_works_with_what_a_center_in_this_process_takes(params, who):
+def test_service_accepts_the_same_trees_as_a_local_center(params, who):
     rule = shared.downpour()
     with (
         serve(rule, params if who == "service" else None) as server,

@@ -1,4 +1,4 @@
-"""One of several processes that train together: run by test_distributed.
+"""One of several processes that train together, run by test_distributed.
 
 python processes.py OUTPUT
 """
@@ -38,7 +38,7 @@ PLACEMENTS = {
 
 @dataclasses.dataclass
 class Part:
-    """The rows of a batch that one of several processes feeds."""
+    """Select the rows of a batch that one of several processes feeds."""
 
     index: int
     count: int
@@ -64,7 +64,7 @@ def scores(params, batch):
 
 
 def results(devices, part):
-    """Numbers that must not depend on how the devices are spread over processes."""
+    """Return numbers that must not depend on the number of processes."""
     found = {}
     for mode, workers in MODES.items():
         for name, placement in PLACEMENTS.items():
@@ -73,7 +73,7 @@ def results(devices, part):
             towers = agn_optax.Towers(devices, workers=workers)
             tx = optimizer(placement)
             step = towers.step(problem.train_step(tx))
-            # Only process 0's parameters count.
+            # Only the parameters of process 0 are used.
             params = jax.tree.map(lambda x: x + part.index, problem.params())
             params = towers.unreplicate(towers.replicate(params))
             state = towers.create(lambda p, tx=tx: (p, tx.init(p)), params)
@@ -87,7 +87,7 @@ def results(devices, part):
             found[f"{key}: agree"] = jnp.asarray(bool(agreement))
             found[f"{key}: loss"] = towers.mean(metrics["loss"])
     (batch,) = problem.batches(1, rows=12)
-    # Uneven parts: the first process has more rows than the second.
+    # The parts are uneven: the first process has more rows than the second.
     mine = (
         batch
         if part.count == 1
@@ -104,7 +104,7 @@ def results(devices, part):
     rows = sparse.BCOO.fromdense(part(np.tri(8, 3, dtype=np.float32)))
     product = alone.step(lambda s, m: (s, (m @ jnp.arange(3.0)).sum()))
     found["sparse"] = alone.mean(product(alone.replicate(0), alone.shard(rows))[1])
-    # One process has nothing left: all are told, and none waits for it.
+    # If one process has no rows, all raise, and none waits for it.
     try:
         towers.evaluate(metric, center, mine if part.index else cut(batch, 0))
     except errors.InvalidArgumentError as error:

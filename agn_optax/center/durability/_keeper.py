@@ -26,8 +26,8 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
+from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
 from agn_optax.center.durability._records import Record
@@ -51,8 +51,8 @@ class Snapshots:
     against it.
 
     Args:
-      directory: directory in which snapshots are written, of this center alone. It is
-        created if necessary; a center that is found there continues.
+      directory: directory of this center alone, to which snapshots are written. It is
+        created if necessary; a center that is found in it continues.
       seconds: seconds between two snapshots; none is written if nothing has changed.
         None for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
@@ -69,8 +69,8 @@ class Snapshots:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -112,18 +112,19 @@ class Journal:
     against it.
 
     Args:
-      directory: directory in which every exchange is written before it is answered, of
-        this center alone. It is created if necessary; a center that is found there
+      directory: directory of this center alone, to which every exchange is written
+        before it is answered. It is created if necessary; a center that is found in it
         continues.
       size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
         for the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
-      interval: maximum time between two syncs, in seconds; None syncs every exchange
+      interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
-      on_failure: what to do if the disk is full or fails, or if the directory is moved.
-        ``"stop"`` closes the center, which answers no further exchange. ``"go on"``
-        continues in memory, with a message in the status and in the log, and tries to
-        write a snapshot once a minute and at the end.
+      on_failure: whether to ``"stop"`` if the disk is full or fails, or if the
+        directory is moved, or to ``"go on"`` in memory and report it. ``"stop"`` closes
+        the center, which answers no further exchange. ``"go on"`` has a message in the
+        status and in the log, and tries to write a snapshot once a minute and at the
+        end.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -134,8 +135,8 @@ class Journal:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -286,21 +287,19 @@ class Keeper:
     def record(
         self,
         ledger: dict[str, Any],
-        contributions: Sequence[PyTree] = (),
+        submissions: Sequence[Submission] = (),
         staleness: Sequence[int] = (),
         weights: Sequence[float] | None = None,
-        claims: Sequence[Claim] = (),
         workers: int = 1,
     ) -> int:
         """Record a change of the center.
 
         Args:
           ledger: the ledger's memory of the workers that are concerned.
-          contributions: contributions that were applied together; empty if only the
-            ledger changed.
-          staleness: staleness of each contribution.
+          submissions: messages that were applied together; empty if only the ledger
+            changed.
+          staleness: staleness of each message.
           weights: weights of the messages of a round; None if this is no round.
-          claims: claims of the workers.
           workers: number of registered workers.
 
         Returns:
@@ -309,13 +308,16 @@ class Keeper:
         if self._saver is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        self._exchanges += bool(contributions)
+        self._exchanges += bool(submissions)
         if self._writer is not None and not self._lost_journal:
-            about: dict[str, Any] = {"ledger": ledger, "staleness": staleness}
-            about["weights"] = weights
-            if contributions:
-                about |= {"claims": claims, "workers": workers}
-            self._writer.append(about, contributions)
+            about = {
+                "ledger": ledger,
+                "messages": [plain(each) for each in submissions],
+                "staleness": staleness,
+                "weights": weights,
+                "workers": workers,
+            }
+            self._writer.append(about, [each.contribution for each in submissions])
         return self.recorded
 
     @property
@@ -557,16 +559,16 @@ class Keeper:
 
 
 def _repeat(record: Record, store: Store) -> None:
-    """Apply the contributions of a record as they were applied before."""
-    if staleness := record.about["staleness"]:
-        like = [store.contribution_like] * len(staleness)
+    """Apply the messages of a record as they were applied before."""
+    about = record.about
+    if messages := about["messages"]:
+        like = [store.contribution_like] * len(messages)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
-        placed = [store.place(contribution) for contribution in contributions]
-        # Records without claims use the defaults.
-        claims = [Claim(*claim) for claim in record.about.get("claims", [])]
-        workers = record.about.get("workers", 1)
-        weights = record.about["weights"]
-        store.apply(placed, staleness, weights, claims=claims, workers=workers)
+        submissions = [
+            Submission(contribution=store.place(contribution), **fields)
+            for contribution, fields in zip(contributions, messages, strict=True)
+        ]
+        store.apply(submissions, about["staleness"], about["weights"], about["workers"])
 
 
 def _state(
@@ -634,7 +636,8 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     _ = center.join("w").exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("w").exchange(sent)
       ...     print(agn_optax.center.read(folder, rule).params)
       ...     center.close()
       [0. 0.]
@@ -655,7 +658,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
         for record in found.replay_kept(snapshot.number):
-            if record.about["staleness"]:
+            if record.about["messages"]:
                 raise errors.InvalidArgumentError(
                     f"{where} has exchanges since its last snapshot, which its rule "
                     "makes again: give the rule, or have a snapshot written first "

@@ -1,9 +1,10 @@
 """The command ``agn-optax``: centers and launched workers from a shell.
 
-`_app` is the command and its exit codes, `_serve`, `_status`, `_doctor`, `_plan` and
-`_launch_command` its subcommands. `_options` makes records of options out of command
-lines and files, `_rules` and `_center_options` are such records. `run` runs programs
-side by side. The command needs the extra ``agn_optax[cli]``.
+`_app` defines the command and its exit codes; `_serve`, `_status`, `_doctor`, `_plan`
+and `_launch_command` are its main subcommands. `_options` reads records of options from
+the command line and from files; `_rules` and `_center_options` define two of these
+records. `run` runs programs side by side. The command needs the extra
+``agn_optax[cli]``.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ __all__ = ["Ended", "Program", "main", "run"]
 
 
 def main() -> None:
-    """Runs the command that ``sys.argv`` names, and exits."""
-    # Here, as the launcher does without all that the command needs.
+    """Run the command line in ``sys.argv``, and exit."""
+    # Checked here and not at import, because `run` works without the extra.
     try:
         extras.require("cli", "typer", "rich", "grpc")
     except errors.MissingExtraError as error:
@@ -32,7 +33,7 @@ def main() -> None:
     except SystemExit as end:
         others = set(threading.enumerate()) - {threading.main_thread()}
         if end.code and not all(thread.daemon for thread in others):
-            # Python would wait for them, and those of a failed save wait for ever.
+            # At exit Python joins these threads, and those of a failed save never end.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()

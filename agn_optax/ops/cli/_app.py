@@ -1,4 +1,4 @@
-"""The command and its subcommands; errors as exit codes."""
+"""The command, its subcommands and its exit codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from agn_optax.ops.cli import (
 
 
 class _Group(_options.Flags, TyperGroup):
-    """Says what is wrong in a line, and exits with 2 for wrong usage, else with 1."""
+    """A group of subcommands that prints an error of this package in one line.
+
+    The exit code is then 2 for wrong usage, and 1 otherwise.
+    """
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a subcommand."""
+        """Run a subcommand."""
         try:
             return super().invoke(ctx)
         except errors.AgnOptaxError as error:
@@ -41,7 +44,7 @@ app = typer.Typer(
     "what is wrong with it, launch workers around it, and plan what it will cost.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # others' exceptions are shown as Python does
+    pretty_exceptions_enable=False,  # other exceptions keep Python's own traceback
 )
 
 
@@ -68,7 +71,7 @@ for each in (
     *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
 ):
     app.command(cls=_options.Command)(_options.spread(each))
-# What follows the program's name is the program's.
+# Options after the program's name belong to the program.
 app.command(
     "launch",
     cls=_launch_command.LaunchCommand,

@@ -1,4 +1,4 @@
-"""``agn-optax backup``: a copy of a center on disk."""
+"""``agn-optax backup``: copy a center on disk."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def backup(
     ],
     json: _options.Json = False,
 ) -> None:
-    """Copy a center on disk, also while a server keeps it there.
+    """Copy the directory of a center, even while its server runs.
 
-    All of it is read on the way, and the copy is checked. A server that is started with
-    the copy goes on from there; its workers start again.
+    The whole directory is read, and the copy is verified. A server that is started with
+    the copy continues from it, and its workers have to be started again.
     """
     version = center.backup(directory, to)
     if json:

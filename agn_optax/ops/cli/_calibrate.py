@@ -1,8 +1,9 @@
-"""What the two ends of an exchange take on this machine, measured.
+"""Measure the constants of `agn_optax.planning.Machine` on this machine.
 
-Exchanges of two sizes with a center in another process, over a real socket, lie on a
-straight line: overhead, and seconds a byte. The center's arithmetic alone, in this
-process, tells which part of a byte's time that is.
+The time of an exchange is modeled as a straight line: an overhead plus seconds per
+byte. Exchanges of two sizes, with a center in another process and over a real socket,
+determine the line. The center's arithmetic is also timed alone, in this process, to
+separate its part of the time per byte.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import numpy as np
 import optax
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Center, Store
+from agn_optax.center import Center, Store, Submission
 from agn_optax.ops.planning import Cluster, Cost, Machine, abstract, plan
 from agn_optax.rules import codecs
 
 _SIZES = (1_000, 10_000_000)  # float32 parameters
-_CODED = (10, 1_000_000)  # leaves of so many, of which a codec's times are measured
+_CODED = (10, 1_000_000)  # leaves and elements of each, on which codecs are timed
 _REPEATS = 9
-_ROUNDS = 5  # of so many repeats, until there is a line
+_ROUNDS = 5  # of `_REPEATS` samples each, at most, until the times lie on a line
 _SERVE = (*("-m", "agn_optax.ops.cli", "serve"), *("--rule", "downpour", "--json"))
 
 
@@ -39,7 +40,7 @@ def calibrate(
     sizes: Sequence[int] = _SIZES,
     repeats: int = _REPEATS,
 ) -> Machine:
-    r"""Measures the constants of `agn_optax.ops.planning.Machine`, in a few seconds.
+    r"""Measure the constants of `agn_optax.ops.planning.Machine`, in a few seconds.
 
     .. math::
         \text{endpoint rate} = \frac{\Delta (m + b)}{\Delta T - \Delta T'}; \qquad
@@ -47,30 +48,33 @@ def calibrate(
         \text{overhead} = T_0 - \frac{(m + b)_0}{\text{endpoint rate}}
             - \frac{u_0}{\text{apply rate}}
 
-    with times :math:`T` of exchanges with a center in another process, :math:`T'` of
-    its arithmetic in this one, and differences between two sizes. Exchanges go over a
-    socket, as between machines. All arrays are in the host's memory; what an
-    accelerator takes to copy them comes on top.
+    where :math:`T` is the time of an exchange with a center in another process,
+    :math:`T'` the time of the center's arithmetic in this process, :math:`m` and
+    :math:`b` the bytes of message and answer, and :math:`u` the bytes that the
+    arithmetic reads and writes. :math:`\Delta` is the difference between the two sizes,
+    and the index 0 marks the smaller one. Exchanges go over a socket, as between
+    machines. All arrays are in host memory; the copies of an accelerator take
+    additional time.
 
-    Each time is the minimum of its samples. Whoever else is at work here only adds to
-    them, so the minimum is nearest to what this machine takes, and more samples bring
-    it nearer; a median has in it whatever went on just then. The four are measured in
-    turns, so that a slow spell hits all of them.
+    Each time is the minimum of its samples. Other load on the machine only adds time,
+    so the minimum is the best estimate, and more samples improve it; a median would
+    include the load of the moment. The four times are sampled in turns, so that a slow
+    moment affects all of them.
 
-    What a codec takes for vectors of normal numbers is measured alone, in this
-    process; `Machine` has defaults for it where none is given that takes any time.
+    A codec is timed alone, in this process, on vectors of normal random numbers.
+    Without a codec that takes time, `Machine` keeps its default rates.
 
     Args:
-      codec: how contributions will travel.
+      codec: the codec of the contributions; None for none.
       sizes: two numbers of float32 parameters.
-      repeats: samples of each time, and five times as many at most, if what was found
-        is no line.
+      repeats: samples of each time. While the times do not lie on a line, more are
+        taken, up to five times as many in all.
 
     Returns:
       The constants.
 
     Raises:
-      CenterError: the center did not start, or the times are all noise: more bytes
+      CenterError: the center did not start, or the times are only noise: more bytes
         took no longer.
     """
     costs = [_cost(size) for size in sizes]
@@ -97,7 +101,7 @@ def calibrate(
 def _line(
     costs: Sequence[Cost], here: Sequence[float], there: Sequence[float]
 ) -> Machine | None:
-    """The constants, if more bytes took longer."""
+    """Return the constants, or None if more bytes took no longer."""
     small, large = costs
     arithmetic = here[1] - here[0]
     ends = there[1] - there[0] - arithmetic
@@ -116,16 +120,16 @@ def _line(
 def coding_rates(
     codec: codecs.Codec | None, repeats: int = _REPEATS
 ) -> dict[str, float]:
-    """Bytes a second, as they are, that a codec encodes and decodes: for `Machine`."""
+    """Return a codec's rates for `Machine`, in bytes per second before encoding."""
     if codec is None or codec.is_identity:
         return {}
-    # As much as no allocator keeps at hand: a codec that needs memory for a moment has
-    # it from the system, as in an exchange.
+    # Larger than what an allocator keeps in reserve, so that temporary memory of the
+    # codec comes from the system, as in an exchange.
     numbers = np.random.default_rng(0).standard_normal(_CODED, np.float32)
     params = [jnp.asarray(row) for row in numbers]
     state = jax.jit(codec.init)(params)
     encode = jax.jit(codec.encode, donate_argnums=1)
-    # Into memory that is there, as a center's programs do.
+    # Decoded into donated memory, as in a center.
     decode = jax.jit(codec.decode, donate_argnums=1, keep_unused=True)
     into = jax.tree.map(jnp.zeros_like, params)
     sent, state = encode(params, state)
@@ -148,7 +152,7 @@ def coding_rates(
 
 
 def _cost(size: int) -> Cost:
-    """For its bytes; the cluster does not matter."""
+    """Return the cost of an exchange, for its bytes; the cluster is arbitrary."""
     cluster = Cluster(step_time=1.0, bandwidth=1.0)
     return plan(rules.downpour(), abstract(size), cluster, inner=optax.sgd(1.0))
 
@@ -158,31 +162,32 @@ def _bytes(cost: Cost) -> int:
 
 
 def _arithmetic(size: int) -> Callable[[], float]:
-    """Measures what a served center does with a message, each time it is called."""
-    # A `LocalCenter` here would take longer: whoever adopts its versions may keep them,
-    # so each is in new memory. A served one writes over the last, as this store does.
+    """Return a function that times a served center's arithmetic for one message."""
+    # A `LocalCenter` would take longer: its callers may keep its versions, so it
+    # allocates each one. A served center overwrites the last one, as this store does.
     store = Store(rules.downpour(), jnp.zeros(size), None, None)
     message = jnp.zeros(size)
+    submission = Submission(1, message, anchor_version=0)
 
     def run() -> object:
         norm = store.norm(message, store.current.params)
-        np.asarray(norm)  # which must be finite before the message is applied
-        store.apply([message], [0])
+        np.asarray(norm)  # a center waits for it, to check that it is finite
+        store.apply([submission], [0])
         return store.current.params
 
     return _timed(run)
 
 
 def _exchange(center: Center, size: int) -> Callable[[], float]:
-    """Measures an exchange, each time it is called."""
-    params = jnp.zeros(size)  # a message of zeros, too
+    """Return a function that times one exchange."""
+    params = jnp.zeros(size)  # also the message
     version = center.initialize(params, worker="calibrate").version
     session = center.join("calibrate")
     sequences = itertools.count(1)
 
     def run() -> object:
         nonlocal version
-        answer = session.exchange(next(sequences), params, anchor_version=version)
+        answer = session.exchange(Submission(next(sequences), params, version))
         version = answer.version
         return answer.params
 
@@ -190,24 +195,24 @@ def _exchange(center: Center, size: int) -> Callable[[], float]:
 
 
 def _timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Seconds until what ``run`` returns is there."""
+    """Return a function that measures the seconds until ``run``'s result is ready."""
 
     def seconds() -> float:
         begin = time.perf_counter()
         jax.block_until_ready(run())
         return time.perf_counter() - begin
 
-    for _ in range(2):  # the first ones compile and connect
+    for _ in range(2):  # warm-up: compiles and connects
         seconds()
     return seconds
 
 
 @contextlib.contextmanager
 def _serving() -> Iterator[subprocess.Popen[str]]:
-    """A process with a center that has no parameters yet."""
+    """Run a process that serves a center without parameters, and kill it at the end."""
     command = [sys.executable, *_SERVE]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 our own program
-    with process:  # at the end, waits for it
+    with process:  # waits for its end
         try:
             yield process
         finally:
@@ -219,9 +224,9 @@ def _connected(process: subprocess.Popen[str]) -> service.RemoteCenter:
     line = process.stdout.readline()
     if not line:
         raise errors.CenterError("the center to be measured did not start")
-    # Not through shared memory, as if both were on one machine for good.
+    # Through a socket, as between machines, and not through shared memory.
     center = service.connect(
         json.loads(line)["address"], rules.downpour(), transports=["socket"]
     )
-    assert isinstance(center, service.RemoteCenter)  # as it has one address
+    assert isinstance(center, service.RemoteCenter)  # because of the one address
     return center

@@ -1,4 +1,4 @@
-"""How a center is served: options of ``serve``, and of ``launch`` for its own."""
+"""Options of a served center, for ``serve`` and for the center of ``launch``."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
     modes=", ".join(_MODES),
 )
 class CenterOptions:
-    """How a center is served; its rule is apart.
+    """Options of a served center, without its rule.
 
     Center:
       *address
-      address_file FILE: File that the address is written to, on a disk that workers
-        share. They reach a center that may come back elsewhere as file:FILE.
+      address_file FILE: File to write the address to, on a disk that the workers share.
+        They connect to file:FILE, and find a center again that has moved.
 
     Durability:
       *journal
       *snapshots
-      save DIRECTORY: Directory that the parameters are written to at the end, as a
-        checkpoint that Orbax reads; needs the extra flax.
+      save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
+        that Orbax reads; needs the extra flax.
 
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
@@ -115,11 +115,11 @@ class CenterOptions:
       *synchronous
 
     Access:
-      tokens FILE [a new token, which is printed]: File of the callers, in lines of
-        roles, a worker's name (* for any) and a token; it is read again when it
-        changes. Programs of the same user on this machine find a new token by
-        themselves.
-      open: Admit everybody; beyond this machine, only with --insecure.
+      tokens FILE: File of the callers that are allowed, a line each: roles, a worker's
+        name (* for any) and a token. It is read again when it changes. Without it, a
+        token is made and printed, and programs of the same user on this machine find
+        it by themselves.
+      open: Allow every caller; beyond this machine only with --insecure.
       *security
 
     TLS:
@@ -127,15 +127,15 @@ class CenterOptions:
 
     Further settings of the center:
       *center
-      direct [direct]: Serve exchanges without gRPC too, at another port and in shared
+      direct [direct]: Also accept exchanges outside gRPC, on another port and in shared
         memory.
       *ports
-      page [no-page]: Serve a web page that shows the center's activity, and /metrics
-        for Prometheus, at --page-address.
-      page_address HOST:PORT [of --page: 127.0.0.1:0]: Where to serve the page, which
-        this asks for as well; port 0 takes a free one.
-      signal_exit_code [0]: Exit code of a center that a signal has drained. A code
-        other than 0 is for engines that start only failed programs again.
+      page [no-page]: Serve a page that shows the center's status in a browser, and
+        /metrics for Prometheus, at --page-address.
+      page_address HOST:PORT [127.0.0.1:0 with --page]: Address of the page; implies
+        --page. Port 0 takes a free port.
+      signal_exit_code [0]: Exit code after a signal has drained the center. Set it to
+        another value than 0 for engines that restart only what has failed.
 
     Limits:
       *limits
@@ -144,11 +144,10 @@ class CenterOptions:
       *messages
 
     Parent:
-      parent HOST:PORT|unix:PATH: Address of a center that this one is a worker of.
+      parent HOST:PORT|unix:PATH: Address of a center that this one joins as a worker.
       *parent
-      parent_token_file FILE: File with the token by which the parent knows this center.
-      parent_tls_ca FILE.pem: Certificate authorities that the parent's certificate is
-        checked against.
+      parent_token_file FILE: File with the token to present to the parent.
+      parent_tls_ca FILE.pem: CA certificates to verify the parent with.
     """
 
     address_file: pathlib.Path | None = None
@@ -166,12 +165,12 @@ class CenterOptions:
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
-    """The arguments of `agn_optax.service.serve`, but for its rule and its parent.
+    """Return the arguments of `agn_optax.service.serve`, without rule and parent.
 
-    Its ``security`` does not know who may call, see `access`.
+    Who may call is not in its ``security``: `access` returns it.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: options exclude each other, or one is out of range.
     """
     if not 0 <= (options.signal_exit_code or 0) <= 255:
         raise errors.InvalidArgumentError(
@@ -198,10 +197,10 @@ def settings(options: CenterOptions) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None]:
-    """The center that this one is a worker of, connected; None without one.
+    """Connect to the center's parent, and yield it; None without a parent.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: an option needs another one.
       CenterError: the parent does not answer, or runs another rule.
     """
     if options.parent is None:
@@ -210,7 +209,7 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
         _options.refuse(options, "needs --parent", only=only)
         yield None
         return
-    # A center that has a certificate shows it to its parent.
+    # A center that has a certificate presents it to its parent.
     tls, ca = _TLS.given(options), options.parent_tls_ca
     security = _SECURITY.given(options)
     with service.connect(
@@ -224,10 +223,10 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
 
 
 def page_address(options: CenterOptions) -> str | None:
-    """Where the page is to be; None for none.
+    """Return the address of the page; None for no page.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: options exclude each other.
     """
     if options.page is False:
         _options.refuse(
@@ -241,15 +240,17 @@ def page_address(options: CenterOptions) -> str | None:
 def access(
     options: CenterOptions, made: str = "", shown: str = ""
 ) -> service.Access | None:
-    """Who may call: as options and the environment say, and whoever has a new token.
+    """Return who may call the center; None for every caller.
+
+    The tokens come from the options, the environment and the arguments.
 
     Args:
-      options: of the center.
-      made: a token for all that can be done; "" for none.
-      shown: a token for the page; "" for none.
+      options: options of the center.
+      made: a new token with the roles chief and operator; "" for none.
+      shown: a new token for the page, with the role observer; "" for none.
 
     Raises:
-      InvalidArgumentError: options do not go together, or make no sense.
+      InvalidArgumentError: options exclude each other, or tokens cannot be read.
     """
     lines = os.environ.get(service.tokens.TOKENS, "")
     if options.open:
@@ -264,16 +265,16 @@ def access(
 
 
 def makes_token(options: CenterOptions) -> bool:
-    """Whether nobody said who may call, and so a token is to be made."""
+    """Return whether a token has to be made, because no callers are given."""
     lines = os.environ.get(service.tokens.TOKENS)
     return not (options.open or options.tokens is not None or lines)
 
 
 def check_pair(certificate: object, key: object) -> None:
-    """Both are there, or none is.
+    """Raise unless a certificate and its key are given together.
 
     Raises:
-      InvalidArgumentError: one is missing.
+      InvalidArgumentError: one of them is missing.
     """
     if (certificate is None) != (key is None):
         raise errors.InvalidArgumentError(
@@ -301,7 +302,7 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
     if tls.certificate is None:
         _TLS.refuse(options, "needs --tls-certificate and --tls-key")
         return None
-    tls.server_credentials()  # what is wrong is said before anything is started
+    tls.server_credentials()  # raises for bad files before anything is started
     return tls
 
 
@@ -316,7 +317,7 @@ def _durability_of(options: CenterOptions) -> Durability | None:
         if "directory" not in own:
             group.refuse(options)
         elif name == "snapshots" and "exchanges" in own and "seconds" not in own:
-            made = group.made(options, seconds=None)  # time was not asked for
+            made = group.made(options, seconds=None)  # no snapshots by time
         else:
             made = group.made(options)
     return made

@@ -1,4 +1,4 @@
-"""Several centers at a time: the shards of one, or all of a tree."""
+"""Connections to several centers: the shards of one center, or a whole tree."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 from agn_optax import errors
 from agn_optax.service import Observer
 
-_MOST = 256  # centers, of a tree that has no end
+_MOST = 256  # centers, so that the walk through a tree ends
 
 
 class Seen(NamedTuple):
-    """A center, as it was found at one moment.
+    """The status of a center at one moment, or the error of asking for it.
 
     Attributes:
-      address: by which it was asked.
-      status: what it said; None if it did not.
-      error: why it did not; None if it did.
-      depth: of it in its tree; 0 for a root, or without a tree.
-      under: address of its parent, and the name that it has among the workers there;
-        None for a root.
+      address: the address that was asked.
+      status: the center's status; None if it did not answer.
+      error: why it did not answer; None if it did.
+      depth: depth of the center in its tree; 0 for a root, or without a tree.
+      under: address of the center's parent, and the center's name among the parent's
+        workers; None for a root.
     """
 
     address: str
@@ -33,12 +33,12 @@ class Seen(NamedTuple):
 
 
 class Centers(contextlib.AbstractContextManager["Centers"]):
-    """Connections to centers, made as they are found. Also a context manager.
+    """Connections to centers, opened as centers are found. Also a context manager.
 
     Args:
-      addresses: of those that are known.
-      connect: makes a connection to one more.
-      tree: whether parents and sites are looked for, too.
+      addresses: addresses of the known centers.
+      connect: opens a connection to an address.
+      tree: whether to look for parents and sites, too.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
         self.addresses = list(addresses)
         self._connect = connect
         self._is_tree = tree
-        # Before anything is asked: what is wrong with options is no fault of a center.
+        # Opened here and not in `_one`: a bad option is an error of the command, and
+        # is not reported as the error of a center.
         self._observers = {address: connect(address) for address in addresses}
 
     def __exit__(self, *exception: object) -> None:
@@ -59,9 +60,10 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
             observer.close()
 
     def look(self) -> list[Seen]:
-        """All of them, each below its parent; roots in the order of their addresses.
+        """Return the status of every center, each below its parent.
 
-        Of a tree: those whose address somebody says who can be reached.
+        Roots come in the order of the addresses. A tree has those centers whose address
+        is given, or reported by a center that can be reached.
         """
         known: dict[str, Seen] = {}
         self._ask(self.addresses, known)
@@ -70,12 +72,12 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
         placed = _Placed()
         for root in self._roots(known):
             self._place(known[root], known, placed)
-        for address in self.addresses:  # those that no parent has named
+        for address in self.addresses:  # centers that no parent has reported
             placed.add(known[address])
         return list(placed.in_order(None))
 
     def _roots(self, known: dict[str, Seen]) -> list[str]:
-        """Of those that were given, and of all above them, who have no parent."""
+        """Return the centers without a parent among the given ones and those above."""
         roots: dict[str, None] = {}
         climbed: set[str] = set()
         level = list(self.addresses)
@@ -92,7 +94,7 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
         return list(roots)
 
     def _place(self, root: Seen, known: dict[str, Seen], placed: _Placed) -> None:
-        """A root, and all sites below it."""
+        """Place a root and all sites below it."""
         level = [root] if placed.add(root) else []
         while level:
             named = {
@@ -110,7 +112,7 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
                     level.append(own)
 
     def _ask(self, addresses: Sequence[str], known: dict[str, Seen]) -> None:
-        """All at once; adds what they said to what is known."""
+        """Ask centers in parallel, and add their replies to ``known``."""
         asked = list(addresses)[: max(0, _MOST - len(known))]
         for address in addresses[len(asked) :]:
             many = errors.CenterUnreachableError(f"there are more than {_MOST} centers")
@@ -129,13 +131,13 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
 
 
 def _parents(seen: Seen) -> list[str]:
-    """Addresses of the parent, of which there are several where that is in shards."""
+    """Return the addresses of a center's parent: several if the parent is sharded."""
     said = (seen.status or {}).get("parent", "")
     return [each for each in said.split(",") if ":" in each]
 
 
 class _Placed:
-    """Centers that have their place in a tree, none of them twice."""
+    """The centers that have been placed in a tree, each of them once."""
 
     def __init__(self) -> None:
         self._addresses: set[str] = set()
@@ -143,19 +145,19 @@ class _Placed:
         self._below: dict[str | None, list[Seen]] = {}
 
     def add(self, seen: Seen) -> bool:
-        """Whether it had none yet, by this address or another one."""
+        """Place a center; return False if it is placed already, under any address."""
         life = (seen.status or {}).get("center", "")
         if seen.address in self._addresses or life in self._lives:
             return False
         self._addresses.add(seen.address)
-        if life:  # those of earlier releases do not say which one it is
+        if life:  # empty if the center did not answer
             self._lives.add(life)
         above = None if seen.under is None else seen.under[0]
         self._below.setdefault(above, []).append(seen)
         return True
 
     def in_order(self, above: str | None) -> Iterator[Seen]:
-        """Each followed by all that is below it."""
+        """Yield the centers below an address, each followed by those below it."""
         for seen in self._below.get(above, ()):
             yield seen
             yield from self.in_order(seen.address)

@@ -1,4 +1,4 @@
-"""``agn-optax doctor``: what is wrong between here and a center."""
+"""``agn-optax doctor``: check a center and the network path to it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def doctor(
     ] = None,
     json: _options.Json = False,
 ) -> None:
-    """Check the way to a center, and the center, one thing after the other.
+    """Check the network path to a center, and the center itself, step by step.
 
-    Where a check fails that others need, those are left out. With a rule, it is
-    compared with the center's. Some megabytes are sent each way.
+    Checks that need one that failed are left out. If a rule is given, it is compared
+    with the center's. Some megabytes are sent in each direction.
     """
     rule = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
     checks = Checks(

@@ -1,4 +1,4 @@
-"""``agn-optax export``: a center's parameters as an Orbax checkpoint."""
+"""``agn-optax export``: write a center's parameters as an Orbax checkpoint."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def export(
 ) -> None:
     """Write a center's parameters as a checkpoint that Orbax reads.
 
-    They are in it under their own names: `orbax.checkpoint.v1.load(TO)` returns the
-    tree of the model. The rule is needed for a directory with exchanges since its last
-    snapshot, and for a center in shards. Of a center that runs it takes the role of a
-    reader. Needs the extra flax.
+    The parameters keep their names: `orbax.checkpoint.v1.load(TO)` returns the tree of
+    the model. The rule is needed for a directory with exchanges since its last
+    snapshot, and for a sharded center. A running center requires the role of a reader.
+    Needs the extra flax.
 
     Example: agn-optax export center.example:5000 checkpoint
     """
@@ -61,13 +61,15 @@ def export(
 
 
 def check_is_free(to: pathlib.Path) -> None:
-    """Raise unless a checkpoint may be made at a path, on whichever machine it is.
+    """Raise if a checkpoint's path is taken, or Orbax is missing.
+
+    The path may belong to another machine, so nothing is tried there.
 
     Raises:
-      InvalidArgumentError: there is something.
-      MissingExtraError: there is no Orbax here.
+      InvalidArgumentError: something exists at the path.
+      MissingExtraError: Orbax is not installed.
     """
-    with contextlib.suppress(OSError):  # `check` says why nobody may look there
+    with contextlib.suppress(OSError):  # `check` reports a path that cannot be read
         if to.exists():
             raise errors.InvalidArgumentError(
                 f"{to} is there already: a checkpoint takes a directory of its own"
@@ -79,8 +81,9 @@ def check(to: pathlib.Path) -> None:
     """Raise unless a checkpoint can be written at a path of this machine.
 
     Raises:
-      InvalidArgumentError: there is something, or no directory can be made there.
-      MissingExtraError: there is no Orbax here.
+      InvalidArgumentError: something exists at the path, or no directory can be made
+        there.
+      MissingExtraError: Orbax is not installed.
     """
     check_is_free(to)
     try:
@@ -96,12 +99,12 @@ def write(params: PyTree, to: pathlib.Path) -> None:
     """Write a checkpoint.
 
     Raises:
-      DurabilityError: it cannot be written.
+      DurabilityError: the checkpoint cannot be written.
     """
-    from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
+    from orbax.checkpoint import v1  # noqa: PLC0415 a heavy, optional dependency
 
     try:
-        # Orbax's threads would wait for ever for a directory that it cannot make.
+        # Orbax's threads would wait forever for a directory that it cannot make.
         _make_directory_beside(to)
         v1.save(to.resolve(), params)
     except (OSError, ValueError) as error:
@@ -109,14 +112,14 @@ def write(params: PyTree, to: pathlib.Path) -> None:
 
 
 def _make_directory_beside(to: pathlib.Path) -> None:
-    """Make the folder that a checkpoint is to be in, and for a moment one in that.
+    """Make the parent directory of a path, and try to make a directory in it.
 
     Raises:
-      OSError: one of them cannot be made.
+      OSError: one of these directories cannot be made.
     """
     to = to.resolve()
     to.parent.mkdir(parents=True, exist_ok=True)
-    # Its name is as long as that of Orbax's own temporary directory.
+    # The name has the length of that of Orbax's own temporary directory.
     prefix = f"{to.name}.agn-optax-tmp-"
     pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
 
@@ -124,11 +127,11 @@ def _make_directory_beside(to: pathlib.Path) -> None:
 def _pulled(
     source: str, rule: Rule | None, reached: Reached, timeout: float
 ) -> tuple[PyTree, Any]:
-    """The parameters of a center that runs, and their version."""
+    """Pull the parameters of a running center, and their version."""
     addresses = source.split(",")
     if len(addresses) == 1:
         with _status.observer(source, reached, timeout) as observer:
-            return observer.pull()[:2]
+            return observer.pull()
     if rule is None:
         raise errors.InvalidArgumentError(
             "a center in shards is put together by its rule: give --rule, as for "
@@ -136,4 +139,4 @@ def _pulled(
         )
     how = _status.settings(reached)
     with service.connect(addresses, rule, timeout=timeout, **how) as whole:
-        return whole.pull()[:2]
+        return whole.pull()

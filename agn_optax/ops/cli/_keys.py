@@ -1,4 +1,4 @@
-"""``agn-optax keys``: certificates and tokens for those who have none."""
+"""``agn-optax keys``: make certificates and tokens."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def keys(
 ) -> None:
     """Make certificates and tokens for a center, its workers and its operators.
 
-    The directory gets ca.pem (who vouches for all of them), for each --host center.pem
-    and center.key, and for each name NAME.pem, NAME.key and NAME.token; the file
-    tokens, which the center takes, has a line for each. Each pair of --worker and its
-    names is given as often as needed. Keys and tokens can be read by their owner alone.
-    Run again on the same directory, it adds to what is there. Needs the extra keys.
+    The directory gets ca.pem and ca.key (the certificate authority), center.pem and
+    center.key if --host is given, and NAME.pem, NAME.key and NAME.token for each name;
+    the file tokens, for serve --tokens, has a line for each name. --host, --chief,
+    --worker and --operator may each be given several times. Only their owner can read
+    keys and tokens. Run again on the same directory, the command adds to its files.
+    Needs the extra keys.
 
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """

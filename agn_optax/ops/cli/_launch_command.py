@@ -1,4 +1,4 @@
-"""``agn-optax launch``: a center and its workers, here or on an engine."""
+"""``agn-optax launch``: start a center and its workers, here or on an engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _CENTER = "center"
 
 
 class LaunchCommand(_options.Command):
-    """What follows a program's name is the program's; a run's file takes options."""
+    """The command ``launch``: arguments after a program's name are the program's.
+
+    Arguments after a run's file are options of the command.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Options, and the rest."""
+        """Parse the options, and return the remaining arguments."""
         found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         ctx.allow_interspersed_args = _is_file(found.get("command") or ())
         return super().parse_args(ctx, args)
@@ -65,13 +68,13 @@ def launch_command(
 ) -> None:
     """Start a center and workers around it, here or on an engine.
 
-    Workers find AGN_OPTAX_CENTER (its address), AGN_OPTAX_RANK, AGN_OPTAX_WORKERS and
-    AGN_OPTAX_WORKER (their name) in their environment, and AGN_OPTAX_RULE (that of the
-    center), all of which agn_optax.service.environment() reads; and AGN_OPTAX_TOKEN, by
-    which the center knows that name; worker-0 may be the chief. On this machine all
-    are ended together, and the exit code is that of the worker that failed, or else of
-    the center if it failed, at its end too. With --json, a summary is printed to
-    stdout, and all lines go to stderr.
+    The environment of each worker has AGN_OPTAX_CENTER (the center's address),
+    AGN_OPTAX_RANK, AGN_OPTAX_WORKERS, AGN_OPTAX_WORKER (the worker's name) and
+    AGN_OPTAX_RULE (the center's rule), which agn_optax.service.environment() reads; and
+    AGN_OPTAX_TOKEN, by which the center knows the worker's name. worker-0 may be the
+    chief. On this machine all programs are ended together, and the exit code is that of
+    the worker that failed, or else of the center if it failed, even at its end. With
+    --json, a summary is printed to stdout, and all other lines go to stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
 
@@ -108,7 +111,7 @@ def launch_command(
 
 
 def _is_file(run: Sequence[str]) -> bool:
-    """Whether a file describes it."""
+    """Return whether a file describes the run."""
     return bool(run) and run[0].endswith(".toml")
 
 
@@ -121,27 +124,27 @@ def _show(engine: Engine) -> None:
 
 
 class _Output:
-    """Lines of several programs, each behind its program's name."""
+    """A printer of the lines of several programs, each behind its program's name."""
 
     def __init__(self, names: Sequence[str], stderr: bool, shown: str = "") -> None:
         self._shown = shown  # the token of the page
         self._console = _table.console(stderr=stderr)
         if isinstance(self._console.file, io.TextIOWrapper):
-            # A program may write what this terminal's encoding does not have.
+            # A program may write characters that the terminal's encoding lacks.
             self._console.file.reconfigure(errors="backslashreplace")
         self._width = max(map(len, names))
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
         if name == _CENTER and (said := serving(line)):
-            line = f"serving at {reached_at(said)}"  # to a person, and not to us
+            line = f"serving at {reached_at(said)}"  # readable, in place of the JSON
             page = said.get("page")
             line += f", page at {page}" if page else ""
             line += f" with token {self._shown}" if page and self._shown else ""
         prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))
-        try:  # a program's own colors are kept on a terminal, and only there
+        try:  # keeps the program's own colors, if on a terminal
             own = rich.text.Text.from_ansi(line)
-        except ValueError:  # an escape with a number that Python does not parse
+        except ValueError:  # an escape with a number that Python cannot parse
             own = rich.text.Text(line)
         text = rich.text.Text.assemble(prefix, own)
         self._console.print(text, soft_wrap=True)

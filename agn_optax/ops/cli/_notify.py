@@ -1,4 +1,4 @@
-"""What systemd is told of a service: `sd_notify(3)`, in a datagram."""
+"""Notifications of a service to systemd: `sd_notify(3)`, in one datagram."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def notify(*said: str) -> None:
-    """Tells whoever has started this, if it wants to know.
+    """Send a notification to the service manager, if one has asked for them.
 
     Args:
       *said: assignments, such as ``"READY=1"``.
@@ -16,7 +16,7 @@ def notify(*said: str) -> None:
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where.startswith(("/", "@")):
         return
-    if where.startswith("@"):  # a name without a file
+    if where.startswith("@"):  # an abstract socket, which has no file
         where = "\0" + where[1:]
     with (
         contextlib.suppress(OSError),

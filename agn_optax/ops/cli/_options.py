@@ -1,9 +1,10 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
 A field is an option of the same name, and None if it was not given, so that defaults
-are written down in the library alone. The docstring of a record describes its options,
-as ``--help`` prints them. An option that is an argument of a class or function of the
+are written down only in the library. The docstring of a record describes its options,
+and ``--help`` prints it. An option that is an argument of a class or function of the
 library takes its type, default and help from there, by a `Group`.
+
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ Config = Annotated[
 
 
 class Flags:
-    """A mixin of commands whose flags are shown without the values they do not take.
+    """A mixin of commands that shows flags without a type.
 
-    Newer releases of Typer show a type for every option, also for ``--page``.
+    Newer releases of Typer show a type for every option, even for ``--page``.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of a command, ``--help`` among them."""
+        """Return the parameters of a command, including ``--help``."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
             if getattr(each, "is_flag", False):
@@ -64,24 +65,25 @@ class Command(Flags, TyperCommand):
 
 
 def switch() -> Any:
-    """A field that can be given, and not be denied."""
+    """Return a field for a flag that has no ``--no-`` form."""
     return dataclasses.field(default=None, metadata={"is_switch": True})
 
 
 class Group:
     """Options that are arguments of a class or function of the library.
 
-    They have the arguments' types and defaults. Their help is the first sentence that a
-    docstring says of the argument, without its clause on None, which is shown as the
-    default. A flag that is False by default cannot be denied. Arguments whose type no
-    text can give are no options.
+    They have the arguments' types and defaults. Their help is the first sentence of the
+    docstring on the argument, without its clause on None, which is shown as the
+    default. A flag that is False by default has no ``--no-`` form. Arguments of a type
+    that text cannot give are not options.
 
     Args:
       source: the class or function.
       *only: names of arguments; without any, all are options.
       prefix: what options have before the names of their arguments.
       names: options of other names, by argument, each as ``"name METAVAR [default]"``.
-      needs: the option without which those that have a default have no effect.
+      needs: the option without which options of arguments with a default have no
+        effect.
 
     Attributes:
       names: names of the options, by argument.
@@ -130,14 +132,15 @@ class Group:
         return {name: every[own] for name, own in self.names.items() if own in every}
 
     def made(self, options: Any, **more: Any) -> Any:
-        """Return what the class or function makes of these arguments, and of more."""
+        """Call the class or function with these arguments and ``more``."""
         return self._source(**self.given(options), **more)
 
     def refuse(self, options: Any, why: str = "") -> None:
-        """Check that no option of the group was given.
+        """Raise if an option of the group was given.
 
         Raises:
-          InvalidArgumentError: one was; says why it must not be, or what it needs.
+          InvalidArgumentError: one was given; the error has the reason ``why``, or the
+            option that it needs.
         """
         refuse(options, why or f"needs {self._needs}", only=self.names.values())
 
@@ -174,7 +177,7 @@ def _arguments(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 
 
 def _type_of(hint: Any) -> Any:
-    """Return the type of an argument's option; None if no text can give it."""
+    """Return the type of an argument's option; None if text cannot give it."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     cases = typing.get_args(hint) if is_union else (hint,)
     origins = [typing.get_origin(case) for case in cases]
@@ -209,15 +212,16 @@ def _shown(default: Any, name: str) -> str:
 def record(
     groups: Mapping[str, Group] | None = None, **words: str
 ) -> Callable[[type[T]], type[T]]:
-    """Makes a record of a class whose docstring describes its fields, in their order.
+    """Return a decorator that turns a class into a record of options.
 
-    A paragraph is a panel of ``--help``: its title, and below it for each option
-    ``name METAVAR [default]: help``. The metavar and what is said of the default may be
-    missing. A line ``*name`` stands for the options of a group.
+    The class's docstring describes the fields, in their order. Each paragraph after the
+    first is a panel of ``--help``: its title, and ``name METAVAR [default]: help`` for
+    each option below it. METAVAR and [default] are optional. A line ``*name`` stands
+    for the options of a group.
 
     Args:
       groups: groups of options by name.
-      words: what stands for ``{name}`` in the docstring.
+      words: text that replaces ``{name}`` in the docstring.
     """
 
     def make(kind: type[T]) -> type[T]:
@@ -251,7 +255,7 @@ def record(
 
 
 def _written(entry: str) -> tuple[str, dict[str, Any]]:
-    """Return an option's name and arguments of `typer.Option`, of a line on it."""
+    """Return the name and the arguments of `typer.Option` from an option's entry."""
     found = _ENTRY.fullmatch(entry)
     assert found, entry
     name, metavar, default, said = found.groups()
@@ -265,7 +269,7 @@ def _option_of(field: dataclasses.Field[Any], described: dict[str, Any]) -> Any:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters that are records are options, field by field."""
+    """Return a command in which the fields of each record are options of their own."""
     parameters = []
     records: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -295,7 +299,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that were given; a switch that is off was not."""
+    """Return the fields of a record that were given; a switch only if it is on."""
     absent = {
         field.name: (None, False) if field.metadata.get("is_switch") else (None,)
         for field in dataclasses.fields(record)
@@ -308,7 +312,7 @@ def given(record: Any) -> dict[str, Any]:
 
 
 def option(name: str) -> str:
-    """The option of a field, as it is written on a command line."""
+    """Return the option of a field, as it is written on a command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -319,10 +323,16 @@ def refuse(
     only: Collection[str] | None = None,
     but: Collection[str] = (),
 ) -> None:
-    """No option of a record was given; or none of some, or none but some.
+    """Raise if an option of a record was given that must not be.
+
+    Args:
+      record: the record of options.
+      why: the reason, which follows the option's name in the error.
+      only: names of the options that must not be given; None for all options.
+      but: names of options that may be given.
 
     Raises:
-      InvalidArgumentError: one was; says why it must not be.
+      InvalidArgumentError: one of these options was given.
     """
     for name in given(record):
         if name not in but and (only is None or name in only):
@@ -330,33 +340,33 @@ def refuse(
 
 
 def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
-    """What a TOML file gives for the fields of some kinds of records.
+    """Return the values that a TOML file gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: it cannot be read, is not TOML, has a key that is no option,
-        or a value of another type than the option's.
+      InvalidArgumentError: the file cannot be read, is not TOML, has a key that is not
+        an option, or a value of another type than the option's.
     """
     return {} if path is None else taken(loaded(path), str(path), *kinds)
 
 
 def loaded(path: pathlib.Path) -> dict[str, Any]:
-    """A TOML file.
+    """Load a TOML file.
 
     Raises:
-      InvalidArgumentError: it cannot be read, or is not TOML.
+      InvalidArgumentError: the file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # brackets within brackets
+    except (OSError, ValueError, RecursionError) as error:  # the last: deep nesting
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
 
 
 def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
-    """What a table of TOML gives for the fields of some kinds of records.
+    """Return the values that a TOML table gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: it has a key that is no field, or a value of another type
-        than the field's; says ``where``.
+      InvalidArgumentError: the table has a key that is not a field, or a value of
+        another type than the field's; the error names ``where``.
     """
     known = {
         option(name).removeprefix("--"): (name, annotation)
@@ -378,14 +388,14 @@ def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
 
 
 def filled(record: T, values: dict[str, Any]) -> T:
-    """A record in which values stand where it was not given any."""
+    """Return a record with ``values`` for the fields that were not given."""
     own = {name: value for name, value in values.items() if name in vars(record)}
     return type(record)(**(own | given(record)))
 
 
 def print_json(value: Any) -> None:
-    """One object, on a line of its own; what JSON has no word for is null."""
-    # Python writes and reads NaN and Infinity, which JSON does not have.
+    """Print an object as one line of JSON, with null for NaN and infinities."""
+    # Python's json writes and reads NaN and Infinity, which JSON does not have.
     plain = json.loads(json.dumps(value), parse_constant=lambda constant: None)
     typer.echo(json.dumps(plain))
 

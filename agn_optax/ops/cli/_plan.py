@@ -1,4 +1,4 @@
-"""``agn-optax plan``: what rare communication will cost, for every rule."""
+"""``agn-optax plan``: show the cost of rare communication for every rule."""
 
 from __future__ import annotations
 
@@ -117,14 +117,15 @@ _DEFAULT = Machine()
     decode=_rate(_DEFAULT.decode_rate),
 )
 class MachineOptions:
-    """What an exchange takes beside the links.
+    """Constants of an exchange, beside those of the links.
 
     Machine:
-      overhead SECONDS [{overhead}]: Of an exchange of nothing.
-      endpoint_rate RATE [{endpoint}]: Message and answer, through both ends.
-      apply_rate RATE [{apply}]: What the center's arithmetic reads and writes.
-      encode_rate RATE [{encode}]: Of contributions as they are, that --codec encodes.
-      decode_rate RATE [{decode}]: ... and decodes.
+      overhead SECONDS [{overhead}]: Time of an empty exchange.
+      endpoint_rate RATE [{endpoint}]: Rate of message and answer through both ends.
+      apply_rate RATE [{apply}]: Rate at which the center's arithmetic reads and writes.
+      encode_rate RATE [{encode}]: Rate at which --codec encodes, in bytes of
+        contributions before encoding.
+      decode_rate RATE [{decode}]: Rate at which --codec decodes, in the same bytes.
       measure: Measure these on this machine, with a center in another process.
     """
 
@@ -138,35 +139,38 @@ class MachineOptions:
 
 @_options.record()
 class ClusterOptions:
-    """The model, its workers and their links.
+    """Options of the model, its workers and their links.
 
     Options:
-      parameters: Of the model; 1.3e9, say.
+      parameters: Number of parameters of the model, such as 1.3e9.
       step_time: Seconds of a local step.
-      bandwidth RATE: Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a
-        bit, B a byte).
-      workers: How many.
-      period [each rule's hidden one]: Local steps between exchanges.
+      bandwidth RATE: Rate of each worker's link in either direction, such as 1Gbit,
+        100Mb/s or 1.2GB (b is a bit, B a byte).
+      workers: Number of workers.
+      period [the shortest that hides exchanges]: Local steps between exchanges.
       latency: Seconds of a round trip.
-      center_bandwidth RATE [--bandwidth]: Of the center's link, for all workers.
-      shards: Hosts that have a part of each center, and a link of their own.
-      inner NAME: The workers' optimizer, of optax.
-      dtype: Of the parameters.
-      center_dtype [--dtype]: Of the center.
+      center_bandwidth RATE [--bandwidth]: Rate of the center's link, which all workers
+        share.
+      shards: Number of hosts that share each center, each with a link of its own.
+      inner NAME: Optimizer of the workers, by its name in optax.
+      dtype: Dtype of the parameters.
+      center_dtype [--dtype]: Dtype of the center.
 
     Tree of centers:
-      fan_out: Workers, or centers, that a center has at most.
-      levels: Of centers, instead of --fan-out.
-      parent_period [the hidden one]: Exchanges at a center between two with its parent.
-      parent_bandwidth RATE [--center-bandwidth]: Of a center's link to its parent, and
-        of the parent's, for all of them.
-      parent_latency [--latency]: Seconds of a round trip between them.
+      fan_out: Maximum number of workers, or of centers, at one center.
+      levels: Number of levels of centers, instead of --fan-out.
+      parent_period [the shortest that hides them]: Exchanges at a center between two
+        exchanges with its parent.
+      parent_bandwidth RATE [--center-bandwidth]: Rate of a center's link to its parent,
+        and of the parent's link, which all its centers share.
+      parent_latency [--latency]: Seconds of a round trip between a center and its
+        parent.
 
     Journal:
-      disk RATE [no journal]: That a host of the center writes and reads.
-      sync [0]: Seconds until what was written is there for good.
-      journal_size BYTES [1 GiB or four snapshots]: After which a snapshot takes its
-        place.
+      disk RATE [no journal]: Rate at which a host of the center writes and reads.
+      sync [0]: Seconds until written data is durable.
+      journal_size BYTES [1 GiB or four snapshots]: Size after which a snapshot replaces
+        the journal.
     """
 
     parameters: float
@@ -196,19 +200,19 @@ def plan(
     options: ClusterOptions,
     json: _options.Json = False,
 ) -> None:
-    """Say what each rule will cost: bytes, time and memory.
+    """Show what each rule will cost: bytes, time and memory.
 
-    For every rule: the bytes and seconds of an exchange, the shortest period at which
-    communication hides behind local steps, the part of the time that workers are busy
-    with these, at --period or at that one, where they wait for their answers and where
-    they overlap, the bottleneck and what would help, and the memory that workers and
-    center keep. Plain data parallelism stands below. With --rule or --rule-from, only
-    that rule is planned.
+    For every rule: the bytes and seconds of an exchange; the shortest period at which
+    communication hides behind local steps; the fraction of time that workers spend in
+    local steps at --period, or else at this shortest period, if they wait for answers
+    and if exchanges overlap; the bottleneck, and what would help; and the memory that
+    workers and center keep. Plain data parallelism follows below. With --rule or
+    --rule-from, only that rule is planned.
 
     With --fan-out or --levels the center is a tree of centers, and each level has a
-    row. With --disk the center keeps a journal, and what that writes and how long a
-    restart takes is said as well. With --codec it says what encoding and decoding take,
-    and the rate of a link below which they pay.
+    row. With --disk the center keeps a journal, and its rate of writing and the time of
+    a restart are shown. With --codec the times of encoding and decoding are shown, and
+    the rate of a link below which they pay.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
@@ -296,7 +300,7 @@ def _disk(options: ClusterOptions) -> Disk | None:
 
 
 def _rates(options: ClusterOptions | MachineOptions, *names: str) -> dict[str, float]:
-    """Those that were given, in bytes a second."""
+    """Return the rates that were given, in bytes per second."""
     given = _options.given(options)
     return {
         name: units.rate(given[name], _options.option(name))
@@ -394,7 +398,7 @@ def _size(number: int) -> str:
 def _those(
     costs: Sequence[Cost], part: Callable[[Cost], T | None]
 ) -> list[tuple[Cost, T]]:
-    """The costs that have that part."""
+    """Return the costs that have a part, each with this part."""
     found = ((cost, part(cost)) for cost in costs)
     return [(cost, each) for cost, each in found if each is not None]
 
@@ -402,9 +406,9 @@ def _those(
 def _as_tables(
     rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]], width: int
 ) -> list[rich.table.Table]:
-    """A row for each, and what rules are compared with at the end.
+    """Return tables with a row for each rule, and all-reduce in a section of its own.
 
-    Several tables, one below the other, if one with all columns were too wide.
+    The columns are split over several tables if one table would be too wide.
     """
     cells = {name: [column(row) for _, row in rows] for name, column in columns.items()}
     names = [cost.rule for cost, _ in rows]

@@ -1,4 +1,4 @@
-"""Rules and center optimizers from their names and options."""
+"""Rules, codecs and optimizers by their names and options."""
 
 from __future__ import annotations
 
@@ -18,36 +18,39 @@ from agn_optax.rules import Rule, codecs
     optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
-    """Which rule a center runs.
+    """Options of the rule of a center.
 
     Rule:
       rule NAME: One of {rules}.
-      rule_from MODULE:OBJECT: A rule of your own, or a function without arguments that
-        returns it; modules in the current directory are found.
-      moving_rate: Of easgd: alpha, in (0, 1].
-      rho: Of easgd: the elastic penalty in the local gradients; 0 unless set.
-      record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
-      codec NAME: How contributions travel: {codecs}. A float, the center too; what any
-        other loses goes into the next contribution.
-      answers NAME: How the center travels back: {answers}. A float rounds it; by any
-        other, workers hear of differences.
-      combine NAME: How the messages of a round become one, if not as the rule says:
+      rule_from MODULE:OBJECT: A rule of your own, or a function that takes no arguments
+        and returns one; modules in the current directory are found.
+      moving_rate: For easgd: alpha, in (0, 1].
+      rho: For easgd: elastic penalty in the local gradients; 0 unless set.
+      record_dtype DTYPE: For agn: dtype of the workers' gradient sum.
+      codec NAME: Uplink compression of contributions: {codecs}. A float dtype also
+        applies to the center's answers; any other codec adds its error to the next
+        contribution.
+      answers NAME: Downlink compression of the center's answers: {answers}. A float
+        dtype rounds the center; any other codec sends differences.
+      combine NAME: How to combine the messages of a round, if not as the rule does:
         {combinations}. All but the first two need --mode synchronous; median,
-        trimmed_mean (of a quarter) and krum (of one) stand bad messages.
+        trimmed_mean (a quarter at either end) and krum (one message) tolerate bad
+        messages.
 
     Center optimizer:
-      center_optimizer NAME: Of agn and diloco: one of {optimizers}.
-      learning_rate: Its learning rate.
-      momentum: Of sgd, rmsprop and those that wait for nobody.
-      nesterov: Nesterov's momentum, of sgd, rmsprop and adam.
+      center_optimizer NAME: For agn and diloco: one of {optimizers}.
+      learning_rate: Learning rate of the center optimizer.
+      momentum: For sgd, rmsprop, delayed_nesterov, heloco, momentum_lookahead and
+        ordered_momentum.
+      nesterov: Nesterov's momentum, for sgd, rmsprop and adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to denominators.
-      decay: Of rmsprop.
-      weight_decay: Of adamw, lamb, lion and nadamw.
-      delay: Of delayed_nesterov: messages between two changes of its momentum, as many
+      eps: Term added to denominators.
+      decay: For rmsprop: decay of the second moment.
+      weight_decay: For adamw, lamb, lion and nadamw.
+      delay: For delayed_nesterov: messages between two changes of its momentum, as many
         as there are workers.
-      messages: Of heloco and ordered_momentum: messages of a round, as many as there
+      messages: For heloco and ordered_momentum: messages of a round, as many as there
         are workers.
     """
 
@@ -73,33 +76,33 @@ class RuleOptions:
 
 
 def make(options: RuleOptions) -> Rule:
-    """The rule that the options say.
+    """Return the rule that the options describe.
 
     Raises:
-      InvalidArgumentError: they name none, or an option is missing, out of range or not
-        one of this rule or optimizer.
+      InvalidArgumentError: the options name no rule, or one of them is missing, out of
+        range, or does not apply to the rule or optimizer.
     """
     return rules.named(_options.given(options), _options.option)
 
 
 def codec(options: RuleOptions) -> codecs.Codec:
-    """How contributions travel, and the center back.
+    """Return the codec of contributions and answers.
 
     Raises:
-      InvalidArgumentError: there is no codec of that name.
+      InvalidArgumentError: no codec has that name.
     """
     return rules.named_codec(_options.given(options), _options.option)
 
 
 def inner(name: str) -> optax.GradientTransformation:
-    """An optimizer by its name, for the sizes of its state.
+    """Return an optimizer by its name, for the sizes of its state.
 
     Raises:
-      InvalidArgumentError: none of ours has that name.
+      InvalidArgumentError: no known optimizer has that name.
     """
     return check.choose(name, rules.OPTIMIZERS, "--inner")(1e-3)
 
 
 def is_given(options: RuleOptions) -> bool:
-    """Whether they name a rule."""
+    """Return whether the options name a rule."""
     return options.rule is not None or options.rule_from is not None

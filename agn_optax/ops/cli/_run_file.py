@@ -25,7 +25,7 @@ _RUN = Group(
         "storage": "storage DIRECTORY",
     },
 )
-# Options for one engine, which stand in a table of its own in a file.
+# Options for one engine only: in a file, they stand in its table.
 _OF_ENGINES = {
     "local": Group(
         Local.Settings,
@@ -42,13 +42,13 @@ _OWN = {
 
 @_options.record(groups={"run": _RUN, **_OF_ENGINES})
 class RunOptions:
-    """Which workers, and how they are started and ended.
+    """Options of the workers, and of how tasks are started and ended.
 
     Options:
-      center embedded|HOST:PORT [embedded]: A center of the run's own, or the address of
-        one that is there.
+      center embedded|HOST:PORT [embedded]: Start a center for this run, or use the one
+        at this address.
       *run
-      name [that of the program]: Name of the run.
+      name [the program's name]: Name of the run.
 
     Local:
       *local
@@ -66,14 +66,14 @@ _TABLES = ("rule", "center", "resources", *ENGINES)
 
 @_options.record()
 class _Top:
-    """What stands at the top of a file, beside what is in `RunOptions`.
+    """Keys at the top of a run's file, beside those of `RunOptions`.
 
     Options:
-      program: What each worker runs, as after ``python``; or
-      module: as after ``python -m``.
-      arguments: Of it.
-      transports: How exchanges may travel.
-      environment: Variables of every worker.
+      program: Program that each worker runs, as after ``python``.
+      module: Module that each worker runs instead, as after ``python -m``.
+      arguments: Arguments of the program or module.
+      transports: Transports that exchanges may use.
+      environment: Environment variables of every worker.
     """
 
     program: str | None = None
@@ -85,14 +85,14 @@ class _Top:
 
 @_options.record()
 class _ResourceOptions:
-    """What a task needs.
+    """Resources of a task.
 
     Options:
-      cpus: Cores.
+      cpus: Number of cores.
       memory: Bytes, as text: 16GiB.
-      gpus: How many.
-      processes: Of a worker.
-      seconds: After which it may be ended.
+      gpus: Number of GPUs.
+      processes: Number of processes of a worker.
+      seconds: Time after which the task may be ended.
     """
 
     cpus: int | None = None
@@ -109,22 +109,22 @@ def read(
     options: RunOptions,
     on: str,
 ) -> Engine:
-    """The engine with the run that a file describes; options win.
+    """Return the engine for the run that a file describes.
 
     Args:
-      path: of the file.
-      rule: what was given beside it,
-      center: likewise,
-      options: likewise.
-      on: the engine's name.
+      path: path of the file.
+      rule: the rule's options on the command line, which override the file.
+      center: the center's options on the command line, likewise.
+      options: the run's options on the command line, likewise.
+      on: name of the engine.
 
     Raises:
-      InvalidArgumentError: the file makes no sense, or the engine cannot run it.
+      InvalidArgumentError: the file is not valid, or the engine cannot run it.
     """
     table = _options.loaded(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
     where = str(path)
-    if isinstance(tables["center"], str):  # the address of one that is there
+    if isinstance(tables["center"], str):  # the address of a center elsewhere
         table["center"], tables["center"] = tables["center"], {}
     for name, each in tables.items():
         if not isinstance(each, dict):
@@ -164,10 +164,10 @@ def of_options(
     config: pathlib.Path | None,
     on: str,
 ) -> Engine:
-    """The engine with the run that options describe.
+    """Return the engine for the run that options describe.
 
     Raises:
-      InvalidArgumentError: they do not go together, or the engine cannot run it.
+      InvalidArgumentError: options exclude each other, or the engine cannot run it.
     """
     if (options.center or "embedded") != "embedded" and config is not None:
         raise errors.InvalidArgumentError(
@@ -223,7 +223,7 @@ def _program(top: dict[str, Any], where: str) -> list[str]:
 
 
 def _name(program: list[str]) -> str:
-    """A name for the run of a program."""
+    """Return a name for the run, made of its program's name."""
     what = program[1] if program[0] == "-m" and len(program) > 1 else program[0]
     plain = re.sub(r"[^a-z0-9]+", "-", pathlib.PurePath(what).stem.lower())
     return plain.strip("-")[:40].strip("-") or "run"
@@ -247,7 +247,7 @@ def _resources(table: Any, task: str, where: str) -> Resources:
 def _check(
     rule: RuleOptions, center: CenterOptions, options: RunOptions, address: str | None
 ) -> None:
-    """What is wrong is better said before anything is started."""
+    """Raise for wrong options, before anything is started."""
     if address is None:
         why = "is for --center HOST:PORT; of an embedded one every worker has its own"
         _options.refuse(options, why, only=("token_file",))
@@ -267,5 +267,5 @@ def _check(
         _rules.make(rule)
     _center_options.settings(center)
     if center.save is not None:
-        _export.check_is_free(center.save)  # `serve` tries it where the center is
+        _export.check_is_free(center.save)  # `serve` does the rest, on its machine
     _center_options.access(center, tokens.generated())

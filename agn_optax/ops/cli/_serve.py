@@ -1,4 +1,4 @@
-"""``agn-optax serve``: a center as a process."""
+"""``agn-optax serve``: run a center as a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agn_optax.ops.cli._notify import notify
 from agn_optax.ops.cli._rules import RuleOptions
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
-_LOOK = 0.2  # seconds between two looks for a signal
+_LOOK = 0.2  # seconds between two checks for a signal
 
 
 def serve(
@@ -28,11 +28,11 @@ def serve(
     config: _options.Config = None,
     json: _options.Json = False,
 ) -> None:
-    """Serve a center, until SIGTERM or SIGINT drains it.
+    """Serve a center until SIGTERM or SIGINT drains it.
 
-    Prints its addresses and its token as soon as workers may come. The first of them
-    that starts as chief gives it its parameters, unless --journal or --snapshots names
-    a directory with a center, which then goes on.
+    Prints the addresses and the token as soon as workers can join. The first worker
+    that starts as chief provides the parameters, unless --journal or --snapshots names
+    a directory with a center, which then continues.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
@@ -43,23 +43,23 @@ def serve(
     if center.save is not None:
         _export.check(center.save)
     address = str(settings.get("address", ":0"))
-    # One that workers know must be known before anybody listens there.
+    # Workers that know a fixed address may call at once, so its token is left first.
     is_fixed = service.address.is_fixed(address)
     token = ""
     if _center_options.makes_token(center):
         token = service.tokens.for_center_at(address)
-    # What is pasted into a browser lets it look, and no more.
+    # A token that is pasted into a browser must allow no more than to observe.
     shown = service.tokens.generated() if token and settings["page"] else ""
     access = _center_options.access(center, token, shown)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
     if not os.environ.get("JAX_PLATFORMS") and settings.get("device") in (None, "cpu"):
-        # The workers on this machine want the accelerators' memory for themselves.
+        # Leaves the memory of accelerators to the workers on this machine.
         jax.config.update("jax_platforms", "cpu")
     signals: list[int] = []
 
     def hear(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
-        signal.signal(signum, signal.SIG_DFL)  # the next one kills
+        signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
     with handled(_ENDS, hear), contextlib.ExitStack() as stack:
         parent = _center_options.parent(center, made)
@@ -109,7 +109,7 @@ def serve(
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
-    # An operator's drain is for good, whatever signal came before or after it.
+    # After an operator's drain the exit code is 0, even if a signal came as well.
     if signals and center.signal_exit_code and not server.is_drained:
         raise typer.Exit(center.signal_exit_code)
 
@@ -117,7 +117,7 @@ def serve(
 def _leave(
     stack: contextlib.ExitStack, address: str, token: str, *, stays: bool = False
 ) -> None:
-    """Leaves a token where this user's programs find it, until the end or for good."""
+    """Leave a token for this user's programs, until the end or, if it stays, longer."""
     try:
         stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``agn-optax status``, ``watch``, ``save`` and ``drain``: a center from outside."""
+"""``agn-optax status``, ``watch``, ``save`` and ``drain``: operate a running center."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take
 
 @_options.record()
 class Reached:
-    """How a center is reached.
+    """Options of a connection to a center.
 
     Access:
-      token_file FILE [of the environment, or of a center of this user here]: With the
-        token by which the center knows this end.
+      token_file FILE [the environment's, or of this user's center here]: File with the
+        token to present to the center.
 
     TLS:
-      tls_ca FILE.pem: Who vouches for the center; plain text is spoken without it.
-      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
-      tls_key FILE.pem: The certificate's private key.
+      tls_ca FILE.pem: CA certificates to verify the center with; without them the
+        connection is plain text.
+      tls_certificate FILE.pem: Certificate of this end, with the chain of its issuers.
+      tls_key FILE.pem: Private key of the certificate.
       insecure: Allow plain text beyond this machine, in a network that you trust.
     """
 
@@ -61,19 +62,19 @@ class Reached:
 
 
 def observer(address: str, reached: Reached, timeout: float) -> service.Observer:
-    """A connection that takes no part.
+    """Open a connection that observes a center.
 
     Raises:
-      InvalidArgumentError: options do not go together, or a file cannot be read.
+      InvalidArgumentError: an option needs another one, or a file cannot be read.
     """
     return service.Observer(address, timeout=timeout, **settings(reached))
 
 
 def settings(reached: Reached) -> dict[str, Any]:
-    """How a connection is made, whatever it is for.
+    """Return the arguments of any connection: TLS, plain text and token.
 
     Raises:
-      InvalidArgumentError: options do not go together, or a file cannot be read.
+      InvalidArgumentError: an option needs another one, or a file cannot be read.
     """
     return {
         "tls": tls_of(reached),
@@ -83,10 +84,10 @@ def settings(reached: Reached) -> dict[str, Any]:
 
 
 def tls_of(reached: Reached) -> service.Tls | None:
-    """The certificates of some options.
+    """Return the TLS settings of a connection; None for plain text.
 
     Raises:
-      InvalidArgumentError: they do not go together.
+      InvalidArgumentError: an option needs another one.
     """
     own = reached.tls_certificate, reached.tls_key
     _center_options.check_pair(*own)
@@ -103,10 +104,10 @@ def status(
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show a center and its workers, once; or all shards of one, or a whole tree.
+    """Show a center and its workers once; or all shards of a center, or a whole tree.
 
-    Rates of workers are those of the last ten seconds, and those of centers are means
-    since they were started.
+    Rates of workers are those of the last ten seconds. Rates of centers are means since
+    their start.
     """
     with _centers_at(address, reached, timeout, tree=tree) as centers:
         look = _Look(centers.look(), {})
@@ -134,12 +135,12 @@ def watch(
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show a center and its workers, again and again, until Ctrl-C; or several.
+    """Show one or several centers and their workers, and refresh until Ctrl-C.
 
-    Rates of workers are those of the last ten seconds, and those of centers are means
-    since the last look. A center that is not there yet is waited for,
-    as is one that goes away, of which what was known last stays. With --json, each look
-    is an object on a line of its own.
+    Rates of workers are those of the last ten seconds. Rates of centers are means since
+    the last look. The command waits for a center that does not answer yet, or no
+    longer; its last known status stays. With --json, each look is an object on a line
+    of its own.
     """
     before: dict[str, dict[str, Any]] | None = None
     shown: dict[str, dict[str, Any]] = {}
@@ -151,13 +152,13 @@ def watch(
     ):
         begin = time.monotonic()
         for number in itertools.islice(itertools.count(), count):
-            # On time whatever a look takes, unless it takes longer than the interval.
+            # Starts at a multiple of the interval, unless a look takes longer than one.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
             look = _Look(centers.look(), before)
             before = {**(before or {}), **look.statuses()}
             missing = look.missing(centers.addresses)
             if not isinstance(missing, errors.CenterUnreachableError | None):
-                break  # for which it makes no sense to wait
+                break  # waiting does not help
             if json:
                 _options.print_json(look.as_json(tree=tree))
             else:
@@ -173,9 +174,9 @@ def save(
     timeout: Timeout = 600.0,
     json: _options.Json = False,
 ) -> None:
-    """Have a center write a snapshot, where --journal or --snapshots has it.
+    """Have a center write a snapshot to the directory of its --journal or --snapshots.
 
-    Ends when that is on disk. Takes the role of an operator.
+    Ends when the snapshot is on disk. Needs the role of an operator.
     """
     with observer(address, reached, timeout) as center:
         version = center.save()
@@ -191,9 +192,9 @@ def drain(
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """End a center, as SIGTERM does: what has reached it is applied and answered.
+    """End a center as SIGTERM does, after messages that have reached it are answered.
 
-    Takes the role of an operator.
+    Needs the role of an operator.
     """
     with observer(address, reached, timeout) as center:
         center.drain()
@@ -204,12 +205,12 @@ def drain(
 
 
 class _Look:
-    """Centers at one moment, with what has happened since another one.
+    """The statuses of centers at one moment, with rates since an earlier look.
 
     Args:
-      seen: the centers.
-      before: what each of them said then, by its address; without any, rates are since
-        it was started. None for the first of several looks, which knows no rates.
+      seen: statuses of the centers.
+      before: the earlier statuses by address; a center that has none gets rates since
+        its start. None gives no rates, for the first of several looks.
     """
 
     def __init__(
@@ -229,30 +230,30 @@ class _Look:
             self._said.append(said)
 
     def statuses(self) -> dict[str, dict[str, Any]]:
-        """Of those that answered, as they said it."""
+        """Return the statuses of the centers that answered, by address."""
         return {s.address: s.status for s in self._seen if s.status is not None}
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """Of those that answered, with rates."""
+        """Return the statuses with rates of the centers that answered, by address."""
         return {said["address"]: said for said in self._said if not said["error"]}
 
     def only(self, *, tree: bool) -> dict[str, Any] | None:
-        """The only one, where there was no more to be looked at."""
+        """Return the status of the center if it is the only one; else None."""
         return self._said[0] if not tree and len(self._said) == 1 else None
 
     def missing(self, addresses: list[str]) -> errors.AgnOptaxError | None:
-        """Why some that should be there are not; None if all are."""
+        """Return why one of these addresses did not answer; None if all answered."""
         found = [
             each.error
             for each in self._seen
             if each.error is not None and each.address in addresses
         ]
-        # Those for which there is no hope are first.
+        # Errors that waiting does not mend come first.
         found.sort(key=lambda e: isinstance(e, errors.CenterUnreachableError))
         return found[0] if found else None
 
     def as_json(self, *, tree: bool) -> dict[str, Any]:
-        """One center as it always was, or all in a list."""
+        """Return one center as an object, or several as an object with a list."""
         if (one := self.only(tree=tree)) is None:
             return {"centers": self._said}
         if one["error"]:
@@ -262,7 +263,7 @@ class _Look:
     def table(
         self, *, tree: bool, shown: dict[str, dict[str, Any]] | None = None
     ) -> Any:
-        """For people; of a center that does not answer, what was ``shown`` last."""
+        """Return a table; a center without an answer has its status from ``shown``."""
         shown = shown or {}
         if (one := self.only(tree=tree)) is None:
             return _table.of_all(self._said, shown)
@@ -274,7 +275,7 @@ class _Look:
 def _centers_at(
     address: str, reached: Reached, timeout: float, *, tree: bool
 ) -> Centers:
-    """Of one address, or of several that are separated by commas."""
+    """Return connections to one address, or to several separated by commas."""
     addresses = [each.strip() for each in address.split(",")]
     if len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
@@ -286,16 +287,16 @@ def _centers_at(
 def _with_rates(
     address: str, before: dict[str, Any] | None, now: dict[str, Any]
 ) -> dict[str, Any]:
-    """A status, and the center's rates since another one; None: since the start.
+    """Return a status with the center's rates since an earlier one, or its start.
 
-    Those of its workers are in the status.
+    The rates of its workers are in the status already.
     """
     since = before or {}
     seconds = now["uptime"] - since.get("uptime", 0.0)
 
     def rate(*names: str) -> float | None:
         made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
-        # None also where another life counts from zero.
+        # Negative if the center has restarted, and counts from zero.
         return made / seconds if seconds > 0 and made >= 0 else None
 
     return {

@@ -1,4 +1,4 @@
-"""The status of a center, for people."""
+"""Tables of the statuses of centers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import rich.text
 
 from agn_optax.ops import units
 
-_MOST_NAME = 24  # characters of a worker's name, where others would go for it
+_MOST_NAME = 24  # characters of a worker's name in the table, if names stay distinct
 
 
 class _Column(NamedTuple):
-    """Of the table of workers."""
+    """A column of the table of workers."""
 
     title: str
     cell: Callable[[dict[str, Any]], str]
-    rank: int  # the greatest go first where there is no room
+    rank: int  # in a narrow table, the columns of greatest rank are left out
 
 
-# In the order in which they stand; what workers report comes after "staleness".
+# In the order of display; columns of reported numbers come after "staleness".
 _COLUMNS = (
     _Column("there", lambda worker: _there(worker), 1),
     _Column("exchanges", lambda worker: str(worker["exchanges"]), 2),
@@ -41,12 +41,12 @@ _COLUMNS = (
     _Column("received", lambda worker: units.in_bytes(worker["bytes_received"]), 13),
     _Column("sent", lambda worker: units.in_bytes(worker["bytes_sent"]), 14),
 )
-_REPORTED = 3  # the rank of what workers report
+_REPORTED = 3  # rank of the numbers that workers report
 _AFTER = "staleness"
 
 
 def console(*, stderr: bool = False) -> rich.console.Console:
-    """Where tables are printed; as wide as they are if that is no terminal."""
+    """Return the console for tables; if it is no terminal, it is 160 columns wide."""
     made = rich.console.Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = 160
@@ -55,7 +55,7 @@ def console(*, stderr: bool = False) -> rich.console.Console:
 
 @contextlib.contextmanager
 def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
-    """Shows one table after the other: in its place, if on a terminal."""
+    """Yield a function that shows a table, on a terminal in place of the last one."""
     out = console()
     if not (enabled and out.is_terminal):
         yield out.print
@@ -65,12 +65,12 @@ def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def of(said: dict[str, Any], width: int | None = None) -> Any:
-    """What `agn_optax.ops.cli._status` knows of a center, to be printed.
+    """Return the table of one center.
 
     Args:
-      said: the status, with rates.
-      width: characters there are; None for those of `console`. Columns go where there
-        are too few, the least important first.
+      said: status of the center, with rates.
+      width: available characters; None for the width of `console`. The least important
+        columns are left out if there are too few.
     """
     workers = said["workers"]
     names = _distinct([worker["name"] for worker in workers], _MOST_NAME)
@@ -86,12 +86,12 @@ def of_all(
     shown: dict[str, dict[str, Any]],
     width: int | None = None,
 ) -> Any:
-    """Several centers and all of their workers in one table.
+    """Return the table of several centers and all of their workers.
 
     Args:
-      centers: the status of each, with its place in the tree; or why there is none.
-      shown: what was known before, by addresses, of those that do not answer.
-      width: as above.
+      centers: status of each center with its place in the tree, or its error.
+      shown: earlier statuses by address, for centers that do not answer.
+      width: available characters, as in `of`.
     """
     there = []
     for center in centers:
@@ -138,7 +138,7 @@ def of_all(
 
 
 def lost(why: str, said: dict[str, Any] | None) -> Any:
-    """A center that does not answer, and what was known of it last, if anything was."""
+    """Return a warning that a center does not answer, below its last known status."""
     warning = _warning(f"waiting: {why}")
     return warning if said is None else rich.console.Group(of(said), warning)
 
@@ -148,9 +148,9 @@ def _warning(said: str) -> rich.text.Text:
 
 
 def _text(said: str, style: str = "") -> rich.text.Text:
-    """Return what a center or its workers say, as text: no markup and no escapes.
+    """Return text from a center or its workers, without markup and escapes.
 
-    Names and labels are the workers', and a terminal obeys the escapes in them.
+    Workers choose names and labels, and a terminal would obey the escapes in them.
     """
     shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in said)
     return rich.text.Text("".join(shown), style=style)
@@ -159,7 +159,7 @@ def _text(said: str, style: str = "") -> rich.text.Text:
 def _filled(
     names: list[str], rows: list[dict[str, Any]], title: str, width: int | None
 ) -> rich.table.Table:
-    """A table of those columns for which there is room beside the names."""
+    """Return a table of the names, and of the columns that fit beside them."""
     width = console().width if width is None else width
     table = rich.table.Table(title_justify="left")
     own = max(map(rich.cells.cell_len, [title, *names]))
@@ -174,7 +174,7 @@ def _filled(
 
 
 def _as_row(center: dict[str, Any]) -> dict[str, Any]:
-    """A center in the columns of workers: what they add up to, and what it has not."""
+    """Return a center as a row of the workers' table: with sums, or nothing."""
     workers = center["workers"]
     return {
         **dict.fromkeys(("staleness", "transport", "seen", "period", "norm", "waits")),
@@ -191,7 +191,7 @@ def _as_row(center: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fitting(workers: list[dict[str, Any]], width: int) -> list[_Column]:
-    """The columns for which there is room, in the order in which they stand."""
+    """Return the columns that fit, in the order of display."""
     reported = sorted({name for worker in workers for name in worker["reported"]})
     after = [column.title for column in _COLUMNS].index(_AFTER) + 1
     columns = [*_COLUMNS[:after], *map(_reported, reported), *_COLUMNS[after:]]
@@ -206,22 +206,31 @@ def _fitting(workers: list[dict[str, Any]], width: int) -> list[_Column]:
 
 
 def _reported(name: str) -> _Column:
-    """Of a number that workers report."""
+    """Return the column of a number that workers report."""
     return _Column(
         name, lambda worker: _number(worker["reported"].get(name)), _REPORTED
     )
 
 
 def _distinct(names: list[str], most: int) -> list[str]:
-    """Names of at most so many characters, unless two would then be the same."""
+    """Shorten names to ``most`` characters, unless two would then be the same."""
     short = [name if len(name) <= most else _shortened(name, most) for name in names]
     return short if len(set(short)) == len(set(names)) else names
 
 
 def _shortened(name: str, most: int) -> str:
-    """Its beginning and its end, where names differ."""
+    """Return the beginning and the end of a name, which differ most among names."""
     tail = most // 2
     return f"{name[: most - tail - 1]}…{name[-tail:]}"
+
+
+def size(number: float) -> str:
+    """Return a number of bytes as text, with about three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
 
 
 def _title(said: dict[str, Any]) -> rich.text.Text:

@@ -28,29 +28,29 @@ from agn_optax.service import (
     wire,
 )
 
-_CLOCKS = 1.0  # seconds that two clocks may differ
-_SLOW = 0.25  # seconds: a round trip that is felt at every exchange
-_FIRST_WORD = 1.0  # seconds: a round trip with which workers hardly join
+_CLOCKS = 1.0  # seconds by which two clocks may differ
+_SLOW = 0.25  # seconds: a longer round trip makes every exchange noticeably slower
+_FIRST_WORD = 1.0  # seconds: with a longer round trip, workers hardly manage to join
 _ROUND_TRIPS = 5
-_UNLIKE = 3.0  # times that one direction may be slower than the other
-_FAST = 200e6  # bytes a second, above which a processor may be what is slow
-# Times that another interface must be faster to be said so: where the network is what
-# is slow, and where processors may be.
+_UNLIKE = 3.0  # factor by which one direction may be slower than the other
+_FAST = 200e6  # bytes per second: at a higher rate, processors may be the bottleneck
+# Factors by which another interface must be faster to be recommended: where the network
+# is the bottleneck, and where processors may be.
 _BETTER, _MUCH_BETTER = 1.5, 4.0
-_BACK = 5.0  # seconds: workers have joined again so long after an outage
+_BACK = 5.0  # seconds from an outage until workers have joined again
 _LAST = 1.0  # seconds that a center takes beyond its grace
-# Two ends that differ in these may round differently.
+# Packages whose versions affect rounding.
 _ARITHMETIC = ("jax", "jaxlib", "optax")
 _TRANSPORTS = ("memory", "socket", "grpc")
 
 Result = Literal["ok", "warning", "failed"]
 _Found = tuple[Result, str]
-# Without what these are about, there is nothing to check further.
+# Checks that all later ones depend on.
 _NEEDED = ("address", "connection", "encryption", "health", "description")
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     result: Result
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 
 def _in_words(way: Way) -> str:
-    """Its rates, for people."""
+    """Describe the rates and the round trip of a transport."""
 
     def said(rate: float | None) -> str:
         return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
@@ -72,7 +72,7 @@ def _in_words(way: Way) -> str:
 
 
 def _least(way: Way) -> float:
-    """Bytes a second of its slower direction."""
+    """Return the rate of the slower direction, in bytes per second."""
     return min(way.up or 0.0, way.down or 0.0)
 
 
@@ -87,15 +87,15 @@ class Checks:
     """The checks of one center.
 
     Args:
-      address: of the center.
-      observer: opens a connection to it.
-      rule: what to compare its rule with; None for nothing.
+      address: address of the center.
+      observer: opens a connection to the center.
+      rule: rule to compare with the center's; None for no comparison.
       timeout: seconds that a call may take.
-      client_timeout: seconds of silence after which calls of workers give up.
+      client_timeout: seconds of silence after which calls of workers time out.
       give_up: seconds that workers wait for a lost center.
-      stop_grace: seconds after which whatever ends the center kills it; None if nobody
-        says.
-      tls: of this end; None for plain text.
+      stop_grace: seconds from the signal that ends the center until its process manager
+        kills it; None if unknown.
+      tls: TLS settings of this end; None for plain text.
     """
 
     address: str
@@ -109,13 +109,13 @@ class Checks:
     tls: Tls | None
     _center: Any = dataclasses.field(init=False, default=None)
     _described: Any = dataclasses.field(init=False, default=None)
-    # By their transports, those that exchanges prefer first.
+    # By transport, in the order in which exchanges prefer them.
     _ways: dict[str, Way] = dataclasses.field(init=False, default_factory=dict)
 
     def run(self) -> Iterator[Finding]:
-        """All checks, in the order in which they stand below, as they are made.
+        """Run all checks in the order of their definition, and yield each finding.
 
-        Ends at one that the rest needs.
+        Ends after a failed check that all later ones depend on.
         """
         checks = [name for name in vars(Checks) if name.startswith("_check_")]
         if self.rule is None:
@@ -248,7 +248,7 @@ class Checks:
             clock = self._center.describe().clock
             end = time.time()
             looks.append((end - begin, clock - (begin + end) / 2))
-        round_trip, ahead = min(looks)  # the quickest tells it best
+        round_trip, ahead = min(looks)  # the shortest round trip is the most accurate
         said = (
             f"the center's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, "
             f"give or take {round_trip / 2:.3f} s"
@@ -304,7 +304,7 @@ class Checks:
         return "ok", f"the center is a site of {status['parent']}, and in touch with it"
 
     def _check_ports(self) -> _Found:
-        """Whether exchanges can take the way beside gRPC that others need."""
+        """Check that exchanges can use the port beside gRPC's."""
         direct = self._center.status()["direct_address"]
         if not direct:
             return "ok", "the center has no port for exchanges beside that of gRPC"
@@ -327,7 +327,7 @@ class Checks:
         )
 
     def _check_rates(self) -> _Found:
-        """Each way, up and down apart, through the connections that exchanges use."""
+        """Measure each transport, up and down, through the connections of exchanges."""
         offered = {offer.transport for offer in self._described.offers} | {"grpc"}
         missing = []
         for name in _TRANSPORTS:
@@ -374,7 +374,7 @@ class Checks:
         return "ok", ""
 
     def _check_interface(self) -> _Found:
-        """Which network card it is, and whether another one would be faster."""
+        """Check whether a network interface other than the one in use is faster."""
         if address.is_local(self.address):
             return "ok", "nothing leaves this machine"
         own = self._path()
@@ -415,7 +415,7 @@ class Checks:
         return "ok", said
 
     def _check_packets(self) -> _Found:
-        """Whether those as large as the connection believes come through."""
+        """Check that packets of the connection's maximum size come through."""
         if address.is_local(self.address):
             return "ok", "nothing leaves this machine"
         own = self._path()
@@ -480,7 +480,7 @@ class Checks:
         return "ok", said
 
     def _check_grace(self) -> _Found:
-        """Times that must be longer than an exchange of this very model takes."""
+        """Check the times that must exceed that of an exchange of this model."""
         described = self._described
         way = next(iter(self._ways.values()), None)
         said, exchange, message = "", 0.0, 0.0
@@ -524,7 +524,7 @@ class Checks:
         return "ok", f"{self.rule.name} at both ends"
 
     def _path(self) -> path.Path | None:
-        """Of the connection that exchanges take, or else of one to gRPC's port."""
+        """Return the path of the exchanges' connection, or of one to gRPC's port."""
         way = self._ways.get("socket")
         own = None if way is None else way.path
         return own or _network.path_to(self.address, self.timeout)

@@ -1,4 +1,4 @@
-"""What the network between here and a center does to packets, for `doctor`."""
+"""The network between this machine and a center, as `doctor` checks it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import NamedTuple
 from agn_optax import errors
 from agn_optax.service import Observer, address, handshake, path
 
-# In the order in which gRPC takes them; it knows them in small letters only.
+# In gRPC's order of preference; gRPC reads only the lower-case names.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-_LONGEST_LINE = 1024  # bytes of a proxy's answer
+_LONGEST_LINE = 1024  # bytes of the first line of a proxy's answer
 _OPTIONS = 12  # bytes of TCP's timestamps, which nearly all connections have
 _HEADERS = {4: 40, 6: 60}  # bytes of IP and TCP
-_SEGMENTS = (1400, 1360, 1300, 1220, 1100, 1000, 536)  # bytes, that are tried
-_PATIENCE = 2.0  # seconds in which some packets come through
-_MOST_INTERFACES = 8  # that are tried
+_SEGMENTS = (1400, 1360, 1300, 1220, 1100, 1000, 536)  # bytes: sizes to try
+_PATIENCE = 2.0  # seconds to wait for packets of one size
+_MOST_INTERFACES = 8  # interfaces to try
 
 
 class Proxy(NamedTuple):
     """A proxy that gRPC goes through.
 
     Attributes:
-      variable: of the environment, which says so.
-      host, port: where it is.
-      user: "user:password" for it; "" for none.
+      variable: environment variable that names the proxy.
+      host, port: address of the proxy.
+      user: "user:password" for the proxy; "" for none.
     """
 
     variable: str
@@ -39,14 +39,14 @@ class Proxy(NamedTuple):
 
 
 def proxy_of(center: str) -> Proxy | None:
-    """The proxy by which gRPC reaches an address; None if it goes there by itself."""
+    """Return the proxy that gRPC uses for an address; None if it connects directly."""
     if address.is_local(center):
         return None
     variable = next((name for name in _PROXIES if os.environ.get(name)), None)
     if variable is None:
         return None
     said = urllib.parse.urlsplit(os.environ[variable])
-    if said.scheme != "http" or not said.hostname:  # gRPC knows no others
+    if said.scheme != "http" or not said.hostname:  # gRPC supports no other scheme
         return None
     exceptions = next((os.environ[e] for e in _EXCEPTIONS if os.environ.get(e)), "")
     if any(_is_in(address.host(center), each) for each in exceptions.split(",")):
@@ -56,7 +56,7 @@ def proxy_of(center: str) -> Proxy | None:
 
 
 def why_not_through(proxy: Proxy, center: str, timeout: float) -> str:
-    """Why a proxy does not connect to a center; "" if it does."""
+    """Return why a proxy does not connect to a center; "" if it does."""
     lines = [f"CONNECT {center} HTTP/1.1", f"Host: {center}"]
     if proxy.user:
         user = base64.b64encode(proxy.user.encode()).decode()
@@ -77,7 +77,7 @@ def why_not_through(proxy: Proxy, center: str, timeout: float) -> str:
 
 
 def _is_in(host: str, entry: str) -> bool:
-    """Whether an entry of ``no_proxy`` is about a host, as gRPC reads it."""
+    """Return whether an entry of ``no_proxy`` matches a host, as gRPC reads it."""
     entry = entry.strip()
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
@@ -86,7 +86,7 @@ def _is_in(host: str, entry: str) -> bool:
 
 
 def path_to(center: str, timeout: float) -> path.Path | None:
-    """Of a connection to the port of gRPC; None if there is none, or it is no TCP."""
+    """Return the path of a connection to gRPC's port; None if it fails or is no TCP."""
     try:
         with handshake.connected(center, timeout) as end:
             return path.path_of(end)
@@ -95,7 +95,7 @@ def path_to(center: str, timeout: float) -> path.Path | None:
 
 
 def interface_of(own: path.Path) -> path.Interface | None:
-    """The one by which a connection leaves; None if that cannot be told."""
+    """Return the interface that a connection leaves by; None if it is unknown."""
     for each in path.interfaces():
         if own.source in each.addresses:
             return each
@@ -103,7 +103,7 @@ def interface_of(own: path.Path) -> path.Interface | None:
 
 
 def others(own: path.Path, route: path.Interface | None) -> list[path.Interface]:
-    """path.Interfaces by which the same packets might leave."""
+    """Return other interfaces that the same packets might leave by."""
     version = ipaddress.ip_address(own.source.partition("%")[0]).version
     return [
         each
@@ -115,21 +115,21 @@ def others(own: path.Path, route: path.Interface | None) -> list[path.Interface]
 
 
 def _is_global(text: str, version: int) -> bool:
-    """Whether packets to other networks may have that source."""
+    """Return whether packets to other networks may have this source address."""
     found = ipaddress.ip_address(text)
     return found.version == version and not found.is_link_local
 
 
 def headers(own: path.Path) -> int:
-    """Bytes of a packet that are no data."""
+    """Return the bytes of a packet that are not data."""
     version = ipaddress.ip_address(own.source.partition("%")[0]).version
     return _HEADERS[version] + _OPTIONS
 
 
 def largest_segment(center: Observer, own: path.Path, timeout: float) -> int | None:
-    """Bytes of the largest segments that come through both ways, of some lengths.
+    """Return the largest of some segment sizes, in bytes, that passes both ways.
 
-    None if none do, or if that cannot be tried.
+    None if no size passes, or no measurement is possible.
     """
     for segment in _SEGMENTS:
         if segment >= own.segment:

@@ -1,10 +1,10 @@
-"""A center and its workers as tasks of whatever runs them.
+"""A center and its workers as tasks of an engine, such as SLURM or Kubernetes.
 
-`Run` describes what is to be run, whoever runs it: what each task is told stands there,
-once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
-`_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a Ray
-cluster, where `_ray_driver` keeps `_ray_actors` at work. What is imported `as` itself
-is for the layers above.
+`Run` describes a run for every engine, with the commands and the environment of each
+task. `Engine` is the interface, and each engine has a file: `_local`, processes of this
+machine; `_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a
+Ray cluster, where `_ray_driver` keeps the `_ray_actors` running. Names that are
+imported `as` themselves are for the layers above.
 """
 
 from agn_optax.ops.engines._engine import Engine

@@ -1,4 +1,4 @@
-"""The seam: what starts the tasks of a run, somewhere."""
+"""The interface of engines, which start the tasks of a run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, ClassVar
 
 from agn_optax.ops.engines._run import Run
 
-# Called with the name of a task, and a line that it has said or that is said of it.
+# Called with the name of a task, and a line of its output or about the task.
 Output = Callable[[str, str], None]
 
 
 class Engine(abc.ABC):
-    """Carries out a run. One that is made has checked that it can.
+    """An engine, which carries out a run. Its constructor checks that it can.
 
     Args:
-      run: what is to be run.
+      run: the run to carry out.
 
     Attributes:
-      name: by which ``--on`` names it.
-      Settings: a dataclass of what its own table of a run's file may have.
+      name: the engine's name for ``--on``.
+      Settings: a dataclass of the settings in the engine's table of a run's file.
 
     Raises:
-      InvalidArgumentError: this engine cannot run it; says why.
+      InvalidArgumentError: this engine cannot carry out the run.
     """
 
     name: ClassVar[str]
@@ -35,17 +35,17 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def files(self) -> Mapping[str, str]:
-        """What is submitted: texts by the names of their files, without secrets."""
+        """Return the files to submit: their texts by name, without secrets."""
 
     @abc.abstractmethod
     def commands(self) -> list[str]:
-        """The lines of a shell that submit these, from the folder where they are."""
+        """Return the shell commands that submit the files, run from their folder."""
 
     @abc.abstractmethod
     def launch(self, output: Output) -> dict[str, Any]:
-        """Does it, and returns when there is nothing left to be done here.
+        """Carry out the run, and return when nothing is left to be done here.
 
         Returns:
-          In terms of JSON what became of it, ``"returncode"`` among it: 0, or that of
-          the task at fault.
+          A summary in terms of JSON. Its ``"returncode"`` is 0, or that of the task at
+          fault.
         """

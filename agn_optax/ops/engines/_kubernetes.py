@@ -1,4 +1,4 @@
-"""Pods of a cluster of Kubernetes."""
+"""The engine for Kubernetes, whose tasks are pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agn_optax.ops.engines._run import Run
 
 SECRETS = "secrets.sh"
 _OPERATOR = "operator"
-# Options of `serve` that say where a pod listens, and what it finds there.
+# Options of `serve` that the manifests set: a pod's addresses and its key files.
 _OURS = (
     *("address", "direct_address", "health_address", "page_address", "address_file"),
     *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
@@ -30,30 +30,33 @@ _OURS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KubernetesSettings:
-    """Where pods run, and from what.
+    """Settings of the engine for Kubernetes.
 
     Attributes:
-      image: of center and workers: with agn_optax[cli] and the program, which is looked
-        for in its working directory.
-      namespace: of all objects; None for that of kubectl's context.
-      jobset: whether to make a JobSet, which the cluster must know.
-      storage_class: of the center's claim; None for that of the cluster.
-      storage_size: of that claim, as Kubernetes has it.
-      claims: of volumes that are there, by name, and where workers find them.
-      secret: of workers whose center is elsewhere: with ``ca.pem``, and
+      image: image of center and workers, with agn_optax[cli] and, in its working
+        directory, the program.
+      namespace: namespace of all objects; None for that of kubectl's context.
+      jobset: whether to make a JobSet, which must be installed in the cluster.
+      storage_class: storage class of the center's claim; None for the cluster's
+        default.
+      storage_size: size of the center's claim, as a Kubernetes quantity.
+      claims: mount paths in the workers of existing volume claims, by name.
+      secret: Secret for workers whose center is elsewhere, with ``ca.pem``, and
         ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
-      service_account: of all pods.
-      pull_secret: with which the image is pulled.
+      service_account: service account of all pods.
+      pull_secret: Secret with which the image is pulled.
       node_selector: labels of the nodes for workers.
-      tolerations: of workers, for nodes with taints, each a table as Kubernetes has it:
+      tolerations: tolerations of workers for nodes with taints, each a table with the
+        fields of Kubernetes:
         ``{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}``.
-      center_tolerations: likewise of the center.
-      environment_secrets: variables of workers, with the Secret and its key that have
-        their values: ``{WANDB_API_KEY = "wandb/key"}``.
-      disruption_budget: whether who empties the center's node must wait until somebody
-        moves the center.
-      gpu: the name of the resource that ``gpus`` counts.
-      queue: of Kueue, in which the workers (of a JobSet: all) wait for their turn.
+      center_tolerations: tolerations of the center, likewise.
+      environment_secrets: environment variables of workers whose values come from a
+        Secret and its key: ``{WANDB_API_KEY = "wandb/key"}``.
+      disruption_budget: whether draining the center's node waits until the center has
+        been moved by hand.
+      gpu: name of the resource that ``gpus`` counts.
+      queue: queue of Kueue in which the workers (or the whole JobSet) wait for
+        admission.
     """
 
     image: str | None = None
@@ -75,10 +78,10 @@ class KubernetesSettings:
 
 
 class Kubernetes(Engine):
-    """Pods: a StatefulSet and an Indexed Job, or a JobSet.
+    """Pods on Kubernetes: a StatefulSet and an Indexed Job, or a JobSet.
 
-    Submitted once, they run by themselves. Submitted again, they become what the run
-    says now: with more workers, those that are there go on.
+    After they are submitted, they run by themselves. A run that is submitted again is
+    changed to its new description: if workers are added, the others continue.
     """
 
     name = "kubernetes"
@@ -92,11 +95,11 @@ class Kubernetes(Engine):
 
     @property
     def folder(self) -> pathlib.Path:
-        """Where `launch` puts the files, and what keys are made."""
+        """The folder for the files of `launch`, and for the keys."""
         return pathlib.Path(f"{self.run.name}-kubernetes")
 
     def files(self) -> Mapping[str, str]:
-        """The manifests, and what makes the Secrets that they name."""
+        """Return the manifests, and the script that makes their Secrets."""
         run, made = self.run, self._made
         files = {}
         if made.is_encrypted or made.is_closed:
@@ -112,14 +115,14 @@ class Kubernetes(Engine):
         return files
 
     def commands(self) -> list[str]:
-        """What makes and submits them."""
+        """Return the commands that make the Secrets and submit the manifests."""
         return [
             f"sh {name}" if name == SECRETS else self._kubectl("apply", filename=name)
             for name in self.files()
         ]
 
     def launch(self, output: Output) -> dict[str, Any]:
-        """Writes the files, and submits them; the cluster does what is left."""
+        """Write the files and submit them; the cluster does the rest."""
         if shutil.which("kubectl") is None:
             raise errors.InvalidArgumentError(
                 "kubectl cannot be found, which submits to a cluster: install it, or "
@@ -133,7 +136,7 @@ class Kubernetes(Engine):
         for line in self.commands():
             output(self.name, line)
             done = subprocess.run(  # noqa: S603 what --dry-run prints
-                ["sh", "-c", line],  # noqa: S607 of the system
+                ["sh", "-c", line],  # noqa: S607 the system's shell
                 cwd=self.folder,
                 env={**os.environ, "PYTHON": sys.executable},
                 stdout=subprocess.PIPE,
@@ -155,11 +158,11 @@ class Kubernetes(Engine):
         )
 
     def _secrets(self) -> str:
-        """A script: it makes the keys that are not there yet, and Secrets of them."""
+        """Return a script that makes missing keys, and Secrets from all keys."""
         made, workers = self._made, self.run.worker_names
         hosts = " ".join(f"--host={host}" for host in made.hosts)
         create = self._kubectl("create") + " secret generic"
-        # One that is applied as others are is written down in itself once more.
+        # Without --server-side, an annotation would hold the Secret's data once more.
         apply = self._kubectl("apply", filename="-") + " --server-side"
         return f"""\
 #!/bin/sh
@@ -258,7 +261,7 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
             _check_toleration(toleration, name.replace("_", "-"))
 
 
-# The fields of a toleration, and the values that they may have.
+# Fields of a toleration: type and allowed values; no values allow any.
 _TOLERATION: dict[str, tuple[type, tuple[str, ...]]] = {
     "key": (str, ()),
     "operator": (str, ("Exists", "Equal")),
@@ -288,8 +291,8 @@ def _check_toleration(toleration: Mapping[str, Any], where: str) -> None:
 
 
 def _yaml(objects: Sequence[Manifest]) -> str:
-    """Several documents of YAML; texts of several lines as they are."""
-    import yaml  # noqa: PLC0415 an extra
+    """Return objects as documents of YAML, with multi-line strings as blocks."""
+    import yaml  # noqa: PLC0415 an optional dependency
 
     class Dumper(yaml.SafeDumper):
         pass

@@ -1,4 +1,4 @@
-"""Processes of this machine, ended all together."""
+"""The engine of this machine, whose tasks are processes that end together."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from agn_optax.ops.launch import Ended, Program
 from agn_optax.service import tokens
 
 CENTER = "center"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 nothing is bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSettings:
-    """How processes are started and ended.
+    """Settings of the engine of this machine.
 
     Attributes:
-      restart_delay: seconds before a program that failed is started again.
+      restart_delay: seconds before a failed process is started again.
       start_delay: seconds between the starts of two workers.
-      on_failure: consequence of a worker that has failed for good: ``"stop"`` ends the
-        others, ``"go on"`` lets them continue.
-      logs: directory in which each program has a file of its lines, as
-        ``worker-0.log``, beside what is printed; None for no files. Files that are
-        there go on.
+      on_failure: whether to ``"stop"`` the other workers when one has failed after its
+        last restart, or to let them ``"go on"``.
+      logs: folder for the output of each program, in a file such as ``worker-0.log``,
+        in addition to what is printed; None for no files. Existing files are appended
+        to.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -56,9 +56,9 @@ class LocalSettings:
 class Local(Engine):
     """Processes of this machine.
 
-    Workers are told where the center is once it serves. Each finds a token of its own,
-    by which the center knows its name; one for whoever watches is left for this user's
-    programs, and none is on a command line.
+    Workers start once the center serves, and get its address. Each worker has a token
+    of its own, by which the center knows its name. Another token is left for this
+    user's programs that observe the center. No token is on a command line.
     """
 
     name = "local"
@@ -77,20 +77,20 @@ class Local(Engine):
                 f"{run.center_restarts}) needs storage, where it finds what it had"
             )
         self._is_closed = run.has_center and not run.serve.get("open")
-        # One for each worker, and one for whoever watches.
+        # A token for each worker, and one for this user's other programs.
         names = [*run.worker_names, "here"] if self._is_closed else []
         self._tokens = [tokens.generated() for _ in names]
-        # And one to be pasted into a browser, which lets it look, and no more.
+        # Another one, to paste into a browser, allows no more than to observe.
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
         is_shown = self._is_closed and has_page
         self.page_token = tokens.generated() if is_shown else ""
 
     def files(self) -> Mapping[str, str]:
-        """None: processes are started as they are."""
+        """Return no files: processes are started directly."""
         return {}
 
     def commands(self) -> list[str]:
-        """What is started, each with its environment, the center first."""
+        """Return the commands of all processes with their environment, center first."""
         run = self.run
         where = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
         said = [shlex.join(self._serve())] if run.has_center else []
@@ -102,7 +102,7 @@ class Local(Engine):
         return said
 
     def launch(self, output: Output) -> dict[str, Any]:
-        """Starts all, and waits until they have ended."""
+        """Start all processes, and wait until they have ended."""
         run, settings = self.run, self.settings
         if run.storage is not None:
             _make(run.storage, "storage")
@@ -140,14 +140,14 @@ class Local(Engine):
                 output=output,
                 grace=run.stop_grace,
                 restart_delay=settings.restart_delay,
-                on_failure=cast(Any, settings.on_failure),  # it is checked
+                on_failure=cast(Any, settings.on_failure),  # `run` checks it
             )
             return self._summary(ended, output, time.monotonic() - begin)
 
     def _summary(
         self, ended: Sequence[Ended], output: Output, seconds: float
     ) -> dict[str, Any]:
-        """The run's exit code, and what became of each program."""
+        """Return the run's exit code, and the outcome of each program."""
         run, code = self.run, exit_code(ended, self.run)
         if run.has_center and len(ended) == 1:
             code = code or 1
@@ -167,7 +167,7 @@ class Local(Engine):
 
     @property
     def _address_file(self) -> pathlib.Path:
-        """Where a center that may come back at another port says where it is."""
+        """The file with the address of a center that may restart at another port."""
         assert self.run.storage is not None
         return self.run.storage.absolute() / "center"
 
@@ -194,7 +194,7 @@ class Local(Engine):
         ]
 
     def _lines(self) -> str:
-        """Who may call the center: each worker, this user's programs, and a browser."""
+        """Return the callers' lines: each worker, this user's programs, a browser."""
         names, made = self.run.worker_names, self._tokens
         roles = ["chief", *["worker"] * (len(names) - 1)]
         lines = [*zip(roles, names, made, strict=False)]
@@ -204,7 +204,7 @@ class Local(Engine):
 
 
 class _Logs:
-    """Passes lines on, and writes those of each program to a file of its own."""
+    """An output that also writes the lines of each program to a file of its own."""
 
     def __init__(
         self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
@@ -227,9 +227,9 @@ class _Logs:
 
 
 class _Leaves:
-    """Passes lines on, and leaves a token for the center wherever it says it serves.
+    """An output that also leaves a token for the address at which the center serves.
 
-    A center that is started again may listen at another port.
+    A restarted center may listen at another port, for which the token is left again.
     """
 
     def __init__(self, token: str, output: Output, stack: contextlib.ExitStack) -> None:
@@ -239,17 +239,17 @@ class _Leaves:
     def __call__(self, name: str, line: str) -> None:
         if name == CENTER and (said := serving(line)):
             self._left.close()
-            with contextlib.suppress(OSError):  # then nobody else has one
+            with contextlib.suppress(OSError):  # then no other program has a token
                 left = tokens.left_here(reached_at(said), self._token)
                 self._left.enter_context(left)
         self._output(name, line)
 
 
 def _make(folder: pathlib.Path, what: str) -> None:
-    """Make a folder if it is not there.
+    """Make a folder if it does not exist.
 
     Raises:
-      InvalidArgumentError: it cannot be made.
+      InvalidArgumentError: the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +261,7 @@ def _make(folder: pathlib.Path, what: str) -> None:
 
 
 def _cut_off(ended: Sequence[Ended]) -> list[str]:
-    """Name the workers that were ended because the center had ended, and well."""
+    """Return the workers that were stopped because the center had ended with 0."""
     center, *workers = ended
     if center.stopped or center.returncode:
         return []
@@ -269,7 +269,7 @@ def _cut_off(ended: Sequence[Ended]) -> list[str]:
 
 
 def serving(line: str) -> dict[str, Any]:
-    """What ``serve --json`` prints once it serves, if a line is that."""
+    """Return the event that ``serve --json`` prints once it serves, if a line is it."""
     try:
         said = json.loads(line)
     except ValueError:
@@ -279,17 +279,17 @@ def serving(line: str) -> dict[str, Any]:
 
 
 def reached_at(said: Mapping[str, Any]) -> str:
-    """Where this machine's workers find a center that has ``said`` that it serves."""
-    # One that listens everywhere is reached on this machine, where plain text may be.
+    """Return the address for this machine's workers, from the event of `serving`."""
+    # If the center listens at every address, loopback allows plain text.
     host, _, port = str(said["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def exit_code(ended: Sequence[Ended], run: Run) -> int:
-    """Return a shell's exit code of the first program at fault, 0 if none is.
+    """Return the exit code of the first program at fault, as a shell does; 0 if none.
 
-    A center that was stopped is at fault, after all others, if it did not end as one
-    that is drained: it has failed at what it does last, such as to save.
+    A center that was stopped is at fault, after all others, if it did not end as a
+    drained center does: it failed in its last work, such as to save.
     """
     at_fault = [each for each in ended if not each.stopped]
     at_fault += [
@@ -303,6 +303,6 @@ def exit_code(ended: Sequence[Ended], run: Run) -> int:
 
 
 def is_drained(center: Ended, run: Run) -> bool:
-    """Return whether a center ended as one that SIGTERM drains, or ends before that."""
+    """Return whether SIGTERM drained a center, or ended it before it could drain."""
     codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     return center.returncode in (*codes, run.serve.get("signal_exit_code"))

@@ -1,8 +1,8 @@
-"""What Kubernetes is told of a run: its objects, as dicts.
+"""The Kubernetes objects of a run, as dicts.
 
-Two forms, of the same pods: a StatefulSet for the center and an Indexed Job for the
-workers, of built-in kinds alone; or one JobSet of both, whose workers may have several
-pods each. Nothing secret stands in them.
+The objects have two forms with the same pods: a StatefulSet for the center and an
+Indexed Job for the workers, which are built-in kinds; or one JobSet of both, whose
+workers may have several pods each. The objects contain no secrets.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 Manifest = dict[str, Any]
 
-# Where the center's pod listens; anywhere in it, for its address is the pod's own.
+# Ports of the center's pod, which has addresses of its own and listens at all of them.
 PORT, DIRECT_PORT, HEALTH_PORT, PAGE_PORT = 5000, 5001, 5002, 8080
-_ANY = "0.0.0.0"  # noqa: S104 of a pod
-# Where a pod has what it is given.
+_ANY = "0.0.0.0"  # noqa: S104 inside a pod
+# Mount paths in a pod.
 KEYS = pathlib.PurePosixPath("/etc/agn-optax")
 STORAGE = pathlib.PurePosixPath("/storage")
-_SCRATCH = "/tmp"  # noqa: S108 of a pod, and nobody else's
-_USER = 1000  # and group, of all pods
-_MARGIN = 15.0  # seconds, for what comes before and after a drain
-_MOST = 2**31 - 1  # failures, of what always comes back
-_TOLD = 143  # exit code of a center that was told to end, as shells have it of SIGTERM
-# Requests of a center of which nothing is said: a pod without any is the first to go
-# where a node runs short.
+_SCRATCH = "/tmp"  # noqa: S108 private to a pod
+_USER = 1000  # user and group of all pods
+_MARGIN = 15.0  # seconds for the work before and after a drain
+_MOST = 2**31 - 1  # failures: a backoff limit that is never reached
+_TOLD = 143  # exit code of a center that was told to end: a shell's for SIGTERM
+# Default requests of a center: a pod without requests is evicted first when a node runs
+# short.
 _LEAST = {"cpu": "1", "memory": "2Gi"}
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -41,8 +41,8 @@ _FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']
 _SET = "metadata.annotations['jobset.sigs.k8s.io/{}']"
 _RANK = "$(AGN_OPTAX_RANK)"
 
-# The center may be there later than its workers, or be away when one of them is started
-# again: waiting here is no failure, of which a worker may have so many.
+# The center may start after its workers, or be away when a worker is restarted. Waiting
+# here is no failure; the number of failures of a worker is limited.
 _WAIT = """\
 import os, socket, time
 host, port = os.environ["AGN_OPTAX_CENTER"].rsplit(":", 1)
@@ -60,8 +60,8 @@ class Manifests:
     """The objects of one run.
 
     Args:
-      run: which can be run.
-      settings: of Kubernetes.
+      run: a run that the engine can carry out.
+      settings: settings of the engine.
     """
 
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
@@ -76,31 +76,31 @@ class Manifests:
 
     @property
     def center(self) -> str:
-        """Of the center's objects, and of its Secret."""
+        """The name of the center's objects, and of its Secret."""
         return f"{self._run.name}-center"
 
     @property
     def workers(self) -> str:
-        """Of the workers' objects, and of their Secret."""
+        """The name of the workers' objects, and of their Secret."""
         return f"{self._run.name}-workers"
 
     @property
     def host(self) -> str:
-        """By which pods of the namespace reach the center."""
+        """The host name by which pods of the namespace reach the center."""
         return self.hosts[1 if self._settings.jobset else 0]
 
     @property
     def hosts(self) -> list[str]:
-        """By which the center may be reached, of either form, and in its own pod."""
+        """The host names of the center in either form, and in its own pod."""
         names = [self.center, f"{self.center}-0-0.{self._run.name}"]
         space = self._settings.namespace
         full = [f"{name}.{space}.svc" for name in names] if space else []
         return [*names, *full, "localhost"]
 
-    # What there is of each form.
+    # The objects of each form.
 
     def storage_objects(self) -> list[Manifest]:
-        """What outlives the run: the claim of the center's journal."""
+        """Return what outlives the run: the claim of the center's journal."""
         claim = self._object("v1", "PersistentVolumeClaim", self.center, "center")
         claim["spec"] = {
             "accessModes": ["ReadWriteOnce"],
@@ -110,17 +110,17 @@ class Manifests:
         return [claim]
 
     def center_objects(self) -> list[Manifest]:
-        """The center by itself: its budget, its name and its pod."""
+        """Return the center's objects without a JobSet: budget, Service and pod."""
         return [*self._budget(), self._service(), self._stateful_set()]
 
     def worker_objects(self) -> list[Manifest]:
-        """The workers by themselves."""
+        """Return the workers' objects without a JobSet."""
         job = self._object("batch/v1", "Job", self.workers, "worker")
         spec = self._worker_job(_INDEX, self._run.workers)
         return [self._told(), self._queued(job) | {"spec": spec}]
 
     def jobset_objects(self) -> list[Manifest]:
-        """Both as a set."""
+        """Return the objects of center and workers as a JobSet."""
         run = self._run
         jobs = []
         if run.has_center:
@@ -129,15 +129,15 @@ class Manifests:
             _SET.format("job-index"), run.worker_resources.processes
         )
         if run.worker_resources.processes > 1:
-            spec["maxFailedIndexes"] = 0  # the others cannot go on without it
+            spec["maxFailedIndexes"] = 0  # the other processes cannot go on without it
         jobs.append(("worker", run.workers, spec))
         made = self._object("jobset.x-k8s.io/v1alpha2", "JobSet", run.name)
         made = self._queued(made) | {
             "spec": {
-                # A worker that fails comes back in its own Job; only one that has
-                # failed for good ends the set, which must not begin anew then.
+                # The Job of a worker restarts it after a failure. Only a worker that
+                # fails after its last restart ends the set, which must not restart.
                 "failurePolicy": {"maxRestarts": 0},
-                # The center does not end by itself.
+                # The workers alone decide, because the center does not end by itself.
                 "successPolicy": {
                     "operator": "All",
                     "targetReplicatedJobs": ["worker"],
@@ -161,7 +161,7 @@ class Manifests:
             return []
         made = self._object("policy/v1", "PodDisruptionBudget", self.center, "center")
         made["spec"] = {
-            # There is one: whoever empties its node waits until somebody deletes it.
+            # There is one pod, so draining its node waits until the pod is deleted.
             "minAvailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": self._labels("center")},
@@ -171,8 +171,8 @@ class Manifests:
     def _service(self) -> Manifest:
         made = self._object("v1", "Service", self.center, "center")
         made["spec"] = {
-            "clusterIP": "None",  # its name is the pod's address, with all ports
-            # Also while it reads its journal: workers wait for it there.
+            "clusterIP": "None",  # the name resolves to the pod, with all its ports
+            # Also while the center reads its journal, when workers wait for it.
             "publishNotReadyAddresses": True,
             "selector": self._labels("center"),
             "ports": [
@@ -198,8 +198,8 @@ class Manifests:
             "backoffLimit": _MOST,
             "completions": 1,
             "parallelism": 1,
-            # A pod that ends with 0 has done its work, and no other one takes its
-            # place: a center that is told to end, as one that is moved, has not.
+            # A pod that exits with 0 is complete and is not replaced. A center that is
+            # told to end, such as one that is moved, must exit with another code.
             "template": self._center_pod(
                 self._serve(signal_exit_code=_TOLD), restartPolicy="Never"
             ),
@@ -210,7 +210,7 @@ class Manifests:
         volumes = [_volume("storage", persistentVolumeClaim={"claimName": self.center})]
         mounts: list[Manifest] = [{"name": "storage", "mountPath": storage}]
         if self.is_encrypted or self.is_closed:
-            # As a whole, so that it is renewed when workers are added.
+            # Mounted as a whole, because only then are changes for new workers seen.
             volumes.append(_secret("keys", self.center))
             mounts.append({"name": "keys", "mountPath": str(KEYS), "readOnly": True})
         container = {
@@ -221,7 +221,7 @@ class Manifests:
                 {"name": name, "containerPort": port, "protocol": "TCP"}
                 for name, port in {**self._ports(), "health": HEALTH_PORT}.items()
             ],
-            # It listens once it has read its journal, for which it has half an hour.
+            # The center listens after it has read its journal, within half an hour.
             "startupProbe": _probe(periodSeconds=5, failureThreshold=360),
             "readinessProbe": _probe(periodSeconds=10, failureThreshold=3),
             "livenessProbe": _probe(periodSeconds=20, failureThreshold=6),
@@ -234,7 +234,7 @@ class Manifests:
             volumes,
             mounts,
             _resources(self._run.center_resources, self._settings.gpu, _LEAST),
-            # A drain takes as long as its last answers, and ends after that at most.
+            # A drain lasts until its last answers, and LONGEST_GRACE at most.
             max(LONGEST_GRACE, self._run.stop_grace) + _MARGIN,
             **more,
         )
@@ -260,7 +260,7 @@ class Manifests:
         return self._run.serve_command(**options, **durable, **more)
 
     def _ports(self) -> dict[str, int]:
-        """Those that others reach, by name."""
+        """Return the ports that others connect to, by name."""
         serve = self._run.serve
         ports = {"grpc": PORT}
         if serve.get("direct") is not False:
@@ -272,7 +272,10 @@ class Manifests:
     # The workers.
 
     def _told(self) -> Manifest:
-        """What all workers are told, apart, so that it can change: a pod's cannot."""
+        """Return the workers' common environment as a ConfigMap.
+
+        Unlike the environment in a pod's template, it can be changed.
+        """
         run = self._run
         told = {"HOME": _SCRATCH, "PYTHONUNBUFFERED": "1"}
         told |= run.worker_environment(_RANK)
@@ -288,7 +291,7 @@ class Manifests:
             **_JOB,
             "completions": pods,
             "parallelism": pods,
-            # Each for itself, and the others go on when one has failed for good.
+            # Counted for each worker alone: the others go on when one has failed.
             "backoffLimitPerIndex": self._run.restarts,
             **_given(activeDeadlineSeconds=_seconds(self._run.worker_resources)),
             "template": self._worker_pod(rank),
@@ -339,7 +342,7 @@ class Manifests:
         return made
 
     def _own_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
-        """Volumes, mounts and variables: of all keys, a worker sees its own."""
+        """Return volumes, mounts and variables by which a worker sees only its keys."""
         if self._secret is None:
             return [], [], []
         own = self._run.worker_name(_RANK)
@@ -365,7 +368,7 @@ class Manifests:
         ]
         return [_secret("keys", self._secret)], mounts, variables
 
-    # What all have.
+    # Common parts.
 
     def _pod(
         self,
@@ -388,10 +391,10 @@ class Manifests:
             "metadata": {"labels": self._labels(component)},
             "spec": {
                 "terminationGracePeriodSeconds": math.ceil(grace),
-                # A program that is process 1 does not hear SIGTERM by itself.
+                # If a program without a handler is process 1, it ignores SIGTERM.
                 "shareProcessNamespace": True,
                 "automountServiceAccountToken": False,
-                "enableServiceLinks": False,  # variables that nobody asked for
+                "enableServiceLinks": False,  # no variables of other Services
                 **_given(serviceAccountName=settings.service_account),
                 **_given(imagePullSecrets=[{"name": pull}] if pull else None),
                 "securityContext": {
@@ -447,7 +450,7 @@ class Manifests:
 
 _JOB: Manifest = {
     "completionMode": "Indexed",
-    # What a node takes with it when it is emptied, or preempted, was no failure.
+    # A pod that is evicted or preempted, as when its node is drained, has not failed.
     "podFailurePolicy": {
         "rules": [
             {
@@ -456,12 +459,12 @@ _JOB: Manifest = {
             }
         ]
     },
-    "podReplacementPolicy": "Failed",  # two pods must not have one name at a time
+    "podReplacementPolicy": "Failed",  # never two pods of one worker at a time
 }
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -492,9 +495,9 @@ def _seconds(resources: Resources) -> int | None:
 def _resources(
     needed: Resources, gpu: str, least: Mapping[str, str] | None = None
 ) -> Manifest | None:
-    """Cores are asked for and may be exceeded; memory and devices cannot be.
+    """Return requests and limits; cores have no limit, memory and devices have.
 
-    ``least`` is asked for where nothing is said.
+    ``least`` has the default requests.
     """
     firm = _given(memory=needed.memory) | _given(**{gpu: needed.gpus or None})
     firm = {name: str(value) for name, value in firm.items()}
@@ -506,5 +509,5 @@ def _resources(
 
 
 def _verbatim(command: Iterable[str]) -> list[str]:
-    """Return a command in which Kubernetes expands no ``$(NAME)``, and halves no $$."""
+    """Return a command escaped so that Kubernetes leaves ``$(NAME)`` and $$ as is."""
     return [word.replace("$", "$$") for word in command]

@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster: a detached center, and workers with a place each."""
+"""The engine for Ray: a detached center, and workers in placement groups."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ _ON_FAILURE = dict.fromkeys(("stop", "go on"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """Which cluster, and where on it.
+    """Settings of the engine for Ray.
 
     Attributes:
-      address: of the cluster, as of ``ray.init``; None for ``RAY_ADDRESS``, or one that
-        runs here, or a new one of this machine, which ends with the run.
-      namespace: of the actors.
-      runtime_env: of the actors, in terms of JSON, as Ray has it:
-        ``{"working_dir": "."}`` takes the folder with the program along.
-      center_needs: of the node of the center, beside cores and memory: Ray's custom
-        resources, as ``{"on_demand": 0.01}``.
-      worker_needs: of those of each process of a worker, as ``{"TPU": 4}``.
-      strategy: how the processes of a worker are placed, as of Ray's placement groups;
-        by default each on a node of its own.
-      on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
-        or these ``"go on"``.
-      give_up: seconds after which the run ends with an error because a task of it,
-        which has not run so far, needs what no node of the cluster has, even an idle
-        one. What others use, and what a lost task needs, is waited for without end.
+      address: address of the cluster, as for ``ray.init``; None for ``RAY_ADDRESS``, or
+        else a cluster that runs here, or else a new one of this machine, which ends
+        with the run.
+      namespace: namespace of the actors.
+      runtime_env: Ray's runtime environment of the actors, in terms of JSON:
+        ``{"working_dir": "."}`` uploads the folder with the program.
+      center_needs: Ray's custom resources that the center needs, beside cores and
+        memory, such as ``{"on_demand": 0.01}``.
+      worker_needs: custom resources that each process of a worker needs, such as
+        ``{"TPU": 4}``.
+      strategy: placement of a worker's processes, a strategy of Ray's placement groups;
+        by default each process is on a node of its own.
+      on_failure: whether to ``"stop"`` the other workers when one has failed after its
+        last restart, or to let them ``"go on"``.
+      give_up: seconds after which the run ends with an error because a task that has
+        never run needs resources that no node of the cluster has, even when idle. No
+        limit applies to resources that others use, or to a task that ran and was lost.
     """
 
     address: str | None = None
@@ -55,10 +57,10 @@ class RaySettings:
 class Ray(Engine):
     """Actors of a Ray cluster.
 
-    The center is a detached actor that Ray restarts, anywhere, with the journal in the
-    run's storage; each worker is an actor that Ray restarts, in a placement group of
-    its own. What is lost with an actor or a node is no failure of a program, and is not
-    counted as one.
+    The center is a detached actor that Ray restarts on any node, with the journal in
+    the run's storage. Each process of a worker is an actor that Ray restarts, in a
+    placement group of the worker. The loss of an actor or a node is not counted as a
+    failure of its program.
     """
 
     name = "ray"
@@ -93,7 +95,7 @@ class Ray(Engine):
                 "a center on Ray keeps a journal: with snapshots alone, exchanges "
                 "since the last one would be lost with its actor"
             )
-        # What is relative is so here, and not where an actor is.
+        # Relative paths are relative to the folder here, and not to an actor's.
         self.run = dataclasses.replace(
             run,
             serve={name: _absolute(value) for name, value in run.serve.items()},
@@ -103,11 +105,11 @@ class Ray(Engine):
         )
 
     def files(self) -> Mapping[str, str]:
-        """None: the driver makes actors."""
+        """Return no files: the driver makes actors."""
         return {}
 
     def commands(self) -> list[str]:
-        """What the actors run, each with its environment, the center first."""
+        """Return the commands of all actors with their environment, center first."""
         run, said = self.run, []
         where = {}
         if run.has_center:
@@ -132,23 +134,23 @@ class Ray(Engine):
         return said
 
     def launch(self, output: Output) -> dict[str, Any]:
-        """Makes the actors, and ends them when the workers have ended.
+        """Make the actors, and end them when the workers have ended.
 
-        The center of a run whose driver was killed is there, and goes on; its workers
-        start again. SIGINT and the like end all; the return code is then 128 and the
-        signal's number.
+        If an earlier driver of this run was killed, the center is still there and
+        continues; the workers start again. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the
+        run; the return code is then 128 plus the signal's number.
 
         Raises:
-          InvalidArgumentError: there is no cluster; another run has this one's name, or
-            another driver runs it, and both go on untouched; or no node has what a task
-            needs.
+          InvalidArgumentError: there is no cluster; another run has this name, or
+            another driver runs it (both of which continue untouched); or no node has
+            the resources of a task.
         """
-        # What Ray's nodes say of themselves would be among the workers' lines, and a
-        # summary's. It reads this when it is imported.
+        # Otherwise log lines of Ray's nodes would appear among those of the workers and
+        # of a summary. Ray reads this variable when it is imported.
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-        import ray  # noqa: PLC0415 heavy, an extra of its own
+        import ray  # noqa: PLC0415 a heavy, optional dependency
 
-        from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 it needs that
+        from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 imports ray
 
         settings: RaySettings = self.settings
         is_ours = not ray.is_initialized()
@@ -182,7 +184,7 @@ class Ray(Engine):
                 ray.shutdown()
 
     def _needs(self, task: str) -> dict[str, float]:
-        """Of a node, in Ray's words, for one process."""
+        """Return the resources of one process of a task, by Ray's names."""
         settings: RaySettings = self.settings
         if task == CENTER:
             return _bundle(self.run.center_resources) | settings.center_needs
@@ -199,5 +201,5 @@ def _bundle(needs: Resources) -> dict[str, float]:
 
 
 def _absolute(value: Any) -> Any:
-    """A path as it is from everywhere; what is none, as it is."""
+    """Return a path as an absolute one, and any other value as it is."""
     return value.absolute() if isinstance(value, pathlib.Path) else value

@@ -1,8 +1,8 @@
-"""What runs in actors of Ray: one program each, a process beside its actor's.
+"""The actors of a run on Ray, each with one program in a process of its own.
 
-A program has a process of its own, so that JAX and signals are its own business. It
-ends with its actor, however that ends, and in the order in which Ray has it: an actor
-that Ray restarts, here or on another node, begins its program again.
+The separate process keeps JAX and signal handlers of the program apart from Ray. The
+program ends with its actor, however the actor ends. When Ray restarts an actor, here or
+on another node, the actor starts its program again.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended, Program
 from agn_optax.service import tokens
 
-_LINES = 10_000  # that are kept for whoever looks
+_LINES = 10_000  # lines of output that are kept for the driver
 _PAUSE = 1.0  # seconds before a program that failed is started again
-# Seconds in which a center that was lost with its node lets go of the journal.
+# Seconds within which a center that was lost with its node releases the journal.
 _HANDOVER = 120.0
 
 
 class Place(NamedTuple):
-    """Where an actor is."""
+    """The node and the process of an actor."""
 
-    node: str  # Ray's id of it
+    node: str  # Ray's id of the node
     host: str
     pid: int
 
 
 class Said(NamedTuple):
-    """What a program has said since somebody looked.
+    """The output of a program since the last look.
 
     Attributes:
-      life: of the program; "" before the first one.
-      lines: those that are new.
-      seen: to be said at the next look.
-      missed: lines that were new and are forgotten.
-      ended: how it ended; None while it runs.
+      life: session id of the program, new at each start; "" before the first one.
+      lines: the new lines.
+      seen: number of lines in this session so far, for the next look.
+      missed: number of new lines that were discarded.
+      ended: how the program ended; None while it runs.
     """
 
     life: str
@@ -60,30 +60,30 @@ class Said(NamedTuple):
 
 
 class Supervisor:
-    """Runs one program at a time, and remembers what it said."""
+    """An actor that runs one program at a time, and keeps its latest output."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
-        self._said = self._shown = 0  # lines
+        self._said = self._shown = 0  # numbers of lines
         self._life = ""
         self._ended: Ended | None = None
         self._stopping = threading.Event()
 
     def where(self) -> Place:
-        """Where this is."""
-        import ray  # noqa: PLC0415 it is what runs this
+        """Return the node and the process of this actor."""
+        import ray  # noqa: PLC0415 only inside an actor
 
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
 
     def look(self, life: str, seen: int, seconds: float) -> Said:
-        """What is new; waits for that.
+        """Return the new output; wait for it, or for the program's end.
 
         Args:
-          life: that the last look was at.
-          seen: as it said.
-          seconds: to wait.
+          life: session id of the last look.
+          seen: number of lines that the last look returned.
+          seconds: maximum time to wait.
         """
 
         def is_new() -> bool:
@@ -100,15 +100,15 @@ class Supervisor:
             return Said(self._life, new, self._said, missed, self._ended)
 
     def shown(self) -> tuple[str, int]:
-        """Return the life and the number of its lines that a driver has shown.
+        """Return the session id, and the number of its lines that a driver has shown.
 
-        A driver that takes over from one that was killed looks on from there.
+        A driver that replaces one that was killed continues from there.
         """
         with self._news:
             return self._life, self._shown
 
     def stop(self) -> None:
-        """Has the program end, as SIGTERM does."""
+        """Have the program end, as SIGTERM does."""
         self._stopping.set()
 
     @property
@@ -116,12 +116,12 @@ class Supervisor:
         return bool(self._life) and self._ended is None
 
     def _begin(self, program: Program, grace: float) -> str:
-        """Starts a program once the last one has ended; returns its life."""
+        """Start a program once the last one has ended, and return its session id."""
         with self._news:
             self._stopping.set()
             self._news.wait_for(lambda: not self._is_running)
             self._stopping = stopping = threading.Event()
-            if self._life:  # else there is what was said on the way to the first one
+            if self._life:  # lines from before the first start are kept
                 self._lines.clear()
                 self._said = self._shown = 0
             self._life, self._ended = os.urandom(8).hex(), None
@@ -142,7 +142,7 @@ class Supervisor:
                 )
                 if not self._goes_on(ended) or stopping.wait(_PAUSE):
                     break
-        except errors.InvalidArgumentError as error:  # it cannot be started
+        except errors.InvalidArgumentError as error:  # the program cannot be started
             self._hear(program.name, f"agn-optax: {error}")
             ended = Ended(program.name, 127, 0, 0.0, stopped=False)
         with self._news:
@@ -150,7 +150,7 @@ class Supervisor:
             self._news.notify_all()
 
     def _goes_on(self, ended: Ended) -> bool:
-        """Return whether a program that has ended is started again, uncounted."""
+        """Return whether to start a program again, not counted as a restart."""
         return False
 
     def _hear(self, name: str, line: str) -> None:
@@ -161,14 +161,14 @@ class Supervisor:
 
 
 class Center(Supervisor):
-    """Serves the center of a run from its storage; made again, it goes on.
+    """The actor that serves a run's center from its storage, also when made again.
 
     Args:
-      run: whose center it is.
+      run: the run that the center belongs to.
     """
 
     def __init__(self, run: Run) -> None:
-        import ray  # noqa: PLC0415 it is what runs this
+        import ray  # noqa: PLC0415 only inside an actor
 
         super().__init__()
         assert run.storage is not None
@@ -183,11 +183,11 @@ class Center(Supervisor):
         self._serve()
 
     def command(self) -> list[str]:
-        """What it serves by, but for where, which tells two of them apart."""
+        """Return the command of the center without addresses, to compare two runs."""
         return self._run_of.serve_command(**self._run_of.durable())
 
     def serve(self, seconds: float) -> bool:
-        """Wait until the center serves, again if it was stopped; return whether."""
+        """Return whether the center serves; wait for it, and restart it if stopped."""
         if self._ended is not None and self._ended.stopped:
             self._serve()
         with self._news:
@@ -197,11 +197,11 @@ class Center(Supervisor):
             return bool(self._serving) and self._ended is None
 
     def token(self, name: str) -> str:
-        """That of a worker; "" if none is needed."""
+        """Return the token of a worker; "" if none is needed."""
         return _derived(self._key, name) if self._key else ""
 
     def status(self) -> dict[str, Any] | None:
-        """What the center says of its workers; None while it does not answer."""
+        """Return the status of the center; None while it does not answer."""
         told = self._run_of.connection_environment()
         ca = told.get(service.TLS_CA)
         try:
@@ -216,7 +216,7 @@ class Center(Supervisor):
             return None
 
     def _serve(self) -> None:
-        import ray  # noqa: PLC0415 it is what runs this
+        import ray  # noqa: PLC0415 only inside an actor
 
         run = self._run_of
         self._serving = {}
@@ -233,17 +233,18 @@ class Center(Supervisor):
         self._begin(program, run.stop_grace)
 
     def _access(self) -> str:
-        """Who may call: each worker by its name, and whoever has the key."""
+        """Return the callers' lines: each worker by name, and the owner of the key."""
         lines = [f"chief,operator * {self._key}"]
         for rank, name in enumerate(self._run_of.worker_names):
             lines.append(f"{'worker' if rank else 'chief'} {name} {self.token(name)}")
         return "\n".join(lines)
 
     def _set_aside(self) -> None:
-        """Make room for the checkpoint of a run that goes on, but was drained before.
+        """Rename the checkpoint of a center that was drained, if its run continues.
 
-        A node that is taken away drains what runs on it, and a center that is drained
-        saves; nothing else can have saved there since the run began.
+        The checkpoint at the end of the run needs the path. A node that is taken away
+        drains its center, and a drained center saves. Nothing else can have saved there
+        since the run began.
         """
         save = self._run_of.serve.get("save")
         if save is None or not (path := pathlib.Path(save)).exists():
@@ -262,29 +263,29 @@ class Center(Supervisor):
         if ended.stopped:
             return False
         if is_drained(ended, self._run_of):
-            # Not by the driver: workers have no other center to go on with.
+            # The driver did not drain it, and the workers have no other center.
             self._serving = {}
             self._hear(CENTER, "agn-optax: somebody drained it; it serves again")
             self._set_aside()
             return True
-        # The one before it, on a node that is being lost, may have the journal yet.
+        # The previous center, on a node that is being lost, may still hold the journal.
         return not self._serving and time.monotonic() < self._insists_until
 
 
 class Claim:
-    """Has the name of a run taken for as long as its driver lives.
+    """An actor that holds the name of a run for as long as its driver lives.
 
-    It is the driver's own, and Ray ends it with the driver. The center, which outlives
-    drivers, cannot tell whether there is one.
+    Ray ends this actor with the driver that owns it. The center cannot show whether a
+    driver lives, because the center outlives drivers.
     """
 
 
 class Process(Supervisor):
-    """One process of a worker.
+    """The actor of one process of a worker.
 
     Args:
-      run: of which it is a worker.
-      rank: of the worker.
+      run: the run that the worker belongs to.
+      rank: rank of the worker.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
@@ -293,9 +294,9 @@ class Process(Supervisor):
         self._reserved: socket.socket | None = None
 
     def meeting(self) -> str:
-        """An address here that is free, for the processes of a worker to meet.
+        """Return a free address here, at which the processes of a worker can meet.
 
-        The port stays reserved for this user until the next one is asked for.
+        The port stays reserved for this user until the next call.
         """
         host = self.where().host
         if self._reserved is not None:
@@ -304,10 +305,10 @@ class Process(Supervisor):
         return f"{host}:{self._reserved.getsockname()[1]}"
 
     def start(self, **told: str) -> str:
-        """Starts the worker's program; returns its life.
+        """Start the worker's program, and return its session id.
 
         Args:
-          **told: variables beside those that any engine tells it.
+          **told: environment variables beside those of `Run.worker_environment`.
         """
         run = self._run_of
         program = Program(
@@ -321,9 +322,10 @@ class Process(Supervisor):
 def reserved(host: str) -> socket.socket:
     """Bind a socket to a free port that only JAX's coordinator can share.
 
-    The system gives the port to nobody else, neither for port 0 nor for a connection.
-    gRPC, by which JAX listens, sets SO_REUSEPORT as this does, so that it can bind the
-    port too; and this socket, which does not listen, takes none of its connections.
+    The system gives the port to no other socket, neither for port 0 nor for a
+    connection. JAX's coordinator listens by gRPC, which sets SO_REUSEPORT as this
+    socket does, and so it can bind the port too. This socket does not listen, so it
+    takes none of the coordinator's connections.
     """
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -332,24 +334,24 @@ def reserved(host: str) -> socket.socket:
 
 
 def is_closed(run: Run) -> bool:
-    """Whether its center wants tokens."""
+    """Return whether the run's own center requires tokens."""
     return run.has_center and not run.serve.get("open")
 
 
 def address_file(run: Run) -> pathlib.Path:
-    """Where the center says where it is."""
+    """Return the file to which the center writes its address."""
     assert run.storage is not None
     return run.storage / CENTER
 
 
 def key_file(run: Run) -> pathlib.Path:
-    """With the operator's token."""
+    """Return the file with the operator's token."""
     assert run.storage is not None
     return run.storage / "keys" / "operator.token"
 
 
 def _key(storage: pathlib.Path) -> str:
-    """The operator's token, of which those of the workers are made; it stays."""
+    """Return the operator's token, kept on disk, from which workers' tokens derive."""
     folder = storage / "keys"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "operator.token"

@@ -1,4 +1,4 @@
-"""The driver of a run on Ray: starts actors, shows what they say, and ends them."""
+"""The driver of a run on Ray, which makes actors, shows their output and ends them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
 from agn_optax.service import tokens
 
-_LOOK = 5.0  # seconds that an actor waits for news
-_TICK = 0.2  # seconds, at most, until a signal is heard
-_PAUSE = 1.0  # seconds before what was lost or failed is tried again
-_SOON = 5.0  # seconds after which it is said that something is waited for
-_PROGRESS = 10.0  # seconds between two looks at the center
-_AGAIN, _SELDOM = 60.0, 600.0  # ... and again: each time twice as long, at most
-_REMOVAL = 20.0  # seconds in which Ray removes what a killed driver had
-_MARGIN = 10.0  # seconds, beside the grace, that an actor has for its program's end
-_THREADS = 8  # of an actor: those who look wait in one
+_LOOK = 5.0  # seconds that an actor waits for new output
+_TICK = 0.2  # seconds, at most, until a signal is handled
+_PAUSE = 1.0  # seconds before a retry
+_SOON = 5.0  # seconds until waiting for an actor is reported
+_PROGRESS = 10.0  # seconds between two reports of the center's status
+_AGAIN, _SELDOM = 60.0, 600.0  # seconds until the next report: doubled, and its maximum
+_REMOVAL = 20.0  # seconds within which Ray removes the actors of a killed driver
+_MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
+_THREADS = 8  # threads of an actor, one of which each waiting call takes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -54,15 +54,16 @@ class Driver:
     """One launch of a run.
 
     Args:
-      run: what is run.
-      output: as of `Engine.launch`.
-      namespace: of the actors.
-      runtime_env: of the actors, as Ray has it.
-      center: what the center's actor needs of a node.
-      worker: what each process of a worker needs of a node.
-      strategy: how the processes of a worker are placed.
-      give_up: seconds that a task waits for what no node has.
-      goes_on: whether the others go on when a worker has failed for good.
+      run: the run to carry out.
+      output: as in `Engine.launch`.
+      namespace: namespace of the actors.
+      runtime_env: Ray's runtime environment of the actors.
+      center: resources that the center's actor needs.
+      worker: resources that each process of a worker needs.
+      strategy: placement of a worker's processes.
+      give_up: seconds that a new task waits for resources that no node has.
+      goes_on: whether the other workers go on when one has failed after its last
+        restart.
     """
 
     def __init__(
@@ -84,27 +85,27 @@ class Driver:
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
         self._give_up = give_up
-        self._limit = run.stop_grace + _MARGIN  # seconds for what is told to end
+        self._limit = run.stop_grace + _MARGIN  # seconds to end after being told to
         self._claim: Any = None
         self._center: Any = None
         self._center_node = ""
-        self._center_seen = "", 0  # its life, and the lines that were seen
+        self._center_seen = "", 0  # session id, and number of lines seen
         self._center_ended: Ended | None = None
         self._workers: list[_Worker] = []
         self._version: int | None = None
         self._signals: list[int] = []
-        self._is_broken = False  # beside what workers and center say of themselves
+        self._is_broken = False  # failed, apart from the workers' and center's codes
 
     def run(self) -> dict[str, Any]:
-        """Does it all, from any thread; signals are heard in the main one.
+        """Carry out the run, in any thread; signals are handled in the main thread.
 
         Returns:
-          The summary of `Engine.launch`. A signal ends all; the return code is then
-          128 and its number.
+          The summary of `Engine.launch`. A signal ends the run; the return code is then
+          128 plus its number.
 
         Raises:
-          InvalidArgumentError: another run has this one's name, or a driver of it runs;
-            or no node has what a task needs.
+          InvalidArgumentError: another run has this name, or another driver runs it;
+            or no node has the resources of a task.
         """
         begin = time.monotonic()
         is_main = threading.current_thread() is threading.main_thread()
@@ -156,7 +157,10 @@ class Driver:
             await self._end()
 
     async def _until_over(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Until all workers have ended, or one or the center has failed for good."""
+        """Wait until all workers have ended, or one of them or the center has failed.
+
+        A failure of a worker counts after its last restart.
+        """
         run = self._run
         await self._claim_name()
         center: asyncio.Task[Any] | None = None
@@ -184,7 +188,7 @@ class Driver:
                 return
 
     async def _claim_name(self) -> None:
-        """Take the name of the run, which no other driver may have."""
+        """Claim the name of the run, which only one driver may hold."""
         make = ray.remote(Claim).options(
             name=f"{self._run.name}-driver",
             max_restarts=-1,
@@ -196,10 +200,10 @@ class Driver:
     # The center.
 
     async def _find_center(self) -> None:
-        """The actor of this run's center, which may be there.
+        """Find the actor of the run's center, or make it.
 
-        One that is there is this driver's, to be ended by it, once it is known to have
-        the same settings.
+        An existing center is adopted, to be ended by this driver, only after its
+        settings have been found to be the same.
         """
         run = self._run
         name, needs = f"{run.name}-{CENTER}", self._center_needs
@@ -235,15 +239,15 @@ class Driver:
             self._center_seen = await self._insist(center.shown.remote)
 
     async def _serves(self, center: asyncio.Task[Ended]) -> bool:
-        """Waits until the center serves; False if it has ended."""
+        """Wait until the center serves; return False if it has ended."""
         while not await self._insist(self._center.serve.remote, _LOOK):
             if center.done():
-                center.result()  # raises what its task has raised
+                center.result()  # raises the task's error
                 return False
         return True
 
     async def _watched_center(self) -> Ended:
-        """Shows what the center says until it has ended, whatever is lost."""
+        """Show the center's output until it ends, even if its actor or node is lost."""
         while True:
             try:
                 said: Said = await self._center.look.remote(*self._center_seen, _LOOK)
@@ -261,7 +265,7 @@ class Driver:
                 return said.ended
 
     async def _progress(self) -> None:
-        """Tells from time to time what the center has."""
+        """Report the center's version and workers from time to time."""
         shown = None
         while True:
             status = await self._insist(self._center.status.remote)
@@ -279,7 +283,7 @@ class Driver:
     # Workers.
 
     async def _made_worker(self, rank: int) -> _Worker:
-        """Its placement group, and in it an actor for each process."""
+        """Make a worker's placement group, and in it an actor for each process."""
         run = self._run
         processes = run.worker_resources.processes
         bundles = [self._worker_needs.copy() for _ in range(processes)]
@@ -306,7 +310,7 @@ class Driver:
         return worker
 
     async def _new(self, make: Any, *arguments: Any) -> Any:
-        """An actor; waits while that of a driver that was killed is being removed."""
+        """Make an actor; wait while Ray removes that of a killed driver."""
         until = time.monotonic() + _REMOVAL
         has_said = False
         while True:
@@ -323,7 +327,7 @@ class Driver:
             await asyncio.sleep(_PAUSE)
 
     async def _tend(self, worker: _Worker) -> Ended:
-        """Keeps a worker running until it has ended for good."""
+        """Run a worker until it has ended with 0, or failed after its last restart."""
         begin, failures = time.monotonic(), 0
         token = ""
         if is_closed(self._run):
@@ -355,7 +359,7 @@ class Driver:
                     worker.ended = Ended(
                         worker.name, code, worker.lives, seconds, stopped=False
                     )
-                    # Its place is for workers that wait for one.
+                    # Its resources are for workers that wait for some.
                     await self._within(self._limit, self._ended(worker))
                     worker.remove()
                     return worker.ended
@@ -365,10 +369,10 @@ class Driver:
             await asyncio.sleep(_PAUSE)
 
     async def _life(self, worker: _Worker, token: str) -> int:
-        """One start of all processes of a worker; 0, or the code of one that failed.
+        """Run all processes of a worker once; return 0, or the code of a failed one.
 
         Raises:
-          _LostError: one was lost.
+          _LostError: a process was lost.
         """
         run = self._run
         told = {"AGN_OPTAX_RESTARTS": str(worker.lives)}
@@ -393,7 +397,7 @@ class Driver:
         try:
             for each in asyncio.as_completed(watches):
                 if code := (await each).returncode:
-                    return code  # the others end before the next start
+                    return code  # the other processes end before the next start
             return 0
         finally:
             for watch in watches:
@@ -401,7 +405,7 @@ class Driver:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def _watched(self, worker: _Worker, index: int, life: str) -> Ended:
-        """Shows what a process says until it has ended."""
+        """Show the output of a process until it has ended."""
         actor, seen = worker.actors[index], 0
         while True:
             with _lost():
@@ -417,7 +421,7 @@ class Driver:
     # The end.
 
     async def _end(self) -> None:
-        """Ends the workers, then the center."""
+        """End the workers, then the center."""
         left = [each for each in self._workers if each.is_placed]
         await self._within(self._limit, *map(self._ended, left))
         if not self._center_node:
@@ -428,7 +432,7 @@ class Driver:
         await self._within(self._limit, self._ended_center())
 
     async def _ended(self, worker: _Worker) -> None:
-        """Ends a worker, and shows its last words."""
+        """End a worker, and show its last output."""
         for index, actor in enumerate(worker.actors):
             with contextlib.suppress(RayError):
                 await actor.stop.remote()
@@ -447,14 +451,14 @@ class Driver:
         await self._watched_center()
 
     async def _within(self, seconds: float, *calls: Awaitable[Any]) -> list[Any]:
-        """What they give; nothing if that takes too long."""
+        """Return the results of calls; nothing if one fails or they take too long."""
         try:
             return await asyncio.wait_for(asyncio.gather(*calls), seconds)
         except (TimeoutError, RayError):
             return []
 
     def _remove(self) -> None:
-        """Nothing of the run stays in the cluster; what is in its storage stays."""
+        """Remove the run from the cluster; the files in its storage stay."""
         for worker in self._workers:
             worker.remove()
         for actor in (self._center, self._claim):
@@ -462,7 +466,7 @@ class Driver:
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
 
-    # What is said, and calls of actors.
+    # Output, and calls of actors.
 
     async def _placed(
         self,
@@ -473,16 +477,16 @@ class Driver:
         is_new: bool,
         processes: int = 1,
     ) -> Place:
-        """Return where an actor is, once there is room for it.
+        """Return the node and process of an actor, once there is room for it.
 
         Args:
-          name: of its task.
-          actor: that is waited for.
-          needs: of it.
-          is_new: whether its task has never run. Then what no node has, even an idle
-            one, is given up after a time; what has run and was lost waits for a node
-            that is added, and its run goes on meanwhile.
-          processes: of its task, which are placed together.
+          name: name of the actor's task.
+          actor: the actor to wait for.
+          needs: resources that the actor needs.
+          is_new: whether the task has never run. A new task gives up after a time if no
+            node has its resources, even when idle. A task that was lost waits for a new
+            node, and the run goes on meanwhile.
+          processes: number of processes of the task, which are placed together.
         """
         where = f"a node with {_said(needs)}"
         if processes > 1:
@@ -512,7 +516,7 @@ class Driver:
     def _could_hold(
         self, name: str, needs: Mapping[str, float], processes: int
     ) -> bool:
-        """Return whether the cluster has room for a task where only the center is."""
+        """Return whether the cluster, with only the center on it, can hold a task."""
         nodes = {
             node["NodeID"]: dict(node["Resources"])
             for node in ray.nodes()
@@ -526,7 +530,7 @@ class Driver:
     async def _insist(
         self, call: Callable[..., Awaitable[Any]], *arguments: Any
     ) -> Any:
-        """What an actor answers, whether or not it is lost meanwhile."""
+        """Call an actor, again as long as it is unavailable, and return its answer."""
         while True:
             with contextlib.suppress(ActorUnavailableError):
                 return await call(*arguments)
@@ -543,15 +547,15 @@ class Driver:
 
 
 class _Worker:
-    """The driver's end of a worker.
+    """The driver's record of a worker.
 
     Attributes:
-      name: of it.
-      actors: of its processes.
-      lives: starts so far, but for the first.
-      seen: of each process the life and the lines that were seen.
-      ended: how it ended for good; None before.
-      is_placed: whether its actors are somewhere, and not lost since.
+      name: name of the worker.
+      actors: actors of the worker's processes.
+      lives: number of starts so far, without the first.
+      seen: session id and number of lines seen, for each process.
+      ended: final outcome of the worker; None before.
+      is_placed: whether its actors have been placed, and were not lost since.
     """
 
     def __init__(self, name: str, group: PlacementGroup) -> None:
@@ -563,7 +567,7 @@ class _Worker:
         self._group = group
 
     def remove(self) -> None:
-        """Its actors and its placement group."""
+        """Remove the worker's actors and its placement group."""
         if self._is_removed:
             return
         self.is_placed, self._is_removed = False, True
@@ -574,7 +578,7 @@ class _Worker:
 
 
 class _LostError(Exception):
-    """A process of a worker was lost, and not by its own fault."""
+    """A process of a worker was lost with its actor or node."""
 
 
 @contextlib.contextmanager
@@ -586,13 +590,13 @@ def _lost() -> Iterator[None]:
 
 
 async def _ticks() -> None:
-    """Has signals heard, which wake nobody."""
+    """Wake the event loop regularly, because signals do not wake it."""
     while True:
         await asyncio.sleep(_TICK)
 
 
 def _as_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    """Of an actor, what a bundle says by Ray's names."""
+    """Return a bundle of resources as options of an actor."""
     own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     custom = {name: value for name, value in needs.items() if name not in own}
     given = {own[name]: value for name, value in needs.items() if name in own}

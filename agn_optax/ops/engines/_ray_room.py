@@ -1,4 +1,4 @@
-"""Decide whether a Ray cluster could ever hold a task."""
+"""The check whether a Ray cluster could ever hold a task."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def can_hold(
     """Return whether idle nodes have room for the processes of a task.
 
     Args:
-      nodes: what each node has, by Ray's names.
-      needs: what each process needs.
-      processes: how many there are, placed together.
-      strategy: how, as of Ray's placement groups.
+      nodes: resources of each node, by Ray's names.
+      needs: resources that each process needs.
+      processes: number of processes, which are placed together.
+      strategy: their placement, a strategy of Ray's placement groups.
     """
     rooms = [_room(node, needs, processes) for node in nodes]
     if strategy == "STRICT_SPREAD":
@@ -28,7 +28,7 @@ def can_hold(
 
 
 def _room(node: Mapping[str, float], needs: Mapping[str, float], most: int) -> int:
-    """Return how many processes a node holds, ``most`` if they need nothing."""
+    """Return how many processes a node holds; ``most`` if they need no resources."""
     # Ray counts in units of 1e-4, so that 0.3 is three times 0.1.
     times = (
         round(node.get(name, 0.0) * 1e4) // round(amount * 1e4)

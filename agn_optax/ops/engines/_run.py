@@ -1,4 +1,4 @@
-"""One description of a run, which every engine carries out."""
+"""The description of a run, which every engine can carry out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a task needs; None leaves it to the engine.
+    """Resources of a task; None leaves a value to the engine.
 
     Attributes:
-      cpus: cores of each process.
+      cpus: number of cores of each process.
       memory: bytes of each process.
-      gpus: of each process.
-      processes: of a worker, on as many hosts; they join each other by
-        ``initialize_distributed(**environment().distributed)``.
-      seconds: after which the engine may end it.
+      gpus: number of GPUs of each process.
+      processes: number of processes of a worker, on as many hosts; they join each other
+        by ``initialize_distributed(**environment().distributed)``.
+      seconds: time after which the engine may end the task.
     """
 
     cpus: int | None = None
@@ -36,32 +36,33 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A center and its workers.
+    """The description of a run: a center and its workers.
 
     Attributes:
-      name: of the run, for engines and people: letters, digits and dashes.
-      program: what each worker runs, as after ``python``.
-      workers: number of workers to start.
-      rule: its settings, as ``serve`` takes them.
-      serve: options of ``agn-optax serve`` beside the rule's, as ``{"barrier": 2}``.
-      center: the address of a center that is there; None for one of the run's own.
-      token_file: file with the workers' token, for a center that is there.
-      tls_ca: certificate authorities that workers check the center's certificate
-        against, a PEM file; None for those of the operating system.
-      storage: directory that all tasks reach and that outlives them, for the center's
-        journal; None for a center in memory.
-      transports: how exchanges may travel, as of `connect`; None for any way.
-      restarts: how often a worker that failed is started again.
-      center_restarts: how often a center of the run's own that failed is started again,
-        which needs ``storage``.
-      stop_grace: seconds that workers have to end when told to, and the center after
-        them.
-      environment: variables for every worker.
-      worker_resources, center_resources: what one of them needs.
-      settings: of the engine, from its own table.
+      name: name of the run, for engines and people: small letters, digits and dashes.
+      program: program of each worker with its arguments, as after ``python``.
+      workers: number of workers.
+      rule: settings of the rule, by the names of the options of ``agn-optax serve``.
+      serve: options of ``agn-optax serve`` beside the rule's, such as
+        ``{"barrier": 2}``.
+      center: address of an existing center; None for a center of the run's own.
+      token_file: file with the workers' token, for an existing center.
+      tls_ca: PEM file with the CA certificates to verify the center with; None without
+        TLS.
+      storage: folder that all tasks reach and that outlives them, for the center's
+        journal; None for no folder.
+      transports: transports that exchanges may use, as in `connect`; None for any.
+      restarts: maximum restarts of a worker that fails.
+      center_restarts: maximum restarts of a center of the run's own, which needs
+        ``storage``.
+      stop_grace: seconds that workers have to end after they are told to, and then the
+        center.
+      environment: environment variables of every worker.
+      worker_resources, center_resources: resources of each worker, and of the center.
+      settings: settings of the engine, from its own table of the run's file.
 
     Raises:
-      InvalidArgumentError: a value is out of range, or some do not go together.
+      InvalidArgumentError: a value is out of range, or values exclude each other.
 
     Example:
       >>> from agn_optax.ops.engines import Run
@@ -129,34 +130,34 @@ class Run:
 
     @property
     def has_center(self) -> bool:
-        """Whether it has a center of its own, which is a task of it."""
+        """True if the run has a center of its own, as one of its tasks."""
         return self.center is None
 
     @property
     def is_insecure(self) -> bool:
-        """Whether its own center speaks plain text beyond a machine."""
+        """True if the run's own center allows plain text beyond a machine."""
         return bool(self.serve.get("insecure"))
 
     def connection_environment(self) -> dict[str, str]:
-        """What whoever calls the center is told of how that is done."""
+        """Return the environment variables for a connection to the center."""
         told = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
         return told | ({INSECURE: "1"} if self.is_insecure else {})
 
     @property
     def worker_names(self) -> list[str]:
-        """In the order of their ranks."""
+        """The names of the workers, in the order of their ranks."""
         return [self.worker_name(rank) for rank in range(self.workers)]
 
     def worker_name(self, rank: int | str) -> str:
-        """Of the worker of a rank, or of the engine's word for it."""
+        """Return the name of a worker by its rank, or an engine's variable for it."""
         return f"worker-{rank}"
 
     def serve_command(self, python: str = "python", **options: Any) -> list[str]:
-        """The command that serves the center.
+        """Return the command that serves the center.
 
         Args:
-          python: the interpreter where it runs.
-          **options: of ``serve``, which the engine says; they win.
+          python: the interpreter on the center's machine.
+          **options: options of ``serve`` from the engine, which override the run's.
         """
         given = {**self.rule, **self.serve, **options}
         if self.workers > (Limits().max_workers or self.workers):
@@ -164,21 +165,22 @@ class Run:
         return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
 
     def durable(self) -> dict[str, Any]:
-        """Options of ``serve`` by which the center outlives its process."""
+        """Return the options of ``serve`` by which a center outlives its process."""
         if self.storage is None or {"journal", "snapshots"} & set(self.serve):
             return {}
         return {"journal": self.storage.absolute() / "journal"}
 
     def worker_command(self, python: str = "python") -> list[str]:
-        """The command of every worker."""
+        """Return the command of every worker."""
         return [python, *self.program]
 
     def worker_environment(self, rank: int | str, **more: str) -> dict[str, str]:
-        """What a worker is told, but for where its own center is.
+        """Return the environment of a worker, without the run's own center's address.
 
         Args:
-          rank: of it, or the engine's word for it, such as ``$SLURM_ARRAY_TASK_ID``.
-          **more: what only the engine knows.
+          rank: rank of the worker, or the engine's variable for it, such as
+            ``$SLURM_ARRAY_TASK_ID``.
+          **more: variables that only the engine knows.
         """
         told = {
             **self.environment,
@@ -200,7 +202,7 @@ class Run:
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """A command line of options by their names; of None it says nothing."""
+    """Return options by name as a command line; None leaves an option out."""
     made = []
     for name, value in options.items():
         option = "--" + name.replace("_", "-")

@@ -1,11 +1,12 @@
-"""Jobs of SLURM: a center, an array of workers, and one that ends the center.
+"""The engine for SLURM: a job for the center, an array of workers, and a final job.
 
-The three are scripts in the run's storage, submitted by `sbatch`. Each worker is a
-task of an array, which SLURM requeues alone; the center is requeued with its journal,
-and leaves its address in a file that workers read again. A script outlives its task,
-so that it can say whether the job is to be queued again, and write down in the storage
-what became of the task: a worker that is done is not run again, and the run's end
-names those that failed.
+The three jobs are scripts in the run's storage, submitted by `sbatch`. Each worker is a
+task of the array, which SLURM requeues alone. The center is requeued with its journal,
+and writes its address to a file that workers read again. The final job ends the center
+after all workers, and names the workers that failed.
+
+A script outlives its task, so that it can requeue the job, and write the outcome of the
+task to the storage: a worker that is done does not run again.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from agn_optax.service import tokens
 
 _INDEX = "$SLURM_ARRAY_TASK_ID"
 _EVERYWHERE = "0.0.0.0:0"
-_MARGIN = 10  # seconds between the grace of a task and its time limit
+_MARGIN = 10  # seconds between the end of a task's grace and its time limit
 _LOOK = 2.0  # seconds between two looks at the queue
-# Of whoever submits, and not of the jobs: their scripts say who they are.
+# Variables of the submitting process that jobs must not inherit; scripts set their own.
 _OWN = re.compile(r"AGN_OPTAX_|SLURM_(?!CONF$)")
 
-# SLURM_JOB_ID of an array's last task is the id of the whole array: a command that
-# names it is about all tasks.
+# In the last task of an array, SLURM_JOB_ID is the id of the whole array, and a command
+# that names it would act on all tasks.
 _TASK = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 _JOB = '"$SLURM_JOB_ID"'
 _TELL_PROCESS = 'kill -TERM "$task"'
-_TELL_STEPS = 'scancel --signal=TERM "$job"'  # srun would kill its tasks
+_TELL_STEPS = 'scancel --signal=TERM "$job"'  # SIGTERM to srun would kill its tasks
 
 _PREPARES = """\
 #!/bin/bash
@@ -147,19 +148,20 @@ exit $code"""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmSettings:
-    """How jobs are submitted.
+    """Settings of the engine for SLURM.
 
     Attributes:
-      partition, account, qos, constraint: of all jobs, as of ``sbatch``.
-      options: more of them, as ``["--exclusive"]``.
-      center_options: of the center's job, and of the one that ends it; they win.
-      worker_options: of the workers' array; they win.
-      setup: lines of bash before everything else, as ``["module load cuda"]``. One
-        that fails ends its task.
+      partition, account, qos, constraint: options of ``sbatch`` for all jobs.
+      options: further options of ``sbatch`` for all jobs, such as ``["--exclusive"]``.
+      center_options: options for the center's job and the final job, which override the
+        others.
+      worker_options: options for the workers' array, which override the others.
+      setup: lines of bash that run before everything else, such as
+        ``["module load cuda"]``. A line that fails ends its task.
       python: the interpreter on the nodes; by default the one that runs here.
-      at_once: of the workers, how many run at a time; None for all that have room.
-      goes_on: whether a worker whose time limit is over is queued again. Its program
-        then goes on from a checkpoint of its own. A center always is.
+      at_once: maximum number of workers that run at a time; None for no maximum.
+      goes_on: whether a worker is queued again at its time limit. Its program must then
+        continue from a checkpoint of its own. A center is always queued again.
       patience: seconds that a worker waits for the center's address.
       wait: return only when the run is over, with the exit code of the first task that
         failed; without it, as soon as the jobs are submitted.
@@ -181,49 +183,49 @@ class SlurmSettings:
 
 
 class _Command(NamedTuple):
-    """One line of a submission.
+    """A command of a submission.
 
     Attributes:
-      job: the name for the id that it prints; "" if it prints none.
-      words: of the command; ``$NAME`` stands for the id of an earlier one.
+      job: name of the job whose id the command prints; "" if it prints none.
+      words: words of the command, in which ``$NAME`` stands for an earlier job's id.
     """
 
     job: str
     words: tuple[str, ...]
 
     def words_of(self, made: Mapping[str, str]) -> list[str]:
-        """With the ids of jobs."""
+        """Return the words with the ids of earlier jobs."""
         words = list(self.words)
         for job, number in made.items():
             words = [word.replace(f"${job}", number) for word in words]
         return words
 
     def shown(self) -> str:
-        """As a shell has it."""
+        """Return the command as a line of a shell."""
         line = " ".join(_quoted(word, "$center", "$workers") for word in self.words)
         return f"{self.job}=$({line})" if self.job else line
 
 
 @dataclasses.dataclass
 class _Jobs:
-    """The jobs of a run, as they are written down in its storage."""
+    """The jobs of a run, as recorded in its storage."""
 
     center: str | None = None
     arrays: list[str] = dataclasses.field(default_factory=list)
-    workers: int = 0  # that were submitted
+    workers: int = 0  # number of workers that were submitted
     end: str | None = None
 
     @property
     def ids(self) -> set[str]:
-        """Ids of all of them."""
+        """The ids of all jobs."""
         return {each for each in (self.center, *self.arrays, self.end) if each}
 
 
 class Slurm(Engine):
-    """Jobs of SLURM, whose nodes share a disk.
+    """Jobs of SLURM, on nodes that share a disk.
 
-    A run that is there already grows: of more ``workers`` than it has, those that are
-    missing are submitted.
+    A run that is in the queue can grow: if ``workers`` is larger than before, only the
+    additional workers are submitted.
     """
 
     name = "slurm"
@@ -264,7 +266,7 @@ class Slurm(Engine):
             self._keys = self._folder / "keys"
 
     def files(self) -> Mapping[str, str]:
-        """The scripts; of a run that is there, those that change as it grows."""
+        """Return the scripts; of a run in the queue, those that change as it grows."""
         there = self._there().workers
         made = {"prepare.sh": self._prepare(there), "workers.sh": self._workers()}
         if there or not self.run.has_center:
@@ -272,15 +274,15 @@ class Slurm(Engine):
         return {**made, "center.sh": self._center(), "end.sh": self._end()}
 
     def commands(self) -> list[str]:
-        """What submits them; of a run that is there, those workers that are not."""
+        """Return the commands that submit the jobs, or a queued run's new workers."""
         return [command.shown() for command in self._commands(self._there())]
 
     def launch(self, output: Output) -> dict[str, Any]:
-        """Writes scripts and tokens, submits the jobs, and waits if that is asked for.
+        """Write scripts and tokens, submit the jobs, and wait if the settings say so.
 
         Raises:
-          InvalidArgumentError: SLURM is not here, or refuses a job; those submitted
-            before it are then cancelled.
+          InvalidArgumentError: SLURM is not installed here, or rejects a job; the jobs
+            submitted before it are then cancelled.
         """
         if shutil.which("sbatch") is None:
             raise errors.InvalidArgumentError(
@@ -299,7 +301,7 @@ class Slurm(Engine):
             for command in commands:
                 said = _called(command.words_of(made), self._folder)
                 if command.job:
-                    made[command.job] = said.partition(";")[0]  # of which cluster
+                    made[command.job] = said.partition(";")[0]  # without the cluster
                     output(command.job, f"job {made[command.job]}")
         except errors.InvalidArgumentError:
             with contextlib.suppress(errors.InvalidArgumentError):
@@ -316,10 +318,10 @@ class Slurm(Engine):
         return summary | (self._wait(output) if self.settings.wait else {})
 
     def _wait(self, output: Output) -> dict[str, Any]:
-        """Says what becomes of each task, until no job of the run is left.
+        """Report the outcome of each task, until no job of the run is left.
 
         Returns:
-          The exit code of the first task at fault, and what became of all of those.
+          The exit code of the first task at fault, and why each failed task failed.
         """
         states, is_over = self._states(), False
         while not is_over:
@@ -329,7 +331,7 @@ class Slurm(Engine):
                 ids = " ".join(sorted(self._jobs().ids))
                 output("end", f"agn-optax: the jobs go on; scancel {ids} ends them")
                 raise
-            # If SLURM does not answer, nothing is known.
+            # If SLURM does not answer, the state of the queue is unknown.
             with contextlib.suppress(errors.InvalidArgumentError):
                 is_over = not self._jobs().ids & _queued()
             before, states = states, self._states()
@@ -346,11 +348,11 @@ class Slurm(Engine):
         return {"returncode": code, "failed": failed}
 
     def _states(self) -> dict[str, tuple[int, str]]:
-        """Exit codes of the center and the workers, and why, as tasks write them."""
+        """Return exit code and reason of the center and each worker, as recorded."""
         names = range(max(self.run.workers, self._jobs().workers))
         made = {}
         for name in ["center", *map(self.run.worker_name, names)]:
-            # The center's is there once it has begun.
+            # The center's file exists once the center has begun.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 text = (self._folder / "states" / name).read_text()
                 _, code, why = text.split(maxsplit=2)
@@ -358,7 +360,7 @@ class Slurm(Engine):
         return made
 
     def _commands(self, there: _Jobs) -> list[_Command]:
-        """Those that submit what is not there."""
+        """Return the commands that submit what is not in the queue."""
         last = self.run.workers - 1
         if there.workers > last:
             raise errors.InvalidArgumentError(
@@ -390,14 +392,17 @@ class Slurm(Engine):
         ]
 
     def _jobs(self) -> _Jobs:
-        """The jobs that were submitted last."""
+        """Return the jobs that were submitted last."""
         try:
             return _Jobs(**json.loads((self._folder / "jobs.json").read_text()))
         except FileNotFoundError:
             return _Jobs()
 
     def _there(self) -> _Jobs:
-        """The jobs of this run, as long as its center, or a worker, is in the queue."""
+        """Return the jobs of this run if it is in the queue; else none.
+
+        A run is in the queue as long as its center is, or without a center a worker.
+        """
         jobs = self._jobs()
         if not jobs.workers or shutil.which("squeue") is None:
             return _Jobs()
@@ -407,7 +412,7 @@ class Slurm(Engine):
         return jobs if is_there else _Jobs()
 
     def _check_tokens(self) -> None:
-        """Raises if tokens that were made before are not those of all who call."""
+        """Raise if the token of a caller is missing beside a given file of tokens."""
         if self._keys is None or not self.run.serve.get("tokens"):
             return
         names = [*self.run.worker_names, "operator"]
@@ -420,7 +425,10 @@ class Slurm(Engine):
             )
 
     def _prepare(self, there: int) -> str:
-        """Makes folders, tokens and first states; some workers have theirs."""
+        """Return the script that makes folders, tokens and first states.
+
+        The first ``there`` workers have their states already.
+        """
         run = self.run
         blocks = [_PREPARES.format(name=run.name, folder=_quoted(str(self._folder)))]
         if not there:
@@ -460,7 +468,8 @@ class Slurm(Engine):
             self._task(
                 shlex.join(command),
                 _TELL_PROCESS,
-                # One that is told to end drains, and is done only if it was drained.
+                # A center that is told to end drains, but is done only if an operator
+                # has drained it.
                 unless=' && [ -z "$told$limit" ]',
                 goes_on="true",
                 restarts=run.center_restarts,
@@ -485,7 +494,7 @@ class Slurm(Engine):
         told = run.worker_environment(_INDEX, **more)
         needs, command = run.worker_resources, run.worker_command(settings.python)
         if needs.processes > 1:
-            # Steps do not inherit the cores of a task.
+            # Steps do not inherit the number of cores of their task.
             cpus = [] if needs.cpus is None else [f"--cpus-per-task={needs.cpus}"]
             command = ["srun", "--kill-on-bad-exit=1", *cpus, *command]
         return _blocks(
@@ -520,14 +529,14 @@ class Slurm(Engine):
                 Resources(),
             ),
             ["center=$1"],
-            # A center that cannot be drained from here still drains when told to end.
+            # If setup fails, the center cannot be drained from here, but by SIGTERM.
             self._set_up('scancel --full --signal=TERM "$center"'),
             [_DRAINED.format(drain=drain)],
             [_SAYS.format(states=_quoted(str(self._folder / "states")))],
         )
 
     def _begin(self, job: str, name: str) -> list[str]:
-        """Says who this task is, and ends it if it is done."""
+        """Return the lines that name the task, and end it if it is done."""
         states, failures = self._folder / "states", self._folder / "failures"
         return [
             _BEGINS.format(
@@ -538,7 +547,7 @@ class Slurm(Engine):
         ]
 
     def _set_up(self, fails: str = 'became "$1" "$said"') -> list[str]:
-        """The lines of setup, of which none may fail."""
+        """Return the lines of setup, after a failure of which ``fails`` runs."""
         setup = self.settings.setup
         if not setup:
             return []
@@ -553,7 +562,7 @@ class Slurm(Engine):
         goes_on: str,
         restarts: int,
     ) -> list[str]:
-        """Runs a command, and says whether the job is to be queued again."""
+        """Return the lines that run a command, and queue the job again if need be."""
         return [
             _RUNS.format(command=command, tell=tell),
             "",
@@ -566,7 +575,7 @@ class Slurm(Engine):
         ]
 
     def _head(self, what: str, job: str, needs: Resources) -> list[str]:
-        """Of a script, as sbatch reads it; later options win."""
+        """Return the head of a script: options of sbatch, of which later ones win."""
         settings = self.settings
         is_array = job == "workers"
         log = "worker-%a" if is_array else job
@@ -594,17 +603,17 @@ class Slurm(Engine):
 
 
 def _queued() -> set[str]:
-    """Ids of this user's jobs in the queue; of an array, its own."""
+    """Return the ids of this user's jobs in the queue; for tasks, their array's id."""
     return set(_called(["squeue", "--noheader", "--me", "--format=%F"]).split())
 
 
 def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
-    """Return what a command of SLURM's, or a script, prints.
+    """Return the output of a command of SLURM's, or of a script.
 
     Raises:
-      InvalidArgumentError: it fails.
+      InvalidArgumentError: the command fails.
     """
-    result = subprocess.run(  # noqa: S603 it is on the user's path, as a shell has it
+    result = subprocess.run(  # noqa: S603 found on the user's path, as by a shell
         words,
         cwd=folder,
         env={name: v for name, v in os.environ.items() if not _OWN.match(name)},
@@ -621,21 +630,21 @@ def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
 
 
 def _blocks(*blocks: Sequence[str]) -> str:
-    """A script of blocks of lines, those that there are, with a line between them."""
+    """Return a script of blocks of lines, without empty ones, a blank line between."""
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def _quoted(text: str, *variables: str) -> str:
-    """For a shell, which puts values for some variables, and for nothing else."""
+    """Quote a text for a shell, which then expands the given variables only."""
     if not variables:
         return shlex.quote(text)
     parts = re.split("(" + "|".join(map(re.escape, variables)) + ")", text)
-    # Those at odd places are the variables.
+    # Parts with an odd index are variables.
     made = [f'"{p}"' if i % 2 else p and shlex.quote(p) for i, p in enumerate(parts)]
     return "".join(made) or "''"
 
 
 def _minutes(seconds: float) -> str:
-    """Hours, minutes and seconds, of which SLURM counts whole minutes."""
+    """Return a time limit for SLURM, rounded up because SLURM counts whole minutes."""
     minutes = math.ceil(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02}:00"

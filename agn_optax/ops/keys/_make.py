@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-_SINCE = datetime.timedelta(minutes=5)  # whose clocks may differ by that
+_SINCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
 
 
 def make(
@@ -26,11 +26,11 @@ def make(
     roles: dict[str, list[str]],
     days: int,
 ) -> list[pathlib.Path]:
-    """Makes the files, and says which.
+    """Make the files, and return their paths.
 
     Raises:
-      InvalidArgumentError: a name is none, or a file is there already.
-      MissingExtraError: the package that makes certificates is not there.
+      InvalidArgumentError: a name is not allowed, or one of the files exists already.
+      MissingExtraError: the package that makes certificates is not installed.
     """
     names = [name for each in roles.values() for name in each]
     _check(directory, hosts, names)
@@ -77,14 +77,14 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
 
 
 class _Authority:
-    """Who vouches for all others: the one that a directory has, or a new one.
+    """The certificate authority of a directory, which is made if there is none.
 
     Args:
-      directory: for the files.
-      days: that certificates are valid for.
+      directory: directory of the files.
+      days: number of days for which certificates are valid.
 
     Attributes:
-      made: files, in order.
+      made: paths of the files that were written, in order.
     """
 
     def __init__(self, directory: pathlib.Path, days: int) -> None:
@@ -102,13 +102,13 @@ class _Authority:
             self._certificate, self._key = self._issued("ca", "ca", "", [], None)
 
     def issue(self, name: str, *, role: str = "", hosts: Sequence[str] = ()) -> None:
-        """A certificate and its key, in two files."""
+        """Make a certificate and its key, in two files."""
         self._issued(name, name, role, hosts, self._certificate)
 
     def write(
         self, name: str, content: bytes, mode: int = 0o600, *, adds: bool = False
     ) -> None:
-        """A new file, or the end of one that may be there."""
+        """Write a new file, or append to one that may exist."""
         path = self._directory / name
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if adds else os.O_EXCL)
         with os.fdopen(os.open(path, flags, mode), "wb") as file:
@@ -143,7 +143,7 @@ class _Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _SINCE)
-            # Who vouches is to be there longer than those it vouches for.
+            # The authority must outlive the certificates that it signs.
             .not_valid_after(now + (10 if is_ca else 1) * self._days)
             .add_extension(x509.BasicConstraints(is_ca, None), critical=True)
             .add_extension(own, critical=False)

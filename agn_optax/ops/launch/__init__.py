@@ -1,8 +1,8 @@
-"""Programs side by side on this machine: started, watched, started again, and ended.
+"""Programs side by side on this machine: start, watch, restart and end them.
 
-`run` is the whole of it for callers. `_program` is what they describe, `_launch` keeps
-the programs running, `_process` is one of them, `_signals` has it told of signals, and
-`_guard` ends them all with the launcher.
+Callers need only `run`. `_program` has the descriptions of programs, `_launch` keeps
+programs running, `_process` is one running program, `_signals` handles signals, and
+`_guard` ends all programs if the launcher is killed.
 """
 
 from agn_optax.ops.launch._launch import run

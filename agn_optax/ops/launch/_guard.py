@@ -1,11 +1,12 @@
-"""Ends process groups when the launcher dies without a chance to end them itself.
+"""A guard, which ends process groups if the launcher dies without ending them itself.
 
-Nothing runs in a process that is killed by SIGKILL. So another one, the guard, knows
-its process groups, and kills them when the pipe from the launcher is closed. Linux
-could signal the children itself (PR_SET_PDEATHSIG), but that has to be asked for
-between fork and exec, reaches no grandchildren, and belongs to one thread.
+A process that is killed by SIGKILL runs no more code. Therefore another process, the
+guard, knows the process groups of the launcher, and kills them when the pipe from the
+launcher is closed. Linux could signal the children itself (PR_SET_PDEATHSIG), but this
+has to be requested between fork and exec, reaches no grandchildren, and is tied to one
+thread.
 
-This file is also the guard's program, and so imports nothing that is slow.
+This file is also the guard's program, and therefore imports nothing that is slow.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import sys
 
 
 class Guard:
-    """A process that kills the groups it has been told of, should this one die."""
+    """A process that kills the groups that were added to it, if this process dies."""
 
     def __init__(self) -> None:
-        # A session of its own: what ends the launcher must not end the guard as well.
+        # In a session of its own: a signal to the launcher must not end the guard.
         self._process = subprocess.Popen(  # noqa: S603 our own program
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -32,34 +33,34 @@ class Guard:
         )
 
     def add(self, group: int) -> None:
-        """To be called as soon as the group exists."""
+        """Add a group; call this as soon as the group exists."""
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """To be called before the group's number can become somebody else's."""
+        """Remove a group; call this before the system can reuse the group's number."""
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """Ends the guard; no group is killed."""
+        """End the guard without killing any group."""
         self._process.kill()
         with self._process:  # closes the pipe and waits
             pass
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended the guard
+        with contextlib.suppress(BrokenPipeError):  # the guard was ended
             self._process.stdin.write(line.encode())
 
 
 def signal_group(group: int, signum: int) -> None:
-    """Sends a signal to a whole process group, if there is anyone to receive it."""
-    # macOS answers EPERM where all of a group have ended but are not waited for.
+    """Send a signal to a whole process group, if any of its processes is left."""
+    # macOS raises EPERM if all processes of a group have ended but are not reaped.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signum)
 
 
 def main() -> None:
-    """The guard's program: groups come and go on stdin until the launcher is gone."""
+    """Run the guard: read the groups from stdin until the launcher ends."""
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

@@ -1,7 +1,7 @@
-"""Several programs side by side on one machine, ended all together.
+"""Several programs side by side on one machine, which end together.
 
 `run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
-reads what they say, and ends them.
+reads their output, and ends them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agn_optax.ops.launch._guard import Guard
 from agn_optax.ops.launch._process import Process
 from agn_optax.ops.launch._program import Ended, Program
 
-# What a terminal, a shell or a scheduler ends the launcher with. The programs, in
-# sessions of their own, see nothing of it unless it is forwarded.
+# Signals by which a terminal, a shell or a scheduler ends the launcher. Programs are in
+# sessions of their own, and receive these signals only if they are forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OnFailure = Literal["stop", "go on"]
-_LOOK = 0.02  # seconds, at most, until an end, a signal or a moment to act is seen
+_LOOK = 0.02  # seconds, at most, until an end, a signal or a deadline is noticed
 
 
 def run(
@@ -40,50 +40,52 @@ def run(
     on_failure: OnFailure = "stop",
     until: threading.Event | None = None,
 ) -> list[Ended]:
-    r"""Runs programs side by side until they have ended, and leaves none behind.
+    r"""Run programs side by side until they have ended, and leave none behind.
 
-    A program that fails is started again after ``restart_delay``, up to its bound. When
-    one fails beyond that, or the launcher is interrupted, or anything here raises, all
-    are ended: by a signal first, by SIGKILL after ``grace`` seconds. Those that are not
-    waited for are ended after all others, by SIGTERM, and have the same grace: what
-    others have to say to a server at their end, it still hears. Where one of them ends
-    before the others, by itself, these are ended too; a second SIGTERM, after half of
-    the grace, is for those that wait for it in vain. A program ends
-    with its first process: what else is in its process group is ended with it, and has
-    the same ``grace`` if it holds the program's output open. Only a process that leaves
-    the group and its session can escape.
+    A program that fails is started again after ``restart_delay``, up to its number of
+    restarts. If a program fails after its last restart (see ``on_failure``), if the
+    launcher is interrupted, or if anything here raises, all programs are ended: by a
+    signal first, and by SIGKILL after ``grace`` seconds.
 
-    A program reads nothing from stdin, and finds ``AGN_OPTAX_RESTARTS`` in its
-    environment, the number of restarts so far (unless its own says another one). Should
-    the launcher itself be killed, the programs are killed as well.
+    Programs that are not waited for are ended after all others, by SIGTERM and with the
+    same grace, so that a server still receives the last messages of its clients. If one
+    of them ends by itself before the others, the others are ended too; after half of
+    the grace they get a second SIGTERM, because they may be waiting for the ended
+    program. A program ends with its first process: other processes in its process group
+    are ended with it, with the same ``grace`` if they hold the program's output open.
+    Only a process that leaves the group and its session can escape.
+
+    A program gets no stdin, and ``AGN_OPTAX_RESTARTS`` in its environment is the number
+    of restarts so far (unless the program's own environment sets it). If the launcher
+    itself is killed, the programs are killed as well.
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored: the
-    first one to those that are waited for, any other one to all. SIGINT becomes
-    SIGTERM, of which a program in Python dies without a traceback. That takes the main
-    thread; in another one, signals are the caller's business.
+    first one to the programs that are waited for, any further one to all. SIGINT is
+    forwarded as SIGTERM, at which a Python program ends without a traceback. Signals
+    are handled in the main thread only; in another thread they are left to the caller.
 
     Args:
-      programs: what to run; the names differ, and one at least is waited for, or has
-        followers.
+      programs: the programs to run; their names differ, and at least one is waited for,
+        or has followers.
       output: called as ``output(name, line)``, from this thread, with every line of a
-        program's stdout and stderr, and, beginning with ``agn-optax:``, with what
-        happens to it. ``\n``, ``\r`` and ``\r\n`` end a line; a very long one comes
-        in pieces. While it does not return, programs with much to say wait.
+        program's stdout and stderr, and with events of the program in lines that begin
+        with ``agn-optax:``. ``\n``, ``\r`` and ``\r\n`` end a line; a very long line
+        comes in pieces. Until the call returns, programs may block in writing output.
       grace: seconds from the first signal to SIGKILL.
       restart_delay: seconds before a program that failed is started again.
-      on_failure: what becomes of the others when one that is waited for has failed
-        beyond its restarts: ``"stop"``, or ``"go on"`` until they end by themselves.
-      until: for another thread, which sets it to have all programs end, as a signal
-        would.
+      on_failure: what to do with the others when a program that is waited for has
+        failed after its last restart: ``"stop"`` them, or let them ``"go on"`` until
+        they end by themselves.
+      until: an event that another thread sets to end all programs, as a signal would.
 
     Returns:
-      What became of each program, in the order of ``programs``; followers come last.
+      The outcome of each program, in the order of ``programs``; followers come last.
 
     Raises:
       InvalidArgumentError: a setting is wrong, or a command cannot be started.
       KeyboardInterrupt: SIGINT came, and all programs have ended.
-      SystemExit: another of the signals came, and all programs have ended; with the
-        status of a shell, 128 and the signal's number.
+      SystemExit: another of the signals came, and all programs have ended; with a
+        shell's exit status, 128 plus the signal's number.
 
     Example:
       >>> import sys
@@ -115,8 +117,8 @@ def run(
         with handled(_FORWARDED if is_main else (), supervisor.hear):
             return supervisor.run(programs)
     finally:
-        # Also when something else was raised: whoever reads the lines may have been
-        # interrupted as well, so that writing them has failed.
+        # Also if something else was raised: the reader of the lines may have been
+        # interrupted as well, so that writing them failed.
         if supervisor.signals:
             signum = supervisor.signals[0]
             if signum == signal.SIGINT:
@@ -126,18 +128,18 @@ def run(
 
 @dataclasses.dataclass
 class _Course:
-    """How one program is doing: it runs, or is to start (again), or has ended."""
+    """The state of one program, which runs, is to start (again), or has ended."""
 
     program: Program
     began: float
     start_at: float
-    followers: Callable[[str], Sequence[Program]] | None  # None once they are there
+    followers: Callable[[str], Sequence[Program]] | None  # None once they were added
     process: Process | None = None
     seconds: float = 0.0
     returncode: int = 0
-    restarts: int = -1  # the first start is none
-    told: bool = False  # to end
-    again_at: float = math.inf  # when it is told once more
+    restarts: int = -1  # 0 after the first start
+    told: bool = False  # whether it was told to end
+    again_at: float = math.inf  # time of a second SIGTERM
     stopped: bool = False
 
     @property
@@ -149,7 +151,7 @@ class _Course:
         return self.program.waited_for or self.followers is not None
 
     def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
-        """Does not start any more, and has the grace to end if it runs."""
+        """Prevent further starts, and end the program within the grace if it runs."""
         self.told = True
         if twice:
             self.again_at = time.monotonic() + grace / 2
@@ -165,9 +167,9 @@ class _Course:
 
 @dataclasses.dataclass
 class _Supervisor:
-    """One call of `run`: a loop in one thread, which looks at what has happened.
+    """One call of `run`: a loop in one thread, which polls programs and signals.
 
-    Its arguments are those of `run`. ``signals`` are those that came, in order.
+    The arguments are those of `run`. ``signals`` has the received signals, in order.
     """
 
     output: Callable[[str, str], None]
@@ -176,12 +178,12 @@ class _Supervisor:
     on_failure: OnFailure
     until: threading.Event | None = None
     signals: list[int] = dataclasses.field(default_factory=list)
-    _forwarded: int = 0  # of the signals
+    _forwarded: int = 0  # number of signals that were forwarded
     _courses: list[_Course] = dataclasses.field(default_factory=list)
     _stopping: bool = False
 
     def run(self, programs: Sequence[Program]) -> list[Ended]:
-        """Runs all programs to their end, whatever is raised meanwhile."""
+        """Run all programs to their end, whatever is raised meanwhile."""
         self._add(programs)
         with (
             selectors.DefaultSelector() as self._selector,
@@ -190,14 +192,14 @@ class _Supervisor:
             try:
                 self._loop()
             except BaseException:
-                # Their last words are still read, lest they block; nobody hears them.
+                # Their last output is read, so that they do not block, and discarded.
                 self.output = lambda name, line: None
                 self._stop(signal.SIGTERM)
                 self._loop()
                 raise
             finally:
                 for course in self._courses:
-                    if course.process is not None:  # only if the lines above failed
+                    if course.process is not None:  # only if the lines above raised
                         self._close(course, course.process)
         return [
             Ended(
@@ -207,7 +209,7 @@ class _Supervisor:
         ]
 
     def hear(self, signum: int, frame: FrameType | None) -> None:
-        """Handles a signal, which is forwarded at the next look."""
+        """Handle a signal, which the loop then forwards."""
         self.signals.append(signum)
 
     def _add(self, programs: Sequence[Program]) -> None:
@@ -220,7 +222,7 @@ class _Supervisor:
         while True:
             for signum in self.signals[self._forwarded :]:
                 self._forwarded += 1
-                # Python answers an interrupt by a traceback of each program.
+                # SIGINT would have every Python program print a traceback.
                 signum = signal.SIGTERM if signum == signal.SIGINT else signum
                 self._stop(signum, everybody=self._forwarded > 1)
             if self.until is not None and self.until.is_set():
@@ -249,7 +251,7 @@ class _Supervisor:
                     cause = _describe(course.returncode).removeprefix("killed by ")
                     self._say(course, f"restarted ({number}) after {cause}")
             return
-        exited = process.exited  # once, as it may end at any time
+        exited = process.exited  # read once, because it may change at any time
         if exited and not process.at_end and process.deadline == math.inf:
             process.signal(signal.SIGTERM)  # the rest of its group
             process.deadline = now + self.grace
@@ -311,7 +313,7 @@ class _Supervisor:
     def _stop(
         self, signum: int, *, everybody: bool = False, twice: bool = False
     ) -> None:
-        """Ends those that are waited for; the others are ended once these have."""
+        """End the programs that are waited for; the others are ended after them."""
         self._stopping = True
         for course in self._courses:
             if course.program.waited_for or everybody:
@@ -321,7 +323,7 @@ class _Supervisor:
         lines = process.read(last=last)
         if process.at_end:
             self._selector.unregister(process.output)
-        for line in lines:  # may raise, so after all else
+        for line in lines:  # last, because `output` may raise
             self.output(course.program.name, line)
             if course.followers is None or self._stopping:
                 continue

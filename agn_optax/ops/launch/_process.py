@@ -1,4 +1,4 @@
-"""One started program: its process group, its lines, and the moment of its end."""
+"""One running program: its process group, its lines of output, and its end."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from collections.abc import Mapping, Sequence
 
 from agn_optax.ops.launch import _guard
 
-# What is read at once: all that a pipe holds.
+# Bytes that are read at once: the capacity of a pipe.
 _CHUNK = 1 << 16
 
-# A longer line is cut, so that one without an end takes no more memory than this.
+# Characters at which a line is cut, so that an endless line takes bounded memory.
 LONGEST_LINE = 1 << 16
 
 
 class Process:
     """A program in a session and process group of its own; nothing here blocks.
 
-    A process that has ended is not waited for until `close`, so that the number of its
-    group cannot become somebody else's while signals are sent to it.
+    A process that has ended is not reaped until `close`, so that the system cannot
+    reuse the number of its group while signals are sent to it.
 
     Args:
       command: program and arguments.
-      environment: all of its environment.
+      environment: the complete environment of the program.
 
     Attributes:
-      group: the number of its process group.
+      group: number of the process group.
       output: the file descriptor to wait on before `read`.
-      at_end: whether nobody can write to its output any more.
+      at_end: whether no process can write to the output any more.
       killed: whether the group has been killed.
-      deadline: when the group is to be killed, in `time.monotonic` seconds.
+      deadline: time at which the group is to be killed, in `time.monotonic` seconds.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._popen = subprocess.Popen(  # noqa: S603 running it is what we are for
+        self._popen = subprocess.Popen(  # noqa: S603 the caller's program
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class Process:
 
     @property
     def exited(self) -> bool:
-        """Whether the process has ended; others of its group may be alive."""
+        """True if the process has ended; others of its group may still run."""
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             return self._popen.poll() is not None
         how = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -69,12 +69,12 @@ class Process:
             return True
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to all of the group."""
+        """Send a signal to the whole group."""
         self.killed = self.killed or signum == signal.SIGKILL
         _guard.signal_group(self.group, signum)
 
     def read(self, *, last: bool = False) -> list[str]:
-        """The lines that are complete by now; the last time, what is left as well."""
+        """Return the lines that are complete; at the end, also an incomplete one."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.output, _CHUNK)
@@ -82,10 +82,10 @@ class Process:
         return self._lines.feed(data, final=last or self.at_end)
 
     def close(self) -> int:
-        """Ends what is left of the group, and gives the program's exit status.
+        """End the rest of the group, and return the program's exit status.
 
         Returns:
-          Its exit status, or the negative number of the signal that killed it.
+          The exit status, or the negative number of the signal that killed the program.
         """
         self.signal(signal.SIGKILL)
         with self._popen:  # closes the pipe and waits
@@ -94,7 +94,7 @@ class Process:
 
 
 class _Lines:
-    r"""Bytes to lines: ``\n``, ``\r`` and ``\r\n`` end one, whatever the bytes are."""
+    r"""A decoder of any bytes into lines, which ``\n``, ``\r`` and ``\r\n`` end."""
 
     def __init__(self) -> None:
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,4 +1,4 @@
-"""What is run, and what became of it."""
+"""The description of a program to run, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Program:
     """One program to run.
 
     Attributes:
-      name: what its lines are marked with, such as ``"worker-0"``.
+      name: label of the program's lines, such as ``"worker-0"``.
       command: program and arguments.
-      environment: added to the launcher's own environment.
-      restarts: how often it is started again after it has failed.
-      waited_for: whether the others go on until it has ended. False is for a server,
-        which runs for as long as it has clients: when all programs that are waited for
-        have ended, it is ended as well; and when it ends before, so are they.
-      delay: seconds before it is started for the first time.
-      followers: called with each line of its output until it returns programs, which
-        are started then: those that need what this one has to say first.
+      environment: variables that are added to the launcher's own environment.
+      restarts: maximum number of restarts after failures.
+      waited_for: whether the other programs go on until this one has ended. False is
+        for a server, which runs for as long as it has clients: it is ended after all
+        programs that are waited for have ended, and if it ends before, they are ended.
+      delay: seconds before the first start.
+      followers: called with each line of this program's output until it returns
+        programs, which are then started: programs that need the output of this one.
 
     Raises:
-      InvalidArgumentError: there is no name or no command, or ``restarts`` or ``delay``
-        is negative.
+      InvalidArgumentError: the name or the command is empty, or ``restarts`` or
+        ``delay`` is negative.
       InvalidTypeError: ``command`` is a str instead of a list.
     """
 
@@ -62,16 +62,17 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What became of one program.
+    """The outcome of one program.
 
     Attributes:
       name: the program's name.
       returncode: the last exit status, or the negative number of the signal that
-        killed it.
-      restarts: how often it was started again.
-      seconds: from its first start to its last end.
-      stopped: whether the launcher ended it, so that ``returncode`` says nothing of the
-        program. At fault are those that are not ``stopped``, with one that is not 0.
+        killed the program.
+      restarts: number of restarts.
+      seconds: time from the first start to the last end.
+      stopped: whether the launcher ended the program, so that ``returncode`` says
+        nothing about the program. A program is at fault if it is not ``stopped`` and
+        its ``returncode`` is not 0.
     """
 
     name: str

@@ -1,12 +1,20 @@
-"""What rare communication costs, before it is paid: time and memory of every rule.
+"""Plans: the time and memory that rare communication will cost with each rule.
 
-Sizes are read off the rules by abstract evaluation, so a rule of yours is planned as
-those of the library are. With `n` workers, step time `t`, period `p`, a message of `m`
-bytes and an answer of `b` bytes, links of `B` bytes a second (the center's has `C`, for
-all workers), and `u` bytes that the center's arithmetic reads and writes; a center in
-`k` shards, each on a host with a link of its own; and, where it keeps a journal, a disk
-that takes `D` bytes a second and `y` seconds to sync, of a journal that a snapshot of
-`S` bytes replaces when it has `J`:
+Sizes are read off the rules by abstract evaluation, so a rule of your own is planned
+like those of the library. The symbols are
+
+    n       workers
+    t       seconds of a local step
+    p       period, in local steps
+    m, b    bytes of a message, and of an answer
+    B       bytes per second of a worker's link
+    C       bytes per second of the center's link, which all workers share
+    u       bytes that the center's arithmetic reads and writes
+    k       shards of the center, each on a host with a link of its own
+    D, y    bytes per second of the journal's disk, and seconds to sync it
+    S, J    bytes of a snapshot, and of the journal when a snapshot replaces it
+
+and the model, where the terms of the journal apply only to a center that keeps one, is
 
     an exchange          e = latency + (m + b) / min(B, k C)
                              + (1 + k) / 2 (overhead + (m + b) / (k endpoint_rate))
@@ -19,43 +27,45 @@ that takes `D` bytes a second and `y` seconds to sync, of a journal that a snaps
     utilization          p t / R
     hidden               where max(e, n s) <= p t
 
-A codec makes `m` of the `w` bytes of a contribution. The center decodes it twice, for
-its norm and to apply it, as it reads one twice that travels as it is:
+A codec encodes the `w` bytes of a contribution in `m` bytes. The center decodes a
+message twice, for its norm and to apply it, as it also reads an unencoded message
+twice:
 
     an exchange          + w / encode_rate + 2 w / (k decode_rate)
-    the center, of it    + 2 w / (k decode_rate), with u
+    the center, of it    + 2 w / (k decode_rate), in the term with u
 
-It pays where an exchange is shorter than `e'`, that of a rule without one, whose
-messages have `w` bytes and whose answers `b'`. With everything but the links in `o` and
-`o'`, so that `e = o + (m + b) / min(B, k C)`, that is
+A codec pays if an exchange is shorter than without it. Without the codec, a message has
+`w` bytes and an answer `b'`. With `o` for all parts of an exchange but the links, so
+that `e = o + (m + b) / min(B, k C)`, and `o'` for the same without the codec, it
 
     pays below           min(B, k C) < (w + b' - m - b) / (o - o')
 
-or over any link where `o <= o'`. One that only rounds to another dtype takes no time of
-its own: it is a part of writing the numbers down.
+or over any link if `o <= o'`. A codec that only rounds to another dtype takes no time
+of its own: rounding is a part of writing the numbers.
 
-With one shard and no journal an exchange takes `overhead + latency + (m + b) / min(B,
+With one shard and no journal, an exchange takes `overhead + latency + (m + b) / min(B,
 C) + (m + b) / endpoint_rate + u / apply_rate`.
 
-Links carry both directions at once, so the center may receive one message while it
-sends the answer to another; half of what the two ends do is taken to be done by the
-center, and each shard does its part of that. Parts of an exchange follow each other in
-the model; where they are under way at once (chunks on the link while others are
-copied), `e` is an upper bound. Workers are taken to be evenly spread in time: near the
-center's limit they meet, and wait longer. Exchanges that come while a disk syncs share
-the next sync, so a sync makes exchanges longer and not fewer.
+Links carry both directions at once, so the center can receive one message while it
+sends the answer to another. The center is assumed to do half of the work of the two
+ends, and each shard its part of this half. The parts of an exchange follow one another
+in the model; if they overlap (chunks on the link while others are copied), `e` is an
+upper bound. Workers are assumed to be evenly spread in time: near the center's limit
+they collide, and wait longer. Exchanges that arrive while a disk syncs share the next
+sync, so a sync makes exchanges longer and not fewer.
 
-In a tree, `n` is what one center of the lowest level has. A center there makes `x = n /
-R` exchanges a second. It is a worker of its parent, goes on meanwhile, and meets it
-after `P` of them, or later:
+In a tree, `n` is the number of workers at one center of the lowest level, which makes
+`x = n / R` exchanges per second. This center is a worker of its parent. It exchanges
+with the parent after every `P` of its own exchanges, or later, and goes on meanwhile:
 
     interval             T = max(P / x,  e,  F s)        of F centers at one parent
 
-with `e` and `s` of the parent's links, and `F / T` in place of `x` one level up.
+where `e` and `s` are those of the parent's links, and `F / T` takes the place of `x`
+one level up.
 
-A center that keeps a journal is back after a restart when it has read `S + J` bytes,
-applied the `J / m` messages in them, and taken back every worker, each of which joins
-and sends again what had not been answered.
+After a restart, a center with a journal reads `S + J` bytes, applies the `J / m`
+messages in them, and serves every worker, each of which joins again and sends again its
+unanswered message.
 """
 
 from agn_optax.ops.planning._cluster import Cluster, Disk, Machine, Tree

@@ -1,4 +1,4 @@
-"""What a plan is for: machines, the links between them, and how the center is kept."""
+"""The cluster of a plan: workers, machines, links, trees of centers and disks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from agn_optax._internal import check
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What an exchange takes beside the links: constants, as ``--measure`` finds them.
+    """Constants of an exchange beside those of links, as ``--measure`` finds them.
 
-    The defaults are round numbers of a machine with two cores.
+    The defaults are round numbers for a machine with two cores.
 
     Args:
-      overhead: seconds of an exchange of nothing, over no distance.
-      endpoint_rate: bytes a second, message and answer, through worker and center:
+      overhead: seconds of an empty exchange, over no distance.
+      endpoint_rate: bytes per second of message and answer through worker and center:
         copies, frames and gRPC at both ends.
-      apply_rate: bytes a second that the center's arithmetic reads and writes.
-      encode_rate: bytes a second of contributions, as they are, that a worker encodes.
-        The default, and that of the next, is about what ``quantize`` to 4 bits with
-        error feedback takes on one core; other codecs take more or less.
-      decode_rate: bytes a second of contributions, as they are, that a center decodes.
+      apply_rate: bytes per second that the center's arithmetic reads and writes.
+      encode_rate: bytes per second of contributions, before encoding, that a worker
+        encodes. The defaults of ``encode_rate`` and ``decode_rate`` are about those of
+        ``quantize`` to 4 bits with error feedback on one core; other codecs are faster
+        or slower.
+      decode_rate: bytes per second of contributions, before encoding, that a center
+        decodes.
 
     Raises:
       InvalidArgumentError: a constant is not a positive number (``overhead`` may be 0).
@@ -48,14 +50,14 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Of each host of a center that keeps a `agn_optax.center.Journal`.
+    """The disk of each host of a center that keeps an `agn_optax.center.Journal`.
 
     Args:
-      bandwidth: bytes a second that it writes, or reads.
-      sync: seconds until what was written is there for good, beside that.
-      size: bytes of the journal after which a snapshot takes its place; None for the
-        journal's own default, 1 GiB, or four snapshots if they are larger. It has never
-        more than 100,000 exchanges.
+      bandwidth: bytes per second that the disk writes, or reads.
+      sync: additional seconds until written data is durable.
+      size: bytes of the journal after which a snapshot replaces it; None for the
+        journal's own default, 1 GiB, or four snapshots if they are larger. A journal
+        never has more than 100,000 exchanges.
 
     Raises:
       InvalidArgumentError: a number is out of range.
@@ -77,12 +79,12 @@ class Disk:
             _positive(self, "size")
 
     def journal(self, snapshot: float, message: float) -> float:
-        """Bytes that the journal has at most, for messages of so many."""
+        """Return the journal's maximum bytes, for a snapshot and a message in bytes."""
         size = self.size or max(JOURNAL_SIZE, SNAPSHOTS * snapshot)
         return min(size, RECORDS * max(1.0, message))
 
 
-# As `agn_optax.center.durability` has them, which is beside this layer.
+# The defaults of `agn_optax.center.durability`, which this layer does not import.
 JOURNAL_SIZE = 1 << 30
 SNAPSHOTS = 4
 RECORDS = 100_000
@@ -90,22 +92,23 @@ RECORDS = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
-    """Centers that are workers of other centers, up to one that is the root.
+    """A tree of centers, which are workers of other centers, up to one root.
 
     Args:
-      fan_out: how many workers, or centers, one center has at most. Instead of:
-      levels: of centers, from those that have workers to the root.
-      period: exchanges at a center between two of it with its parent; None for as many
-        as hide the latter.
-      bandwidth: bytes a second in either direction between centers: of the link by
-        which a center reaches its parent, and of the parent's, for all of them
-        together. None is as much as a center's link to its workers.
-      latency: seconds of a round trip between a center and its parent; None is as
-        much as between a worker and its center.
+      fan_out: maximum number of workers, or of centers, at one center.
+      levels: number of levels of centers, from those with workers to the root, instead
+        of ``fan_out``.
+      period: exchanges at a center between two exchanges with its parent; None for as
+        many as hide an exchange with the parent.
+      bandwidth: bytes per second in either direction of a center's link to its parent,
+        and of the parent's link, which all its centers share. None for the rate of a
+        center's link to its workers.
+      latency: seconds of a round trip between a center and its parent; None for the
+        latency between a worker and its center.
 
     Raises:
-      InvalidArgumentError: a number is out of range, or there is not one of ``fan_out``
-        and ``levels``.
+      InvalidArgumentError: a number is out of range, or not exactly one of ``fan_out``
+        and ``levels`` is given.
 
     Example:
       >>> from agn_optax import planning
@@ -139,7 +142,10 @@ class Tree:
             check.rate(self.latency, "parent_latency", low=0.0, high=math.inf)
 
     def centers(self, workers: int) -> list[tuple[int, int]]:
-        """Centers of each level, from below, and what the fullest of them has."""
+        """Return the levels, lowest first: number of centers, and most children of one.
+
+        The children are workers at the lowest level, and centers at the other levels.
+        """
         fan_out = self.fan_out or _root(workers, self.levels or 1)
         levels: list[tuple[int, int]] = []
         below = workers
@@ -151,8 +157,8 @@ class Tree:
 
 
 def _root(number: int, degree: int) -> int:
-    """The smallest whole number from 2 whose power is not less."""
-    near = max(2, int(number ** (1 / degree)) - 1)  # which floats may miss by one
+    """Return the smallest whole root >= 2 whose power ``degree`` is >= ``number``."""
+    near = max(2, int(number ** (1 / degree)) - 1)  # a float may miss it by one
     while near**degree < number:
         near += 1
     return near
@@ -160,20 +166,21 @@ def _root(number: int, degree: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Workers, what a step takes them, and what lies between them and the center.
+    """Workers, their step time, and the links between them and the center.
 
     Args:
       step_time: seconds of a local step.
-      bandwidth: of each worker's link, bytes a second in either direction.
-      workers: how many.
+      bandwidth: bytes per second of each worker's link, in either direction.
+      workers: number of workers.
       latency: seconds of a round trip between a worker and the center.
-      center_bandwidth: of the center's link, bytes a second in either direction, for
-        all workers together; None is as much as one worker's. Each shard has as much.
-      machine: what the two ends take.
-      shards: hosts that have a part of the center each, all of one size.
-      tree: of centers; None for one that has all workers.
-      disk: of a center that keeps a journal (in a tree, the root, as no other can);
-        None for one that does not.
+      center_bandwidth: bytes per second of the center's link in either direction, which
+        all workers share; None for the rate of one worker's link. Each shard has a link
+        of this rate.
+      machine: constants of the two ends of an exchange.
+      shards: number of hosts that each hold an equal part of the center.
+      tree: tree of centers; None for one center with all workers.
+      disk: disk of a center that keeps a journal (in a tree only the root can keep
+        one); None for no journal.
 
     Raises:
       InvalidArgumentError: a number is out of range.
@@ -204,13 +211,13 @@ class Cluster:
 
     @property
     def shared(self) -> float:
-        """Bytes a second of the center's link, or of each shard's."""
+        """The bytes per second of the center's link, or of each shard's."""
         given = self.center_bandwidth
         return self.bandwidth if given is None else given
 
     @property
     def centers(self) -> list[tuple[int, int]]:
-        """Centers of each level, from below, and what the fullest of them has."""
+        """The levels, lowest first: number of centers, and most children of one."""
         return (
             [(1, self.workers)]
             if self.tree is None
@@ -219,7 +226,7 @@ class Cluster:
 
 
 def check_rate(value: Any, name: str) -> None:
-    """It is a positive number."""
+    """Raise unless a value is a positive number."""
     check.rate(value, name, low=0.0, high=math.inf, low_open=True)
 
 

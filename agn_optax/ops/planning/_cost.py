@@ -1,4 +1,4 @@
-"""What a plan says: bytes, seconds, parts of 1, and what would help."""
+"""The results of a plan: bytes, seconds, fractions, and what would help."""
 
 from __future__ import annotations
 
@@ -6,120 +6,117 @@ from typing import NamedTuple
 
 
 class WorkerMemory(NamedTuple):
-    """Bytes that a worker keeps, beside what its train step takes (gradients, ...)."""
+    """Bytes that a worker keeps, beside those of its train step (gradients, ...)."""
 
-    params: int
-    inner_state: int  # the inner optimizer's
-    record: int = 0
+    params: int  # the parameters
+    inner_state: int  # state of the inner optimizer
+    record: int = 0  # what the rule accumulates between exchanges
     codec_state: int = 0  # what the rule's codec keeps from one exchange to the next
-    anchor: int = 0  # the center as last adopted, where the rule reads it
-    staged: int = 0  # during an exchange: the message, and the answer
-    overlap: int = 0  # the parameters as sent, where local steps go on meanwhile
+    anchor: int = 0  # the center as last adopted, if the rule reads it
+    staged: int = 0  # during an exchange: the message and the answer
+    overlap: int = 0  # the parameters as sent, if local steps go on meanwhile
 
     @property
     def waiting(self) -> int:
-        """All of it, in a worker that waits for its answers."""
+        """The total of a worker that waits for its answers."""
         return sum(self) - self.overlap
 
     @property
     def overlapping(self) -> int:
-        """All of it, in a worker with ``overlap=True``."""
+        """The total of a worker with ``overlap=True``."""
         return sum(self)
 
 
 class CenterMemory(NamedTuple):
     """Bytes that a center keeps, all its shards together."""
 
-    center: int = 0
-    center_state: int = 0  # the center optimizer's
-    version: int = 0  # the next one, while somebody reads the current one
-    messages: int = 0  # one for everybody that it has, if all exchange at once
+    center: int = 0  # the center's parameters
+    center_state: int = 0  # state of the center optimizer
+    version: int = 0  # the next version, while the current one is being read
+    messages: int = 0  # a message of every worker, if all exchange at once
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The total."""
         return sum(self)
 
 
 class Level(NamedTuple):
-    """The centers of one level, where exchanges overlap with local steps."""
+    """The centers of one level, if exchanges overlap with local steps."""
 
-    centers: int
-    children: int  # workers, or centers below, that the fullest of them has
-    period: int  # of each child: local steps, or exchanges, between two with its parent
-    interval: float  # seconds between them
-    exchange: float  # seconds, where nobody else is served meanwhile
-    exchanges: float  # a second, at each of the centers
-    received: float  # bytes a second, by all shards of a center
-    sent: float
-    load: float  # part of the time for which these occupy the center
+    centers: int  # number of centers
+    children: int  # largest number of workers, or of centers below, at one center
+    period: int  # a child's local steps, or exchanges, between two with its center
+    interval: float  # seconds between two exchanges of a child with its center
+    exchange: float  # seconds of an exchange, if no other one is served meanwhile
+    exchanges: float  # exchanges per second at each center
+    received: float  # bytes per second, by all shards of a center
+    sent: float  # bytes per second, by all shards of a center
+    load: float  # fraction of time for which these exchanges occupy a center
     bottleneck: str  # what keeps the period from being shorter
 
 
 class Kept(NamedTuple):
-    """What a journal is for a center: of each of its hosts."""
+    """The costs of a center's journal, for each of the center's hosts."""
 
-    written: float  # bytes a second, with the snapshots that replace the journal
-    snapshot: int  # bytes
-    journal: int  # bytes, at most
-    read: float  # seconds, of both
-    replay: float  # seconds, of the messages in the journal
-    rejoin: float  # seconds, until all workers have joined and sent again
+    written: float  # bytes per second, with the snapshots that replace the journal
+    snapshot: int  # bytes of a snapshot
+    journal: int  # maximum bytes of the journal
+    read: float  # seconds to read snapshot and journal after a restart
+    replay: float  # seconds to apply the messages in the journal
+    rejoin: float  # seconds until all workers have joined again and sent again
 
     @property
     def restart(self) -> float:
-        """Seconds from its start until the center goes on, and with all workers."""
+        """The seconds from a restart until the center continues with all workers."""
         return self.read + self.replay + self.rejoin
 
 
 class Coding(NamedTuple):
-    """What a codec takes for an exchange, and over which links it makes up for that."""
+    """The time that a codec takes in an exchange, and the links over which it pays."""
 
-    contribution: int  # bytes of it, as it is
-    encode: float  # seconds, at the worker
-    decode: float  # seconds, at the center
-    # Bytes a second of the link, below which an exchange is shorter than without the
-    # codec; 0 if it never is, None if it is over every link.
-    pays_below: float | None
+    contribution: int  # bytes of a contribution before encoding
+    encode: float  # seconds to encode, at the worker
+    decode: float  # seconds to decode, at the center
+    pays_below: float | None  # bytes per second of a link, below which an exchange is
+    # shorter with the codec; 0 if it never is, None if it is over every link
 
 
 class Remedies(NamedTuple):
-    """What each of them would have to be, for workers to wait less, by itself.
+    """Changes that would make workers wait less, each by itself.
 
-    The numbers of shards and levels are those at which the center is no bottleneck any
-    more: it has time for all workers within the given period, or while one worker by
-    itself exchanges. None where no number does it.
+    The numbers of shards and levels are the smallest for which the center is not the
+    bottleneck: it can serve all workers within the given period, or else within the
+    time of one worker's exchange. None means that no number is enough.
     """
 
-    period: int | None  # the shortest that hides
-    # The same with messages and answers in 16 bits, in place of the rule's codec, if
-    # that is shorter.
-    bfloat16: int | None
-    shards: int | None
-    levels: int | None  # of a tree of centers; 1 is a single one
+    period: int | None  # the shortest period that hides exchanges
+    bfloat16: int | None  # this period with messages and answers in 16 bits, in place
+    # of the rule's codec, if it is shorter
+    shards: int | None  # number of hosts of the center
+    levels: int | None  # levels of a tree of centers; 1 is a single center
 
 
 class Cost(NamedTuple):
-    """What a rule costs on a `Cluster`."""
+    """The cost of a rule on a `Cluster`."""
 
-    rule: str
+    rule: str  # name of the rule
     message: int  # bytes of one exchange, from the worker
     answer: int  # bytes of one exchange, to the worker
-    exchange: float  # seconds, where nobody else is served meanwhile
-    service: float  # seconds for which it occupies the center
-    applied: int  # bytes that the center's arithmetic reads and writes for it
-    hidden_period: int | None  # local steps; None if there is none
-    period: int  # local steps, of the following two
-    utilization: float  # part of the time in local steps, where workers wait
-    utilization_overlapping: float  # ... where exchanges overlap with local steps
-    worker: WorkerMemory
-    center: CenterMemory
-    # What keeps the period from being shorter, or one that was given from hiding:
-    # "latency", "worker link", "center link", "ends", "arithmetic", "codec",
-    # "journal", or "nothing".
-    bottleneck: str = "nothing"
-    hosts: int = 0  # of all centers
-    levels: tuple[Level, ...] = ()  # from those that have workers to the root
-    kept: Kept | None = None  # of a center that keeps a journal
-    remedies: Remedies | None = None
-    coding: Coding | None = None  # of a rule with a codec
+    exchange: float  # seconds of an exchange, if no other one is served meanwhile
+    service: float  # seconds for which an exchange occupies the center
+    applied: int  # bytes that the center's arithmetic reads and writes in an exchange
+    hidden_period: int | None  # local steps that hide an exchange; None if none do
+    period: int  # local steps between exchanges, for the two utilizations
+    utilization: float  # fraction of time in local steps, if workers wait for answers
+    utilization_overlapping: float  # the same, if exchanges overlap with local steps
+    worker: WorkerMemory  # memory of a worker
+    center: CenterMemory  # memory of the center
+    bottleneck: str = "nothing"  # what keeps the period from being shorter, or a given
+    # one from hiding exchanges: "latency", "worker link", "center link", "ends",
+    # "arithmetic", "codec", "journal", or "nothing"
+    hosts: int = 0  # number of hosts of all centers
+    levels: tuple[Level, ...] = ()  # from the centers with workers to the root
+    kept: Kept | None = None  # for a center that keeps a journal
+    remedies: Remedies | None = None  # what would help
+    coding: Coding | None = None  # for a rule with a codec

@@ -1,10 +1,9 @@
-"""Plans: of a rule around a center, and of the plain data parallelism beside it."""
+"""Plans of rules around a center, and of plain data parallelism to compare with."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from agn_optax.rules import Rule, check_rule, codecs
 
 PyTree = Any
 
-_LARGEST_LEAF = 1 << 30  # elements; sizes of single arrays are int32 here and there
+_LARGEST_LEAF = 1 << 30  # elements: some code holds the size of an array in int32
 
 
 def plan(
@@ -41,30 +40,35 @@ def plan(
     period: int | None = None,
     center_dtype: Any = None,
 ) -> Cost:
-    r"""What a rule costs with asynchronous workers around a center service.
+    r"""Return the cost of a rule with asynchronous workers around a center service.
 
     .. math::
         e = \text{overhead} + \text{latency} + \frac{m + b}{\min(B, C)}
             + \frac{m + b}{\text{endpoint rate}} + \frac{u}{\text{apply rate}}; \qquad
         \text{hidden where } \max(e, n s) \le \lambda t
 
-    The module's docstring has all equations, and what they leave out.
+    where :math:`m` and :math:`b` are the bytes of message and answer, :math:`B` and
+    :math:`C` the bytes per second of a worker's and of the center's link, :math:`u` the
+    bytes that the center's arithmetic reads and writes, :math:`n` the workers,
+    :math:`s` the seconds for which an exchange occupies the center, :math:`\lambda` the
+    period and :math:`t` the seconds of a local step. The module's docstring has all
+    equations, and their assumptions.
 
     Args:
-      rule: a record of `agn_optax.rules`, or one of your own, whose codec says what
-        travels. Nothing of it is run.
-      params: the parameters, or a tree with their shapes and dtypes, such as `abstract`
+      rule: a record of `agn_optax.rules`, or one of your own, with its codec. It is
+        evaluated abstractly, and nothing is run.
+      params: the parameters, or a tree of their shapes and dtypes, such as `abstract`
         makes.
       cluster: the workers and their links.
       inner: the inner optimizer.
       period: local steps between exchanges; None for the shortest that hides them.
-      center_dtype: floating dtype of the center; None for the parameters'.
+      center_dtype: floating dtype of the center; None for the parameters' dtypes.
 
     Returns:
-      The cost: bytes, seconds, and parts of 1.
+      The cost: bytes, seconds and fractions.
 
     Raises:
-      InvalidTypeError: ``rule`` or ``inner`` is not one.
+      InvalidTypeError: ``rule`` is not a rule, or ``inner`` is not an optimizer.
       InvalidArgumentError: ``period`` is not a positive int, or a dtype not floating.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays.
 
@@ -87,8 +91,8 @@ def plan(
     state = jax.eval_shape(
         lambda params: rounds.init_local(rule, inner, params, None), params
     )
-    # Where a penalty reads the anchor it is in the state. Else, or where answers are
-    # differences from it, the worker holds on to the snapshot.
+    # The state has the anchor if a penalty reads it. The worker keeps the snapshot if
+    # the rule reads the anchor otherwise, or if answers are differences from it.
     follows = rule.codec.answer_codec is not None
     held = follows or (rule.needs_anchor and rule.penalty is None)
     anchors = held + (rule.penalty is not None)
@@ -104,13 +108,13 @@ def plan(
     lowest = _times.level(
         work, took, cluster.centers[0], period, interval=max(steps, longest)
     )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
-    # In place of the rule's codec, which may leave the center's answers as they are.
+    # In place of the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
     narrow = _work(halved, center, params, children)
     levels: tuple[Level, ...] = (lowest,)
     of_root = work
     if len(cluster.centers) > 1:
-        # To its parent a center is a worker, whose parameters have the center's dtype.
+        # A center is a worker of its parent, and has parameters of the center's dtype.
         most = max(sites for _, sites in cluster.centers[1:])
         of_root = _work(rule, center, center, most)
         levels = (lowest, *_times.above(lowest, of_root, cluster))
@@ -153,7 +157,7 @@ def plan(
 
 
 def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
-    """Bytes of an exchange of parameters with a center of so many workers."""
+    """Return the bytes of an exchange with a center that has ``workers`` workers."""
     sent = rounds.contribution_like(rule, center, params)
     as_it_is = rounds.contribution_like(_plain(rule), center, params)
     message = trees.nbytes(sent)
@@ -164,23 +168,23 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
     snapshot = trees.nbytes(center) + trees.nbytes(state)
     answer = trees.nbytes(center, rule.codec.answer_dtype)
     if rule.codec.answer_codec is not None:
-        # Workers that exchange in turns have missed one of each when theirs comes.
+        # A worker that exchanges in turns has missed one difference of each worker.
         missed = workers * trees.nbytes(rounds.difference_like(rule, center))
         answer = min(answer, missed)
     return Work(
         message,
         answer=answer,
-        # The message is read twice (its norm is taken first), and the center and its
-        # optimizer's state go there and back.
+        # The message is read twice (first for its norm); the center and its optimizer's
+        # state are read and written.
         applied=2 * (message + snapshot),
         snapshot=snapshot,
-        # To round numbers is a part of writing them down.
+        # Rounding is a part of writing the numbers, and takes no time of its own.
         coded=0 if _shapes_of(sent) == _shapes_of(as_it_is) else trees.nbytes(as_it_is),
     )
 
 
 def _plain(rule: Rule) -> Rule:
-    """The rule whose contributions travel as they are."""
+    """Return the rule without its codec."""
     return dataclasses.replace(rule, codec=codecs.identity())
 
 
@@ -191,7 +195,7 @@ def _shapes_of(tree: PyTree) -> list[tuple[int, ...]]:
 def _coding(
     rule: Rule, work: Work, place: tuple[PyTree, PyTree, int], cluster: Cluster
 ) -> Coding | None:
-    """What the codec takes and saves, if the rule has one."""
+    """Return the time that the rule's codec takes and saves; None without a codec."""
     if rule.codec.is_identity and rule.codec.answers is None:
         return None
     plain = _work(_plain(rule), *place)
@@ -201,7 +205,7 @@ def _coding(
 
 
 def _hiding(took: Times, cluster: Cluster) -> int:
-    """Local steps that hide an exchange."""
+    """Return the number of local steps that hide an exchange."""
     longest = took.longest(cluster.centers[0][1])
     return max(1, math.ceil(longest / cluster.step_time))
 
@@ -209,7 +213,7 @@ def _hiding(took: Times, cluster: Cluster) -> int:
 def _remedies(
     work: Work, narrow: Work, cluster: Cluster, asked: int | None
 ) -> Remedies:
-    """What would help, each by itself; ``narrow`` is the work with 16 bits."""
+    """Return what would help, each by itself; ``narrow`` is the work with 16 bits."""
     place = _times.lowest(cluster)
     took = _times.times(work, cluster, *place)
     hidden = _hiding(took, cluster)
@@ -230,28 +234,28 @@ def all_reduce(
     *,
     inner: optax.GradientTransformation,
     codec: codecs.Codec | None = None,
-    wire_dtype: Any = None,
 ) -> Cost:
-    r"""Plain data parallelism to compare with: all gradients are reduced at every step.
+    r"""Return the cost of plain data parallelism: an all-reduce at every step.
 
     .. math::
         m = b = 2 \frac{n - 1}{n} \text{ of the encoded gradients}; \qquad
         e = (n - 1) \text{ latency} + m / B
 
-    That is the bound of a ring, whose 2 (n - 1) hops take half a round trip each and
-    whose members send and receive at once, with ends that take no time.
+    for :math:`n` workers with links of :math:`B` bytes per second. This is the bound of
+    a ring: 2 (n - 1) hops take half a round trip each, members send and receive at
+    once, and the ends take no time.
 
     Args:
       params: as for `plan`.
       cluster: the workers and their links; there is no center.
       inner: the optimizer.
-      codec: how gradients travel, as `agn_optax.all_reduce` takes it; None as they are.
-        What sends vectors whole (`low_rank`) sends all of them.
-      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``.
+      codec: codec of the gradients, as `agn_optax.all_reduce` takes it; None for none.
+        A codec that sends vectors whole (`low_rank`) sends all of them.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
-      its communication. What overlaps is communication with the step itself, at best.
+      its communication. ``utilization_overlapping`` is for communication that overlaps
+      with the step itself, at best.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
@@ -270,19 +274,12 @@ def all_reduce(
     """
     params = _shapes(params)
     inner = check.optimizer(inner, "inner")
-    if wire_dtype is not None:
-        warnings.warn(
-            "planning.all_reduce(wire_dtype=...) is deprecated and goes in agn_optax "
-            "0.2: say codec=agn_optax.codecs.cast(dtype), which is the same",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        codec = codecs.cast(wire_dtype)
     codec = codecs.identity() if codec is None else codec
     codecs.check_codec(codec, "codec")
     others, kept = cluster.workers - 1, 0
-    if codec.is_identity or codec.is_cast:
-        gradients = trees.nbytes(params, codec.answers)
+    dtype = codecs.cast_dtype(codec)
+    if codec.is_identity or dtype is not None:
+        gradients = trees.nbytes(params, dtype)
     else:
         gradients, kept = _encoded(codec, params, cluster.workers)
     sent = 2 * others * gradients // cluster.workers
@@ -314,29 +311,29 @@ def all_reduce(
 
 
 def _encoded(codec: codecs.Codec, params: PyTree, pieces: int) -> tuple[int, int]:
-    """Bytes of encoded gradients, and of what one of so many towers keeps of them."""
+    """Return bytes of encoded gradients, and of the codec's state in one tower."""
     own = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((-(-x.size // pieces),), x.dtype), params
     )
     state = jax.eval_shape(codec.init, own)
     sent, _ = jax.eval_shape(codec.encode, own, state)
-    # Of every piece, for what it sends, and of its own, for the answer.
+    # A tower keeps a state for every piece that it sends, and one for its answer.
     return pieces * trees.nbytes(sent), (pieces + 1) * trees.nbytes(state)
 
 
 def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
-    """A tree with so many parameters, without their memory.
+    """Return a tree with a number of parameters, without their memory.
 
     Args:
-      parameters: how many; 1.3e9, say.
-      dtype: their floating dtype.
+      parameters: number of parameters, such as 1.3e9.
+      dtype: floating dtype of the parameters.
 
     Returns:
       Shapes and dtypes, as `plan` takes them.
 
     Raises:
-      InvalidArgumentError: not a positive whole number, or a dtype that is not
-        floating.
+      InvalidArgumentError: ``parameters`` is not a positive whole number, or ``dtype``
+        is not floating.
 
     Example:
       >>> from agn_optax import planning
@@ -356,11 +353,11 @@ def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
 
 
 def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Rule]:
-    """Every rule of `agn_optax.rules`, with settings where it wants any.
+    """Return every rule of `agn_optax.rules`, with settings if it needs any.
 
     Args:
-      inner: the inner optimizer, which is also the center's where a rule asks for one.
-      workers: how many, which say how far elastic averaging moves.
+      inner: the inner optimizer, and the center optimizer of a rule that needs one.
+      workers: number of workers, which sets the moving rate of elastic averaging.
 
     Returns:
       The rules, in the order of their names.

@@ -1,4 +1,4 @@
-"""How long an exchange takes, by its parts, and who serves how many: pure arithmetic.
+"""The times of exchanges by their parts, and the load of centers: pure arithmetic.
 
 The docstring of `agn_optax.ops.planning` has the equations.
 """
@@ -20,57 +20,57 @@ class Work(NamedTuple):
 
     message: int
     answer: int
-    applied: int  # that the center's arithmetic reads and writes
+    applied: int  # read and written by the center's arithmetic
     snapshot: int  # of the center with its optimizer's state
-    coded: int = 0  # of the contribution as it is, where a codec has work with it
+    coded: int = 0  # of the contribution before encoding, if that takes time
 
 
 class Link(NamedTuple):
-    """Between a worker and its center, or between a center and its parent."""
+    """The link between a worker and its center, or a center and its parent."""
 
-    bandwidth: float  # bytes a second
-    shared: float  # of the upper end, for all below
-    latency: float
+    bandwidth: float  # bytes per second of the lower end
+    shared: float  # bytes per second of the upper end, which all below share
+    latency: float  # seconds of a round trip
 
 
 class Times(NamedTuple):
-    """Seconds of an exchange, by what takes them."""
+    """The seconds of an exchange, by its parts."""
 
-    exchange: dict[str, float]  # one after the other
-    service: dict[str, float]  # at the center, side by side
+    exchange: dict[str, float]  # parts that follow one another
+    service: dict[str, float]  # parts at the center, which run side by side
 
     @property
     def alone(self) -> float:
-        """Of an exchange, where nobody else is served meanwhile."""
+        """The seconds of an exchange if no other one is served meanwhile."""
         return sum(self.exchange.values())
 
     @property
     def occupied(self) -> float:
-        """For which it occupies the center."""
+        """The seconds for which an exchange occupies the center."""
         return max(self.service.values())
 
     def longest(self, children: int) -> float:
-        """Of an exchange where so many take turns."""
+        """Return the seconds of an exchange if ``children`` take turns."""
         return max(self.alone, children * self.occupied)
 
     def bottleneck(self, children: int) -> str:
-        """What most of that is."""
+        """Return the longest part of an exchange if ``children`` take turns."""
         served = children * self.occupied > self.alone
         parts = self.service if served else self.exchange
         return max(parts, key=lambda name: parts[name])
 
 
 def times(work: Work, cluster: Cluster, link: Link, disk: Disk | None) -> Times:
-    """Of an exchange over a link, with a center in shards that may keep a journal."""
+    """Return the times of an exchange over a link; ``disk`` is that of a journal."""
     machine, k = cluster.machine, cluster.shards
     both = work.message + work.answer
     is_workers = link.bandwidth <= k * link.shared
     wide = both / min(link.bandwidth, k * link.shared)
     center_ends = (machine.overhead + both / (k * machine.endpoint_rate)) / 2
-    ends = (1 + k) * center_ends  # the worker's own has to do with all shards
+    ends = (1 + k) * center_ends  # the worker's end serves all shards
     arithmetic = work.applied / (k * machine.apply_rate)
     encoding, decoding = coding(work, cluster)
-    # All of this is one processor's, who has to do it one after the other.
+    # One processor does all of this, one after the other.
     at_center = {"ends": center_ends, "arithmetic": arithmetic, "codec": decoding}
     processor = max(at_center, key=lambda name: at_center[name])
     exchange = {
@@ -91,16 +91,16 @@ def times(work: Work, cluster: Cluster, link: Link, disk: Disk | None) -> Times:
 
 
 def coding(work: Work, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a worker that encodes, and of a center that decodes: twice."""
+    """Return the seconds to encode at the worker, and to decode twice at the center."""
     machine = cluster.machine
     decoded = 2 * work.coded / cluster.shards
     return work.coded / machine.encode_rate, decoded / machine.decode_rate
 
 
 def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
-    """Bytes a second of the link at which a codec costs what it saves.
+    """Return the bytes per second of a link below which a codec pays.
 
-    ``plain`` is the work without it. None where the link does not matter.
+    ``plain`` is the work without the codec. None means over every link.
     """
     saved = plain.message + plain.answer - work.message - work.answer
     if saved <= 0:
@@ -115,7 +115,7 @@ def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
 
 
 def written(work: Work, shards: int, disk: Disk) -> float:
-    """Bytes that a host writes for an exchange, with its part of the next snapshot."""
+    """Return the bytes that a host writes for an exchange, snapshots included."""
     message, snapshot = work.message / shards, work.snapshot / shards
     return message * (1 + snapshot / disk.journal(snapshot, message))
 
@@ -123,7 +123,7 @@ def written(work: Work, shards: int, disk: Disk) -> float:
 def level(
     work: Work, took: Times, place: tuple[int, int], period: int, interval: float
 ) -> Level:
-    """Centers, of each of which every child comes once in an interval."""
+    """Return a level of centers, whose children each exchange once in an interval."""
     centers, children = place
     rate = children / interval
     return Level(
@@ -141,13 +141,13 @@ def level(
 
 
 def bottleneck(took: Times, children: int, hidden: int, asked: int | None) -> str:
-    """What keeps the period from being shorter; or the one asked for from hiding."""
+    """Return what keeps the period from being shorter, or a given one from hiding."""
     is_free = hidden == 1 if asked is None else asked >= hidden
     return "nothing" if is_free else took.bottleneck(children)
 
 
 def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
-    """The levels of a tree that have centers below them."""
+    """Return the levels of a tree that have centers below them."""
     tree = cluster.tree
     if tree is None:
         return []
@@ -159,7 +159,7 @@ def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
     for number, place in enumerate(places[1:], 1):
         disk = cluster.disk if number == len(places) - 1 else None
         took = times(up, cluster, link, disk)
-        rate = made[-1].exchanges  # of each child, with those below it
+        rate = made[-1].exchanges  # per second, at each child
         hidden = max(1, math.ceil(took.longest(place[1]) * rate))
         period = max(hidden, tree.period or 1)
         found = level(up, took, place, period, period / rate)
@@ -169,7 +169,7 @@ def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
 
 
 def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
-    """What the journal of the root is for each of its hosts."""
+    """Return the costs of the root's journal, for each of its hosts."""
     k, machine = cluster.shards, cluster.machine
     message, snapshot = work.message / k, work.snapshot / k
     journal = disk.journal(snapshot, message)
@@ -185,7 +185,10 @@ def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
 
 
 def shards(work: Work, cluster: Cluster, target: float) -> int | None:
-    """Hosts of a center that has time for all that it has within so many seconds."""
+    """Return the hosts that a center needs to serve all in ``target`` seconds.
+
+    None if no number is enough.
+    """
     children = cluster.centers[0][1]
 
     def fits(count: int) -> bool:
@@ -205,7 +208,10 @@ def shards(work: Work, cluster: Cluster, target: float) -> int | None:
 
 
 def depth(work: Work, cluster: Cluster, target: float) -> int | None:
-    """Levels of a tree whose lowest centers have time within so many seconds."""
+    """Return the levels of a tree whose lowest centers serve all in ``target`` seconds.
+
+    None if no number is enough.
+    """
     most = max(1, math.ceil(math.log2(cluster.workers)))
     for count in range(1, most + 1):
         tree = Tree(levels=count)
@@ -217,7 +223,7 @@ def depth(work: Work, cluster: Cluster, target: float) -> int | None:
 
 
 def lowest(cluster: Cluster) -> tuple[Link, Disk | None]:
-    """What is between workers and their centers, and on what these keep a journal."""
+    """Return the link between workers and their centers, and these centers' disk."""
     link = Link(cluster.bandwidth, cluster.shared, cluster.latency)
     return link, cluster.disk if len(cluster.centers) == 1 else None
 

@@ -19,7 +19,7 @@ from typing import Any
 from agn_optax import errors
 from agn_optax._internal import keep_running
 from agn_optax._version import __version__
-from agn_optax.center import Recent
+from agn_optax.center import Answer, Recent
 from agn_optax.service import EVERYBODY, Servicer
 from agn_optax.service import messages as pb
 
@@ -226,30 +226,22 @@ class Monitor:
         self._happened(at, "left", name, "left")
 
     def _exchanged(
-        self,
-        at: float,
-        name: str,
-        incarnation: str,
-        sequence: int,
-        steps: int,
-        staleness: int,
-        applied: bool,
-        refused: str,
+        self, at: float, name: str, incarnation: str, steps: int, answer: Answer
     ) -> None:
         known = self._workers.get(name)
         if known is not None:
             if incarnation == known.incarnation:
-                if sequence <= known.sequence:
+                if answer.sequence <= known.sequence:
                     return  # a repeated exchange, answered again
-                known.sequence = sequence
+                known.sequence = answer.sequence
             known.has_exchanged = True
             known.steps += steps
-            known.exchanges += applied
-            known.why = refused or known.why
-        if applied:
+            known.exchanges += answer.applied
+            known.why = answer.refused or known.why
+        if answer.applied:
             self._exchanges += 1
-            self._staleness += staleness
-            self._bins[_bin(staleness)] += 1
+            self._staleness += answer.staleness
+            self._bins[_bin(answer.staleness)] += 1
 
     def _refused(self, at: float, name: str, error: Exception, host: str) -> None:
         if isinstance(error, errors.CenterClosedError):

@@ -1,13 +1,14 @@
-"""Center optimizers that optax does not have: for messages that come one by one.
+"""Center optimizers that optax lacks, most of them for asynchronous workers.
 
-Each is an optax transformation. It sees messages in place of gradients, the center in
+Each is an optax transformation that gets messages in place of gradients, the center in
 place of parameters, and the extra argument ``staleness``.
 
-`_delayed_nesterov`, `_lookahead` and `_ordered_momentum` are what momentum becomes
-where nobody waits; `_primal_averaging` and `_restart_momentum` are for any center.
-`_buffered` makes one message of several, and `_drift` trusts a late one where the
-center has stayed. `_evaluated` finds the point to evaluate where that is not the
-center.
+- `_delayed_nesterov`, `_lookahead`, `_ordered_momentum`: momentum for asynchronous
+  workers
+- `_primal_averaging`, `_restart_momentum`: for any center
+- `_buffered`: combine several messages to one
+- `_drift`: scale late messages by how far the center has moved
+- `_evaluated`: the point to evaluate, if it is not the center
 """
 
 from agn_optax.rules.center_optimizers._buffered import BufferedState, buffered

@@ -1,4 +1,4 @@
-"""One step of the center for several messages that come one by one."""
+"""The center optimizer `buffered`: one step for several messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ PyTree = Any
 class BufferedState(NamedTuple):
     """State of `buffered`."""
 
-    inner_state: PyTree  # the wrapped optimizer's
-    buffer: PyTree  # as the center: the sum of messages, or of their directions
-    # Of the messages: a scalar for each leaf, float32 or wider; or EmptyState.
-    lengths: PyTree
-    held: jax.Array  # int32 scalar: messages in the buffer
+    inner_state: PyTree  # state of the wrapped optimizer
+    buffer: PyTree  # like the center: the sum of messages, or of their directions
+    lengths: PyTree  # float scalars, sums of the messages' lengths; or EmptyState
+    held: jax.Array  # int32 scalar: number of messages in the buffer
 
 
 def buffered(
@@ -30,53 +29,54 @@ def buffered(
     *,
     combine: Literal["mean", "radial"] = "mean",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""A center optimizer that waits for several messages, and makes one of them.
+    r"""Update the center once for several messages (buffered aggregation).
 
     .. math::
         D \leftarrow D + g; \qquad \text{each } k\text{-th time:} \quad
             c \leftarrow c + \text{optimizer}(D / k), \quad D \leftarrow 0
 
-    Workers come one by one and wait for nobody; the center moves with every k-th
-    message (buffered aggregation). Every message makes a new version all the same, so
-    staleness counts messages, and not steps of the center. A `scale_by_staleness`
-    before it in the chain weighs each message.
+    Workers exchange one by one, without a barrier, and the center moves with every k-th
+    message. Each message still makes a new version, so staleness counts messages and
+    not steps of the center. A `scale_by_staleness` before it in the chain scales each
+    message.
 
-    With ``combine="radial"``, length and direction of each leaf are averaged apart,
+    With ``combine="radial"``, length and direction of each leaf are averaged
+    separately,
 
     .. math:: \frac{1}{k} \sum_i |g_i| \cdot \frac{w}{|w|}, \qquad
         w = \sum_i g_i / |g_i|
 
-    for the mean of k messages that are nearly at right angles is :math:`\sqrt k` times
-    shorter than they are. Weights that come before it weigh lengths, and no directions.
-    It looks at whole leaves: a center in shards refuses it.
+    because the mean of k nearly orthogonal messages is :math:`\sqrt k` times shorter
+    than the messages. Weights applied before it scale the lengths, but not the
+    directions. This needs whole leaves, so a sharded center rejects it.
 
-    ``optax.MultiSteps`` has the mean, too, as a running one, and takes as long. Here
-    messages are added up and divided once, as those of a round are, so k workers that
-    begin at one version get the same numbers either way.
+    ``optax.MultiSteps`` also has the mean, as a running one, and takes as long. Here
+    messages are summed and divided once, like those of a round, so k workers that start
+    at one version get the same numbers either way.
 
     Args:
-      optimizer: the center optimizer. At the messages between, what it makes of them is
-        thrown away.
+      optimizer: the center optimizer. It also runs at the messages in between, but its
+        results are discarded.
       size: :math:`k`, messages of a step.
       combine: "mean" or "radial".
 
     Returns:
-      A center optimizer with `BufferedState`; extra arguments are those of the last
-      message.
+      A center optimizer with `BufferedState`. Its inner optimizer gets the extra
+      arguments of the last message.
 
     Raises:
-      InvalidArgumentError: ``size`` or ``combine`` is not what it may be.
+      InvalidArgumentError: ``size`` or ``combine`` is invalid.
       InvalidTypeError: ``optimizer`` is not an optax optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from agn_optax.center import Submission
       >>> outer = agn_optax.center_optimizers.buffered(optax.sgd(1.0), 2)
       >>> center = agn_optax.LocalCenter(agn_optax.rules.diloco(outer), jnp.zeros(1))
       >>> session = center.join("worker-0")
       >>> for sequence, message in [(1, 1.0), (2, 3.0)]:
-      ...     print(session.exchange(
-      ...         sequence, jnp.full(1, message), anchor_version=sequence - 1
-      ...     ).params)
+      ...     sent = Submission(sequence, jnp.full(1, message), sequence - 1)
+      ...     print(session.exchange(sent).params)
       [0.]
       [-2.]
 
@@ -84,8 +84,8 @@ def buffered(
       John Nguyen et al., *Federated Learning with Buffered Asynchronous Aggregation*,
       2022.
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026, for the average of lengths and directions; as implementations
-      have it, for the paper was not read.
+      Pre-training*, 2026, for the average of lengths and directions. The formula
+      follows implementations, because the paper was not read.
     """
     optimizer = check.optimizer(optimizer, "optimizer")
     size = check.positive_int(size, "size")
@@ -98,7 +98,7 @@ def buffered(
         return jnp.sqrt(jnp.sum(wide * wide))
 
     def along(leaf: jax.Array, distance: Any, least: float) -> jax.Array:
-        """In its direction, so far; less far if it is shorter than ``least``."""
+        """Scale a leaf to a length; shorter if the leaf is shorter than ``least``."""
         factor = distance / jnp.maximum(length(leaf), least)
         return (trees.widened(leaf) * factor).astype(leaf.dtype)
 

@@ -1,4 +1,4 @@
-"""Nesterov's momentum that waits for as many messages as a round would have."""
+"""The center optimizer `delayed_nesterov`: momentum changes once per N messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PyTree = Any
 class DelayedNesterovState(NamedTuple):
     """State of `delayed_nesterov`."""
 
-    momentum: PyTree  # as the center
-    buffer: PyTree  # as the center: the sum of the messages that momentum waits for
-    held: jax.Array  # int32 scalar: of these
+    momentum: PyTree  # shapes and dtypes of the center
+    buffer: PyTree  # like the center: the sum of messages since momentum changed
+    held: jax.Array  # int32 scalar: number of these messages
 
 
 def delayed_nesterov(
@@ -29,7 +29,7 @@ def delayed_nesterov(
     delay: int,
     spread: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Nesterov's momentum that takes in a whole buffer of messages at a time.
+    r"""Nesterov momentum that is updated by a whole buffer of messages at a time.
 
     .. math::
         D &\leftarrow D + g \\
@@ -39,20 +39,21 @@ def delayed_nesterov(
         \text{else:} \quad
             c &\leftarrow c - \eta \left(k \beta m + g / N\right)
 
-    Where the messages of n asynchronous workers come one by one, ordinary momentum has
-    each of them act n times as long as in a round of all, and training gets worse or
-    diverges. Here gradients act at once, and momentum every N-th time, when as many
-    messages have come as a round would have; over N messages both act as much as
-    Nesterov's momentum does in one step with their mean. With :math:`N = 1` and
-    :math:`k = 0` it is ``optax.sgd(learning_rate, momentum, nesterov=True)``.
+    If the messages of n asynchronous workers come one by one, ordinary momentum gives
+    each message n times the effect that it has in a round of all workers, and training
+    gets worse or diverges. Here gradients act at once, and momentum at every N-th
+    message, when as many messages have come as in a round. Over N messages, both act as
+    much as Nesterov momentum does in one step with the mean of the messages. With
+    :math:`N = 1` and :math:`k = 0` it is
+    ``optax.sgd(learning_rate, momentum, nesterov=True)``.
 
     Args:
-      learning_rate: :math:`\eta`, of a round of N messages.
+      learning_rate: :math:`\eta`, for a round of N messages.
       momentum: :math:`\beta`, in [0, 1).
       delay: :math:`N`, messages between two changes of the momentum: the number of
         workers, or a multiple of it.
       spread: :math:`k`, in [0, 1 / N]: the part of the momentum that acts at each of
-        the messages between, rather than at every N-th.
+        the other messages instead of at every N-th one.
 
     Returns:
       A center optimizer with `DelayedNesterovState`.
@@ -72,7 +73,7 @@ def delayed_nesterov(
       Language Modeling*, 2024.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     delay = check.positive_int(delay, "delay")
     check.rate(spread, "spread", low=0.0, high=1.0 / delay)
 

@@ -1,4 +1,4 @@
-"""Messages that count less where the center has moved since their workers read it."""
+"""Messages that count less where the center has moved since the worker read it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ PyTree = Any
 class DriftState(NamedTuple):
     """State of `scale_by_drift`."""
 
-    centers: PyTree  # as the center, [history, ...]: version t at t modulo history
-    applied: jax.Array  # int32 scalar: messages
+    centers: PyTree  # like the center, [history, ...]: version t at t modulo history
+    applied: jax.Array  # int32 scalar: number of applied messages
 
 
 def scale_by_drift(
     gamma: float = 1e-4, *, history: int
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Divides each element of a message by how far the center's has moved since.
+    r"""Divide each element of a message by how far the center's element has moved.
 
     .. math:: m \leftarrow \frac{m}{\gamma^{-1} (c_t - c_{t - \tau})^2 + 1}
 
-    where :math:`c_{t - \tau}` is the center as its worker read it. A message that is
-    late but whose parameters nobody has touched counts whole, and one that would come
-    on top of what others did meanwhile counts little: so staleness is measured where it
-    matters, and not by a count. This is Hermans' adaptive rule, ADAG (not dist-keras's,
-    which is `rules.agn_window`). First in the center optimizer of AGN,
-    it takes away the divergence with many workers and short periods.
+    where :math:`c_{t - \tau}` is the center that the worker read. A late message counts
+    in full for elements that no other worker has changed since, and counts little for
+    elements that others have moved. This measures the effect of staleness for each
+    element instead of counting versions. It is Hermans' adaptive rule, ADAG (not the
+    ADAG of dist-keras, which is `rules.agn_window`). The first part of AGN's center
+    optimizer is the place for it: there it prevents the divergence with many workers
+    and short periods.
 
-    The center keeps its last versions, so that no anchor has to travel: messages are
-    those of the rule, with any codec. It takes memory, ``history`` times the center's.
-    A message that is older is compared with the oldest version that is left. Of fresh
-    messages, in rounds or on a mesh, nothing changes.
+    The center keeps its last versions, so that no anchor has to be sent: messages are
+    those of the rule, with any codec. This takes ``history`` times the memory of the
+    center. For a message with an older anchor, the oldest version kept is used.
+    Messages with staleness 0, as in rounds or on a mesh, are not changed.
 
-    It reads one version of several: a center in shards refuses it.
+    It must read several versions of the center, so a sharded center rejects it.
 
     Args:
       gamma: :math:`\gamma`, positive: the square of the distance at which an element
         counts half. The source has the learning rate, or 1e-4.
-      history: versions that are kept, the current one among them: as many as there are
-        workers, if these are of one speed.
+      history: number of versions kept, including the current one. The number of workers
+        is enough if the workers have equal speeds.
 
     Returns:
       A transformation with `DriftState`, which needs the parameters and the extra
@@ -54,16 +55,19 @@ def scale_by_drift(
 
     Raises:
       InvalidArgumentError: an argument is out of range.
-      MissingArgumentError: by its ``update``, without parameters or ``staleness``.
+      MissingArgumentError: raised by its ``update`` without parameters or without
+        ``staleness``.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from agn_optax.center import Submission
       >>> scale = agn_optax.center_optimizers.scale_by_drift(0.25, history=8)
       >>> rule = agn_optax.rules.agn(optax.chain(scale, optax.sgd(1.0)))
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(1))
       >>> session = center.join("worker-0")
       >>> for sequence in (1, 2):  # the second has not seen what the first did
-      ...     answer = session.exchange(sequence, jnp.ones(1), anchor_version=0)
+      ...     sent = Submission(sequence, jnp.ones(1), anchor_version=0)
+      ...     answer = session.exchange(sent)
       >>> print(answer.params)
       [-1.2]
 
@@ -92,7 +96,7 @@ def scale_by_drift(
         check.params_given(params, "scale_by_drift")
         check.extra_argument_given(staleness, "staleness=0", "scale_by_drift")
         now = state.applied
-        there = jnp.minimum(now, history - 1)  # as old as the oldest one
+        there = jnp.minimum(now, history - 1)  # age of the oldest version kept
         late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, there)
         centers = jax.tree.map(
             lambda kept, c: jax.lax.dynamic_update_index_in_dim(

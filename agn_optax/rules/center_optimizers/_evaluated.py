@@ -1,4 +1,4 @@
-"""The point to evaluate, of center optimizers whose center is where workers begin."""
+"""The point to evaluate for center optimizers whose center is another point."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _KINDS = (LookaheadState, PrimalAveragingState, optax.contrib.ScheduleFreeState)
 
 
 def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
-    r"""The parameters to evaluate, where these are not the center.
+    r"""Return the parameters to evaluate where these are not the center.
 
-    Mostly what one evaluates is the center. Some center optimizers have workers begin
-    elsewhere, and with them the center is that place: of `momentum_lookahead` and
-    `heloco` this returns the base point :math:`c + \eta \mu m`, of `primal_averaging`
-    and ``optax.contrib.schedule_free`` the average.
+    With most center optimizers, the center is evaluated. With some, the center is the
+    point where workers start, and another point is evaluated: for `momentum_lookahead`
+    and `heloco` this function returns the base point :math:`c + \eta \mu m`, for
+    `primal_averaging` and ``optax.contrib.schedule_free`` the average.
 
     Args:
       center_state: the center optimizer's state, such as ``state.center_state`` of a
-        drop-in, or that of ``LocalCenter.save()``.
-      center: the center of the same time.
+        drop-in, or the ``center_state`` of ``LocalCenter.save()``.
+      center: the center that belongs to this state.
 
     Returns:
-      Parameters like the center.
+      Parameters with the structure, shapes and dtypes of the center.
 
     Raises:
-      InvalidArgumentError: there is no such optimizer in the state, or several.
+      InvalidArgumentError: the state has none of these optimizers, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax

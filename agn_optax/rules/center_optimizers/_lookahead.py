@@ -1,4 +1,4 @@
-"""Momentum whose center is the point where workers begin: a step of momentum ahead."""
+"""Momentum with lookahead: workers start a momentum step ahead of the base point."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ PyTree = Any
 class LookaheadState(NamedTuple):
     """State of `momentum_lookahead` and `heloco`."""
 
-    momentum: PyTree  # as the center
-    reach: jax.Array  # float scalar: by how much of it the center is ahead
+    momentum: PyTree  # shapes and dtypes of the center
+    reach: jax.Array  # float scalar: the center is ahead by reach * momentum
 
 
 def momentum_lookahead(
     learning_rate: float = 0.7, momentum: float = 0.9
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Nesterov's momentum, whose workers begin where it is about to take the center.
+    r"""Nesterov momentum in which workers start one momentum step ahead.
 
     .. math::
         m &\leftarrow \mu m + (1 - \mu) g \\
         b &\leftarrow b - \eta (g + \mu m), \qquad c = b - \eta \mu m
 
-    A message that comes late was made at an old point, and momentum has gone on since.
-    So workers do not begin at the base point :math:`b`, but at :math:`c`, where
-    momentum alone will have taken it.
+    A late message was computed at an old point, and momentum has moved on since then.
+    Therefore workers do not start at the base point :math:`b` but at :math:`c`, the
+    point that momentum alone will reach.
 
-    Here the center *is* :math:`c`: put into the equations, it moves by
+    Here the center *is* :math:`c`. The equations above give its update
 
     .. math:: c \leftarrow c - \eta \left((2 - \mu) g + (2 \mu - 1) m\right)
 
-    so workers adopt it like any other center, in every placement, and nothing else
-    travels. :math:`b` is what `evaluated` returns; the two meet as momentum fades. (Of
-    a base point that moves by :math:`\eta m` alone, the point ahead is the center of
+    so workers adopt it like any other center, in every placement, and nothing else is
+    sent. `evaluated` returns :math:`b`; the two points converge as momentum fades. (If
+    the base point moved by :math:`\eta m` alone, the point ahead would be the center of
     ``optax.sgd(learning_rate * (1 - momentum), momentum, nesterov=True)``.)
 
     Args:
       learning_rate: :math:`\eta`.
-      momentum: :math:`\mu`, in [0, 1). Momentum is a mean of messages, so its size is
-        that of a message.
+      momentum: :math:`\mu`, in [0, 1). The momentum is a mean of messages, so it has
+        the size of a message.
 
     Returns:
       A center optimizer with `LookaheadState`.
@@ -59,7 +59,8 @@ def momentum_lookahead(
       >>> ahead = agn_optax.center_optimizers.momentum_lookahead(0.5, 0.5)
       >>> center = agn_optax.LocalCenter(agn_optax.rules.diloco(ahead), jnp.zeros(1))
       >>> session = center.join("worker-0")
-      >>> print(session.exchange(1, jnp.ones(1), anchor_version=0).params)
+      >>> sent = agn_optax.center.Submission(1, jnp.ones(1), anchor_version=0)
+      >>> print(session.exchange(sent).params)
       [-0.75]
       >>> state = center.save()
       >>> print(agn_optax.center_optimizers.evaluated(state.center_state, state.params))
@@ -69,12 +70,12 @@ def momentum_lookahead(
       Thalaiyasingam Ajanthan, Sameera Ramasinghe, Gil Avraham, Yan Zuo, Alexander Long,
       *Momentum Look-Ahead for Asynchronous Distributed Low-Communication Training*,
       2025.
-      The equations are those of the baseline in: Abdullah Al Asif et al., *HeLoCo:
-      Efficient asynchronous low-communication training under data and device
-      heterogeneity*, 2026.
+      Abdullah Al Asif et al., *HeLoCo: Efficient asynchronous low-communication
+      training under data and device heterogeneity*, 2026. The equations are those of
+      its baseline.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     reach = learning_rate * momentum
 
     def init_fn(params: PyTree) -> LookaheadState:
@@ -91,7 +92,7 @@ def momentum_lookahead(
             lambda m, g: (momentum * m + (1 - momentum) * g).astype(m.dtype),
             *(state.momentum, updates),
         )
-        # g + 2 μ m' - μ m, without the m that m' is written over.
+        # g + 2 μ m' - μ m without m, because m' is written over it.
         moved = jax.tree.map(
             lambda g, m: -learning_rate * ((2 - momentum) * g + (2 * momentum - 1) * m),
             *(updates, new),
@@ -107,15 +108,15 @@ def heloco(
     momentum: float = 0.9,
     *,
     messages: int = 1,
-    keeps: float = 0.2,
-    shrinks: float = 0.5,
-    turns: float = 1.0,
-    most: float = 0.5,
-    caution: float = 3.0,
+    r0: float = 0.2,
+    k_s: float = 0.5,
+    k_d: float = 1.0,
+    beta_max: float = 0.5,
+    kappa: float = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""`momentum_lookahead` that corrects messages which point elsewhere than momentum.
+    r"""`momentum_lookahead` with corrected messages where they disagree with momentum.
 
-    Of each leaf, with :math:`u = g / |g|`, :math:`v = m / |m|`, their cosine
+    For each leaf, with :math:`u = g / |g|`, :math:`v = m / |m|`, their cosine
     :math:`r = u \cdot v`, and the confidence
     :math:`q = |g| / (|g| + \kappa |m|)`:
 
@@ -129,24 +130,26 @@ def heloco(
                 \beta = \min(-k_s r q, \beta_\text{max}) & r < 0
         \end{cases}
 
-    so what agrees with momentum passes, what is nearly at right angles with it turns
-    towards it and keeps its length, and what opposes it loses a part of its opposition.
-    :math:`\hat g / \sqrt n` then goes where `momentum_lookahead` has :math:`g`. (Delays
-    weigh less by a `scale_by_staleness` before it in the chain.)
+    A message that agrees with momentum passes unchanged. A message that is nearly
+    orthogonal to momentum is turned towards it and keeps its length. A message that
+    opposes momentum loses a part of its component against it. Then
+    :math:`\hat g / \sqrt n` takes the place of :math:`g` in `momentum_lookahead`. (Put
+    a `scale_by_staleness` before it in the chain if late messages should count less.)
 
-    It looks at whole leaves: a center in shards refuses it.
+    It needs whole leaves, so a sharded center rejects it.
 
     Args:
       learning_rate: :math:`\eta`.
       momentum: :math:`\mu`, in [0, 1).
-      messages: :math:`n`, of a round: as many as there are workers.
-      keeps: :math:`r_0`, in [-1, 1]: the least cosine of a message that passes.
-      shrinks: :math:`k_s`, at least 0.
-      turns: :math:`k_d`, at least 0.
-      most: :math:`\beta_\text{max}`, in [0, 1]: the part of an opposition that is taken
-        away at most.
-      caution: :math:`\kappa`, at least 0: the larger, the less is a message corrected
-        that is small beside the momentum.
+      messages: :math:`n`, messages of a round, which is the number of workers.
+      r0: :math:`r_0`, in [-1, 1]: the least cosine of a message that passes
+        unchanged.
+      k_s: :math:`k_s`, at least 0.
+      k_d: :math:`k_d`, at least 0.
+      beta_max: :math:`\beta_\text{max}`, in [0, 1]: the largest part of the opposing
+        component that is removed.
+      kappa: :math:`\kappa`, at least 0: the larger it is, the less a message is
+        corrected that is small compared with the momentum.
 
     Returns:
       A center optimizer with `LookaheadState`.
@@ -164,16 +167,16 @@ def heloco(
     References:
       Abdullah Al Asif, Patrick Diem, Juan Pablo Muñoz, Felix Wolf, Ali Jannesari, Arya
       Mazaheri, *HeLoCo: Efficient asynchronous low-communication training under data
-      and device heterogeneity*, 2026. Its equations and defaults were read in two
-      implementations of others.
+      and device heterogeneity*, 2026. The equations and defaults were read from two
+      implementations by others.
     """
     ahead = momentum_lookahead(learning_rate, momentum)
     messages = check.positive_int(messages, "messages")
-    check.rate(keeps, "keeps", low=-1.0, high=1.0)
-    check.rate(shrinks, "shrinks", low=0.0, high=math.inf)
-    check.rate(turns, "turns", low=0.0, high=math.inf)
-    check.rate(most, "most", low=0.0, high=1.0)
-    check.rate(caution, "caution", low=0.0, high=math.inf)
+    check.rate(r0, "r0", low=-1.0, high=1.0)
+    check.rate(k_s, "k_s", low=0.0, high=math.inf)
+    check.rate(k_d, "k_d", low=0.0, high=math.inf)
+    check.rate(beta_max, "beta_max", low=0.0, high=1.0)
+    check.rate(kappa, "kappa", low=0.0, high=math.inf)
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
@@ -181,16 +184,16 @@ def heloco(
         g, m = message.astype(wide), trusted.astype(wide)
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
-        confidence = g_norm / jnp.maximum(g_norm + caution * m_norm, tiny)
-        # All that comes of it is so much of the message, and so much of momentum.
+        confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)
+        # In every case the result is a combination of message and momentum.
         ratio = g_norm / jnp.maximum(m_norm, tiny)
-        taken = jnp.minimum(-shrinks * cosine * confidence, most)
-        turn = jnp.minimum(turns * (1 - cosine) * confidence, 1)
+        taken = jnp.minimum(-k_s * cosine * confidence, beta_max)
+        turn = jnp.minimum(k_d * (1 - cosine) * confidence, 1)
         rest = 1 - turn
         square = rest * rest + turn * turn + 2 * turn * rest * cosine  # of |w|
         length = jnp.sqrt(jnp.maximum(square, tiny))
         opposes = cosine < 0
-        passes = (cosine >= keeps) | (m_norm == 0)  # no momentum has no direction
+        passes = (cosine >= r0) | (m_norm == 0)  # zero momentum has no direction
         own = jnp.where(passes | opposes, 1, rest / length)
         added = jnp.where(opposes, -taken * cosine, turn / length) * ratio
         added = jnp.where(passes, 0, added)
@@ -206,7 +209,3 @@ def heloco(
         return ahead.update(corrected, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(ahead.init, update_fn)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(x * x))

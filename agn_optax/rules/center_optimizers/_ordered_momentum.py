@@ -1,4 +1,4 @@
-"""Momentum in which late messages act from where they belong."""
+"""The center optimizer `ordered_momentum`: late messages act as if in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check
 
 PyTree = Any
@@ -18,38 +17,40 @@ PyTree = Any
 class OrderedMomentumState(NamedTuple):
     """State of `ordered_momentum`."""
 
-    momentum: PyTree  # as the center
-    applied: jax.Array  # int32 scalar: messages
+    momentum: PyTree  # shapes and dtypes of the center
+    applied: jax.Array  # int32 scalar: number of applied messages
 
 
 def ordered_momentum(
     learning_rate: float = 0.7, momentum: float = 0.9, *, messages: int
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Momentum that takes in messages in the order in which they were begun.
+    r"""Momentum that orders messages by the versions at which they were begun.
 
-    Rounds of n messages, one after the other, would give
-    :math:`u_b = \beta u_{b-1} + \bar g_b` and :math:`c \leftarrow c - \eta u_b`. A
-    message of round b that comes in round B would by now have moved the center by the
-    sum of its echoes, and have faded in the momentum:
+    Consecutive rounds of n messages would give
+    :math:`u_b = \beta u_{b-1} + \bar g_b` and :math:`c \leftarrow c - \eta u_b`. If a
+    message of round b that arrives in round B had been in time, it would have moved the
+    center in each round from b to B, with a weight that fades by :math:`\beta`. The
+    update makes up for all these moves at once, and adds to the momentum what would be
+    left of the message:
 
     .. math::
         u &\leftarrow u + \beta^{B - b} g / n \\
         c &\leftarrow c - \eta \, (1 + \beta + \dots + \beta^{B - b}) \, g / n
 
     and when a round begins, :math:`u \leftarrow \beta u` and
-    :math:`c \leftarrow c - \eta u`. The round of a message is told by the version at
-    which its worker began, that is by ``staleness``: that of version t is
-    :math:`\lceil t / n \rceil`, for n workers begin at version 0, and one at each later
-    one.
+    :math:`c \leftarrow c - \eta u`. The round of a message follows from ``staleness``,
+    which gives the version at which its worker began: version t belongs to round
+    :math:`\lceil t / n \rceil`, because n workers begin at version 0, and one at each
+    later version.
 
-    So what the same messages make of the center does not depend on the order in which
-    they came, once all of a round are there; plain momentum has an old message push
-    like a new one. With one worker it is ``optax.sgd(learning_rate, momentum)``.
+    Once all messages of a round have arrived, the center does not depend on the order
+    in which they arrived. With plain momentum, a late message would act like a new one.
+    With one worker it is ``optax.sgd(learning_rate, momentum)``.
 
     Args:
-      learning_rate: :math:`\eta`, of a round of n messages.
+      learning_rate: :math:`\eta`, for a round of n messages.
       momentum: :math:`\beta`, in [0, 1).
-      messages: n, of a round: as many as there are workers.
+      messages: n, messages of a round, which is the number of workers.
 
     Returns:
       A center optimizer with `OrderedMomentumState`, which needs the extra argument
@@ -57,7 +58,7 @@ def ordered_momentum(
 
     Raises:
       InvalidArgumentError: an argument is out of range.
-      MissingArgumentError: by its ``update``, without ``staleness``.
+      MissingArgumentError: raised by its ``update`` without ``staleness``.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -66,22 +67,18 @@ def ordered_momentum(
 
     References:
       Chang-Wei Shi, Yi-Rui Yang, Wu-Jun Li, *Ordered Momentum for Asynchronous SGD*,
-      2024. The equations are derived here from its idea (gradients ordered by the
-      iteration at which they were begun), and its property is tested.
+      2024. The equations are derived here from the idea of the paper (gradients ordered
+      by the iteration at which they were begun), and the property is tested.
       Chang-Wei Shi, Shi-Shang Wang, Wu-Jun Li, *Ordered Local Momentum for Asynchronous
       Distributed Learning under Arbitrary Delays*, 2026 (OrLoMo): workers make local
-      steps with momentum, as an inner ``optax.sgd(rate, momentum)`` does. What exactly
-      its workers send was not read: here it is the displacement.
+      steps with momentum, as an inner ``optax.sgd(rate, momentum)`` does. The exact
+      messages of its workers were not read: here they are displacements.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
-    if not check.is_traced(momentum) and momentum == 1:
-        raise errors.InvalidArgumentError(
-            "momentum must be below 1, or messages never fade, got 1"
-        )
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     messages = check.positive_int(messages, "messages")
 
-    # Of the momentum as it is given: near 1, float32 has few digits of what is missing.
+    # From the Python float, because float32 has few digits of 1 - momentum near 1.
     log_momentum: Any
     if check.is_traced(momentum):
         log_momentum = jnp.log(momentum)
@@ -112,7 +109,7 @@ def ordered_momentum(
         late = (round_of(now) - round_of(begun)).astype(float)
         exponent = jnp.where(late > 0, late * log_momentum, 0.0)
         faded = jnp.exp(exponent)  # β^late
-        # 1 + β + ... + β^late, and exactly 1 of a message that is not late.
+        # 1 + β + ... + β^late, and exactly 1 for a message that is not late.
         echoes = 1 - momentum * jnp.expm1(exponent) / (1 - momentum)
 
         def carry_on(u: jax.Array) -> jax.Array:

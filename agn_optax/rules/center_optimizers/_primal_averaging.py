@@ -1,4 +1,4 @@
-"""Nesterov's method as an average of iterates, for any optimizer."""
+"""The center optimizer `primal_averaging`: averages of an optimizer's iterates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PyTree = Any
 class PrimalAveragingState(NamedTuple):
     """State of `primal_averaging`."""
 
-    inner_state: PyTree  # the wrapped optimizer's
-    z: PyTree  # as the center: where the wrapped optimizer is
-    interpolation: jax.Array  # float scalar: the part of the average in the center
+    inner_state: PyTree  # state of the wrapped optimizer
+    z: PyTree  # like the center: the iterate of the wrapped optimizer
+    interpolation: jax.Array  # float scalar: weight of the average in the center
 
 
 def primal_averaging(
@@ -34,18 +34,18 @@ def primal_averaging(
         x &\leftarrow \mu_x x + (1 - \mu_x) z \\
         c &= \mu_y x + (1 - \mu_y) z
 
-    The optimizer moves :math:`z`, :math:`x` is a mean of the places where it was, and
-    workers begin at the center :math:`c`, between the two. `evaluated` returns
-    :math:`x`. With :math:`\mu_x = 0` it is the optimizer; with :math:`\mu_x = \mu_y`
-    and ``optax.sgd(rate)`` it is ``optax.sgd(rate * (1 - averaging), averaging,
-    nesterov=True)``, DiLoCo's. Schedule-free optimization has :math:`1 - 1 / t` for
-    :math:`\mu_x`: that is ``optax.contrib.schedule_free``, which is a center optimizer
-    as it is.
+    The optimizer moves :math:`z`, :math:`x` is an average of the past :math:`z`, and
+    workers start at the center :math:`c`, between the two. `evaluated` returns
+    :math:`x`. With :math:`\mu_x = 0` it is the wrapped optimizer. With
+    :math:`\mu_x = \mu_y` and ``optax.sgd(rate)`` it is DiLoCo's
+    ``optax.sgd(rate * (1 - averaging), averaging, nesterov=True)``. Schedule-free
+    optimization has :math:`\mu_x = 1 - 1 / t`: use ``optax.contrib.schedule_free``,
+    which is a center optimizer as it is.
 
     Args:
-      optimizer: what moves :math:`z`; it sees :math:`z` as the parameters.
-      averaging: :math:`\mu_x`, in [0, 1]. The source averages at every local step, with
-        0.9967 for what a center does every 32 steps with 0.9 (their 32nd power).
+      optimizer: the optimizer that moves :math:`z`; it gets :math:`z` as parameters.
+      averaging: :math:`\mu_x`, in [0, 1]. The paper averages at every local step: its
+        0.9967 corresponds to 0.9 (the 32nd power) for a center with a period of 32.
       interpolation: :math:`\mu_y`, in (0, 1].
 
     Returns:
@@ -54,7 +54,7 @@ def primal_averaging(
     Raises:
       InvalidArgumentError: an argument is out of range.
       InvalidTypeError: ``optimizer`` is not an optax optimizer.
-      MissingArgumentError: by its ``update``, without the parameters.
+      MissingArgumentError: raised by its ``update`` without parameters.
 
     Example:
       >>> import optax, agn_optax
@@ -64,7 +64,7 @@ def primal_averaging(
     References:
       Aaron Defazio, Konstantin Mishchenko, Parameswaran Raman, Hao-Jun Michael Shi, Lin
       Xiao, *Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs*, 2025.
-      There the optimizer is that of every step; here it is the center's.
+      In the paper the optimizer runs at every step; here it is the center's.
     """
     optimizer = check.optimizer(optimizer, "optimizer")
     check.rate(averaging, "averaging", low=0.0, high=1.0)
@@ -89,7 +89,7 @@ def primal_averaging(
         )
         z = optax.apply_updates(state.z, moved)
 
-        # With μ_y x = c - (1 - μ_y) z put into the equations, x need not be known:
+        # With μ_y x = c - (1 - μ_y) z, the equations do not need x:
         # c' - c = (1 - μ_x μ_y) (z' - c) - μ_x (1 - μ_y) (z - c)
         def move(c: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
             ahead = (1 - averaging * interpolation) * (new - c)

@@ -1,4 +1,4 @@
-"""Momentum that begins anew from time to time."""
+"""The center optimizer `restart_momentum`: periodic resets of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _SCHEDULE = optax.ScaleByScheduleState
 class RestartState(NamedTuple):
     """State of `restart_momentum`."""
 
-    inner_state: PyTree  # the wrapped optimizer's
-    held: jax.Array  # int32 scalar: updates since it began
+    inner_state: PyTree  # state of the wrapped optimizer
+    held: jax.Array  # int32 scalar: number of updates since the last restart
 
 
 def restart_momentum(
     optimizer: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    r"""A center optimizer whose momentum begins anew after so many updates.
+    r"""Reset the state of a center optimizer after every n updates.
 
     .. math:: \text{before update } t \text{, if } t > 0 \text{ and } t \bmod n = 0:
         \quad s \leftarrow \text{init}(c)
 
-    Momentum of a center remembers displacements of many rounds. In directions of large
-    curvature it overshoots and swings; to forget it now and then damps that, and keeps
-    the speed in between. All of the optimizer's state begins anew, Adam's moments with
-    the count of their bias correction; schedules go on, and so do hyperparameters of
-    ``optax.inject_hyperparams``.
+    A center's momentum contains displacements of many rounds. In directions of large
+    curvature it overshoots and oscillates. Restarts damp the oscillation and keep the
+    speed in between. The whole state of the optimizer is reset, such as Adam's moments
+    together with the count of their bias correction. Schedules continue, and so do
+    hyperparameters of ``optax.inject_hyperparams``.
 
     Args:
       optimizer: the center optimizer.
       every: n, updates between two restarts: exchanges in an optimizer state, messages
-        (or rounds) of a center outside the program.
+        (or rounds) in a center outside the program.
 
     Returns:
       A center optimizer with `RestartState`, which needs the parameters.
@@ -47,7 +47,7 @@ def restart_momentum(
     Raises:
       InvalidArgumentError: ``every`` is not a positive whole number.
       InvalidTypeError: ``optimizer`` is not an optax optimizer.
-      MissingArgumentError: by its ``update``, without the parameters.
+      MissingArgumentError: raised by its ``update`` without parameters.
 
     Example:
       >>> import optax, agn_optax
@@ -59,7 +59,7 @@ def restart_momentum(
       Brendan O'Donoghue, Emmanuel Candès, *Adaptive Restart for Accelerated Gradient
       Schemes*, 2015, for restarts at fixed intervals.
       *Outer-Momentum Restarting in High-Dimensional Two-Phase Optimization*, 2026
-      (arXiv 2605.28585), for centers; of it the abstract was read.
+      (arXiv 2605.28585), for centers. Only the abstract was read.
     """
     optimizer = check.optimizer(optimizer, "optimizer")
     every = check.positive_int(every, "every")
@@ -86,7 +86,10 @@ def restart_momentum(
 
 
 def _renewed(begins: jax.Array, state: PyTree, fresh: PyTree) -> PyTree:
-    """``fresh`` if it begins, except for what schedules and users have set."""
+    """Return ``fresh`` at a restart, else ``state``.
+
+    Counts of schedules and injected hyperparameters are kept in either case.
+    """
 
     def goes_on(node: Any) -> bool:
         return isinstance(node, _INJECTED | _SCHEDULE)

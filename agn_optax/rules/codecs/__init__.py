@@ -1,11 +1,12 @@
-"""Codecs: in which form a contribution leaves its worker, and how it is read.
+"""Codecs: how workers encode their contributions, and how the center decodes them.
 
-A codec is as functional as an optax transformation. Where a rule has one, a worker
-encodes its contribution once for each exchange, and the center decodes what it gets;
-`agn_optax.round` has the order.
+A codec is functional, like an optax transformation. If a rule has a codec, a worker
+encodes its contribution once for each exchange, and the center decodes it;
+`agn_optax.round` has the order of these steps.
 
-`_codec` is the record; `_quantize`, `_sparse` and `_low_rank` lose something, and
-`_error_feedback` keeps what they lose; `_chain` puts one behind the other.
+`_codec` has the record `Codec` and the simple codecs. `_quantize`, `_sparse` and
+`_low_rank` are lossy; `_error_feedback` keeps their losses for the next contribution,
+and `_chain` composes codecs.
 """
 
 from agn_optax.rules.codecs._chain import chain_codecs
@@ -16,6 +17,7 @@ from agn_optax.rules.codecs._codec import (
     identity,
     two_way,
 )
+from agn_optax.rules.codecs._codec import cast_dtype as cast_dtype
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._low_rank import LowRankState, low_rank

@@ -1,4 +1,4 @@
-"""One codec behind the other."""
+"""Compositions of codecs."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.rules.codecs._codec import Codec, check_codec
 
 PyTree = Any
 
 
 def chain_codecs(*codecs: Codec) -> Codec:
-    r"""The floating arrays that one codec sends are encoded by the next.
+    r"""Chain codecs: each one encodes the floating arrays that the one before sends.
 
     .. math:: m = \text{encode}_2(\text{encode}_1(k)); \qquad
         \hat k = \text{decode}_1(\text{decode}_2(m))
 
-    Whole numbers, such as the indices of `top_k` or packed codes, pass untouched. So
-    ``chain_codecs(top_k(64), quantize(2))`` sends 2 bits for each value that travels,
-    and ``error_feedback`` around the chain keeps what both lose.
+    Integer arrays, such as the indices of `top_k` or packed codes, are not encoded
+    again. For example, ``chain_codecs(top_k(64), quantize(2))`` sends 2 bits for each
+    value of the top-k elements, and ``error_feedback`` around the chain keeps the
+    losses of both codecs.
 
     Args:
-      *codecs: one or more, the one that sees the contribution first.
+      *codecs: one or more codecs; the first one encodes the contribution.
 
     Returns:
-      A codec whose state is a tuple of theirs.
+      A codec whose state contains the states of all codecs.
 
     Raises:
-      InvalidTypeError: one is not a codec.
-      InvalidArgumentError: there is none, or `error_feedback` is among them: it belongs
-        around the chain, where it sees what all of them lose.
+      InvalidTypeError: an argument is not a codec.
+      InvalidArgumentError: there are no arguments, or one is an `error_feedback`, which
+        belongs around the chain to keep the losses of all its codecs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -48,10 +50,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
-            raise errors.InvalidArgumentError(
-                f"{codec} keeps what it loses, but not what the others of a chain do: "
-                "put error_feedback around chain_codecs"
-            )
+            combinations.refuse("error_feedback", "a chain around it", f"{codec}")
     first, *others = codecs
     made = first
     for other in others:
@@ -73,7 +72,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
 
 def _pair(first: Codec, second: Codec) -> Codec:
     def abstract(like: PyTree) -> tuple[PyTree, list[Any]]:
-        """What the first sends, and its floating arrays."""
+        """Return the abstract output of the first codec, and its floating arrays."""
         sent, _ = jax.eval_shape(lambda x: first.encode(x, first.init(x)), like)
         return sent, [leaf for leaf in jax.tree.leaves(sent) if _is_floating(leaf)]
 

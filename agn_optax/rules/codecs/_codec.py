@@ -1,4 +1,4 @@
-"""The record, and the codecs that need no arithmetic of their own."""
+"""The record `Codec`, and the codecs that need no arithmetic of their own."""
 
 from __future__ import annotations
 
@@ -12,50 +12,52 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    r"""How contributions are encoded: three pure functions.
+    r"""Three pure functions that encode and decode contributions.
 
     .. math:: (m, e) \leftarrow \text{encode}(k, e); \qquad
         \hat k = \text{decode}(m)
 
-    where :math:`k` is the contribution, :math:`m` what is sent, :math:`e` the codec's
-    state, which stays with the worker from one exchange to the next, and
-    :math:`\hat k` what the center takes for the contribution.
+    where :math:`k` is the contribution, :math:`m` the encoded contribution that is
+    sent, :math:`e` the codec's state, which the worker keeps from one exchange to the
+    next, and :math:`\hat k` the decoded contribution that the center uses.
 
     Attributes:
       init: ``params -> state``. Like an optax ``init`` it touches leaves only inside
         ``jax.tree.map``.
       encode: ``(contribution, state) -> (encoded, state)``. ``encoded`` is the tree of
-        the contribution with a tree of arrays, of any dtypes and shapes, in place of
-        each leaf. The shapes, and the dtypes that are not floating, follow from the
-        shapes of the contribution.
+        the contribution, in which a tree of arrays of any dtypes and shapes replaces
+        each leaf. The shapes, and the dtypes that are not floating, must depend only on
+        the shapes of the contribution.
       decode: ``(encoded, like) -> contribution``, in the structure and shapes of
-        ``like``, which is the center or a piece of it.
-      name: what it is, with its settings, as workers and center compare it.
-      answers: how the center travels back to a worker that adopts it at an exchange;
-        `two_way` sets it. A floating dtype: it is rounded to that. A codec: workers
-        adopt a public center, which follows the exact one by encoded differences. None
-        leaves it exact.
-      returned: ``(encoded, state) -> state``, of a message that the center has dropped
-        or refused: what it had goes into a later one. None where it is lost.
-      of_differences: whether it may leave out most of what it is given, which is right
-        for gradients and displacements alone: of parameters a worker would seem to have
-        zeros. Rules that send parameters refuse it.
-      is_exact: whether all programs that decode a message get the same bits.
+        ``like``, which is the center or a part of it.
+      name: name and settings of the codec, which workers and center compare.
+      answers: downlink compression, the form in which the center is sent to a worker
+        that adopts it at an exchange; set by `two_way`. With a floating dtype, the
+        center is rounded to it. With a codec, workers adopt a public center, to which
+        the center's changes are sent as encoded differences. With None, the center is
+        sent exactly.
+      returned: ``(encoded, state) -> state``, called for a message that the center
+        dropped or rejected: it puts the content of the message back into the state, for
+        a later message. None if the content is lost.
+      of_differences: whether the codec may leave out most elements. That is valid for
+        gradients and displacements only: parameters that are left out would look like
+        zeros. Rules that send parameters reject such a codec.
+      is_exact: whether all programs decode a message to the same bits.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
-      InvalidArgumentError: ``answers`` is not a floating dtype, or a codec whose public
-        centers would not be the same everywhere, or would count what it loses twice.
+      InvalidArgumentError: ``answers`` is not a floating dtype, or it is a codec with
+        which public centers would differ between workers, or would count losses twice.
 
     Example:
-      A codec that sends signs, and the mean size of a leaf's elements:
+      A codec that sends the signs of a leaf's elements and their mean absolute value:
 
       >>> import jax, jax.numpy as jnp, optax, agn_optax
       >>> def encode(tree, state):
@@ -82,6 +84,9 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    # Only the author of a codec knows these two: they are about the numbers that its
+    # functions compute. All other properties are derived: `is_identity` from the
+    # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
     is_exact: bool = True
 
@@ -98,49 +103,33 @@ class Codec:
 
     @property
     def is_identity(self) -> bool:
-        """Whether contributions travel as they are."""
+        """True if contributions are sent unchanged."""
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
 
     @property
-    def is_cast(self) -> bool:
-        """Whether contributions travel in another dtype, and else as they are.
-
-        Only what is sent by such a codec, or as it is, may be added up on its way.
-        """
-        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
-
-    @property
     def answer_dtype(self) -> Any:
-        """To which the center is rounded as it is adopted; None if to none."""
+        """The dtype to which an adopted center is rounded; None without rounding."""
         return None if isinstance(self.answers, Codec) else self.answers
 
     @property
     def answer_codec(self) -> Codec | None:
-        """Of the differences between public centers; None if there are none."""
+        """The codec of differences between public centers; None without differences."""
         return self.answers if isinstance(self.answers, Codec) else None
 
 
 def _check_answers(codec: Codec, argument: str) -> None:
-    """Differences between public centers can travel by ``codec``."""
-    why = ""
+    """Raise unless ``codec`` can encode differences between public centers."""
+    got = f"{codec} for {argument}"
     if codec.returned is not None:
-        why = (
-            "a difference is taken from the exact center every time, and so has all "
-            "that was lost before: give the codec without error_feedback"
-        )
-    elif not codec.is_exact:
-        why = (
-            "programs decode it alike only to the last place, and the public center "
-            "must be the same bits at every worker: take another codec"
-        )
-    elif codec.answer_codec is not None:
-        why = "nothing comes back for an answer: give a codec that has no answers"
-    if why:
-        raise errors.InvalidArgumentError(f"{argument} cannot be {codec}: {why}")
+        combinations.refuse("error_feedback", "answers of a codec", got)
+    if not codec.is_exact:
+        combinations.refuse("a codec that is not exact", "answers of a codec", got)
+    if codec.answer_codec is not None:
+        combinations.refuse("a codec with answers", "answers of a codec", got)
 
 
 def check_codec(value: Any, argument: str) -> None:
-    """``value`` is a codec."""
+    """Raise unless ``value`` is a codec."""
     such_as = "one of agn_optax.codecs, such as codecs.cast('bfloat16')"
     check.instance(value, Codec, f"{argument} must be {such_as}")
 
@@ -154,12 +143,12 @@ _IDENTITY = Codec(
 
 
 def identity() -> Codec:
-    r"""Contributions travel as they are: what a rule does that is not told otherwise.
+    r"""Return the codec that sends contributions unchanged, the default of rules.
 
     .. math:: m = k; \qquad \hat k = m
 
     Returns:
-      The codec, always the same one.
+      The codec, the same object at every call.
 
     Example:
       >>> from agn_optax import codecs, rules
@@ -170,18 +159,19 @@ def identity() -> Codec:
 
 
 def cast(dtype: Any) -> Codec:
-    r"""Contributions, and the centers that workers adopt, travel in another dtype.
+    r"""Cast contributions, and the centers that workers adopt, to another dtype.
 
     .. math:: m = \text{round}(k); \qquad \hat k = m; \qquad
         x \leftarrow \text{adopt}(x, \text{round}(c))
 
-    The center itself keeps its own dtype: what it loses in rounding is what it is told,
-    and never what it is.
+    The center itself keeps its own dtype: messages and adopted centers are rounded, but
+    the center never is.
 
     Args:
-      dtype: floating; bfloat16 halves what float32 sends, and keeps its range. What is
-        beyond that of float16 becomes infinite: a center outside the program refuses
-        it, and within one nobody does.
+      dtype: floating dtype. bfloat16 sends half as many bytes as float32 and has the
+        same range. Numbers beyond the range of float16 become infinite: a center
+        outside the program rejects such a message, but in an optimizer state nothing
+        does.
 
     Returns:
       A codec without state.
@@ -209,10 +199,10 @@ def cast(dtype: Any) -> Codec:
 
 @functools.cache
 def _cast(dtype: Any) -> Codec:
-    """Always the same one for a dtype."""
+    """Return the codec for a dtype, the same object at every call."""
 
     def encode(leaf: Any) -> jax.Array:
-        # Rounded first: XLA may leave out a cast there and back.
+        # Rounded first, because XLA may remove a cast to the dtype and back.
         return trees.rounded(jnp.asarray(leaf), dtype).astype(dtype)
 
     return of_leaves(
@@ -223,52 +213,64 @@ def _cast(dtype: Any) -> Codec:
     )
 
 
+def cast_dtype(codec: Codec) -> Any:
+    """Return the dtype of a `cast`; None for any other codec.
+
+    An all-reduce may only sum what is sent by a cast, or as it is.
+    """
+    dtype = codec.answer_dtype
+    return dtype if dtype is not None and codec == _cast(dtype) else None
+
+
 def two_way(codec: Codec, answers: Codec | Any) -> Codec:
-    r"""Contributions travel by one codec, and the center back by another.
+    r"""Combine a codec for contributions (uplink) with one for the center (downlink).
 
     .. math:: d = \text{encode}(c_v - p_{v-1}); \qquad
         p_v = p_{v-1} + \text{decode}(d); \qquad x \leftarrow \text{adopt}(x, p_v)
 
     where :math:`c_v` is the center after its :math:`v`-th update and :math:`p_v` the
-    *public* center, which all workers have alike, bit for bit; :math:`p_0 = c_0`. What
-    a difference loses is in the next one, for each is taken from the exact center, so
-    this is error feedback by itself. The exact center is what is saved and evaluated.
+    *public* center, whose bits are equal at all workers; :math:`p_0 = c_0`. The loss of
+    one difference is part of the next difference, because each difference is taken from
+    the exact center, so no other error feedback is needed. The exact center is saved
+    and evaluated.
 
-    A worker gets the differences since the public center that it has, or the whole
-    public center where that is less. In a round of all workers that is one difference;
-    a worker of n that exchange in turns has missed n.
+    A worker gets all differences since its last public center, or the whole public
+    center if that is smaller. In a round of all workers, that is one difference; if n
+    workers exchange in turns, each gets n differences.
 
     Args:
-      codec: of the contributions.
-      answers: of the differences: a codec that is not `error_feedback`, such as
-        `quantize`. Or a floating dtype, to which the center is rounded as it is
-        adopted; None for the exact center.
+      codec: codec of the contributions.
+      answers: codec of the differences, such as `quantize`; it must not be an
+        `error_feedback`. Or a floating dtype, to which the adopted center is rounded;
+        or None for the exact center.
 
     Returns:
-      ``codec`` with other answers. By differences, the center keeps the public center
-      besides the exact one, and the last differences, which take less than one more. A
-      worker keeps the public center that it adopted last, as rules that read the anchor
-      do anyway.
+      ``codec`` with these answers. If the answers are differences, the center keeps the
+      public center beside the exact one, and the last differences, which take less
+      memory than another center. A worker keeps the public center that it adopted last,
+      as it does anyway for rules that read the anchor.
 
     Raises:
-      InvalidTypeError: ``codec`` is not a codec, or ``answers`` none and no dtype.
+      InvalidTypeError: ``codec`` is not a codec, or ``answers`` is neither a codec nor
+        a dtype.
       InvalidArgumentError: ``answers`` is a dtype that is not floating, or a codec that
         does not decode to the same bits everywhere or has an `error_feedback`.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
       >>> from agn_optax import codecs
+      >>> from agn_optax.center import Submission
       >>> rule = agn_optax.rules.downpour(
       ...     codec=codecs.two_way(codecs.identity(), answers=codecs.quantize(2))
       ... )
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
       >>> session = center.join("worker-0")
-      >>> answer = session.exchange(1, jnp.array([-1.0, -0.375]), anchor_version=0)
+      >>> answer = session.exchange(Submission(1, jnp.array([-1.0, -0.375]), 0))
       >>> print(answer.params, center.pull().params, center.pull(public=True).params)
       [1. 0.] [1.    0.375] [1. 0.]
-      >>> print(session.exchange(2, jnp.zeros(2), anchor_version=1).params)
+      >>> print(session.exchange(Submission(2, jnp.zeros(2), 1)).params)
       [1.  0.5]
-      >>> print(session.exchange(3, jnp.zeros(2), anchor_version=2).params)
+      >>> print(session.exchange(Submission(3, jnp.zeros(2), 2)).params)
       [1.    0.375]
 
     References:
@@ -290,7 +292,7 @@ def of_leaves(
     decode: Callable[[PyTree, Any], jax.Array],
     **fields: Any,
 ) -> Codec:
-    """A codec without state that treats every leaf alike, and for itself."""
+    """Return a codec without state that encodes each leaf separately."""
     return Codec(
         optax.init_empty_state,
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
@@ -303,19 +305,19 @@ def of_leaves(
 class StochasticState(NamedTuple):
     """State of a codec that draws random numbers."""
 
-    encoded: jax.Array  # int32 scalar: how many contributions
+    encoded: jax.Array  # int32 scalar: number of encoded contributions
 
 
 def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
-    """A codec that treats every leaf for itself, each with a random key of its own."""
+    """Return a codec that encodes each leaf separately, with its own random key."""
 
     def encode_all(
         contribution: PyTree, state: StochasticState
     ) -> tuple[PyTree, StochasticState]:
         leaves, treedef = jax.tree.flatten(contribution)
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
-        # Workers draw other numbers, for they have other contributions. By the number
-        # of a worker they would not be the same in every placement: docs/notes.md.
+        # The key depends on the contribution, so that each worker draws different
+        # numbers. A key by worker would differ between placements: docs/notes.md.
         encoded = [
             encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
             for i, leaf in enumerate(leaves)
@@ -333,13 +335,13 @@ def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Code
 
 
 def _digest(leaf: Any) -> jax.Array:
-    """A number that depends on the bits of all elements, in whatever order."""
+    """Return a number that depends on the bits of all elements, not on their order."""
     bits = jax.lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.uint32)
     return bits.sum(dtype=jnp.uint32)
 
 
 def _leafwise(decode: Callable[[PyTree, Any], jax.Array]) -> Callable[..., PyTree]:
-    """Decodes a whole message, leaf by leaf."""
+    """Return a function that decodes a message, from one that decodes a leaf."""
     return lambda encoded, like: jax.tree.map(
         lambda leaf, sent: decode(sent, leaf), like, encoded
     )

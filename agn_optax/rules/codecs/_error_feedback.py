@@ -1,4 +1,4 @@
-"""What a codec loses is kept, and sent later."""
+"""Error feedback: the losses of a codec are kept and sent later."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ PyTree = Any
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`."""
 
-    residual: PyTree  # as the parameters, float32 or wider: what has not been sent yet
-    codec_state: PyTree  # of the codec inside
+    residual: PyTree  # shapes of the parameters, float32 or wider: not yet sent
+    codec_state: PyTree  # state of the wrapped codec
 
 
 def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
-    r"""What a codec loses is kept, and goes into the next contribution.
+    r"""Keep the losses of a codec in a residual, and add it to the next contribution.
 
     .. math:: m = \text{encode}(k + \beta e); \qquad
         e \leftarrow k + \beta e - \text{decode}(m)
 
-    So nothing is lost for good where :math:`\beta = 1`: what has been sent and the
-    residual :math:`e` are together all that was contributed. The residual is of the
-    message in float32 or wider. A center of fewer bits rounds what it decodes to its
-    own dtype, by half a last place at most (:math:`2^{-8}` of an element in bfloat16,
-    :math:`2^{-11}` in float16), and that is lost, as is what it rounds when it adds
-    the message; ``quantize`` with other levels than a codebook sends numbers that
-    bfloat16 has. What is not finite never enters the residual, and a message that the
-    center has dropped or refused whole goes into it again.
+    With :math:`\beta = 1` nothing is lost for good: the sum of all sent messages and
+    the residual :math:`e` equals the sum of all contributions. The residual is computed
+    from the message in float32 or wider. A center of a narrower dtype rounds each
+    decoded element to its dtype, by at most half a unit in the last place
+    (:math:`2^{-8}` of an element in bfloat16, :math:`2^{-11}` in float16). This
+    rounding is lost, and so is the rounding when the center adds the message. The
+    numbers that ``quantize`` sends are exact in bfloat16, except with the format
+    ``"codebook"``. Elements that are not finite never enter the residual. A message
+    that the center dropped or rejected as a whole is added to the residual again.
 
-    A worker that is lost takes its residual with it.
+    The residual of a lost worker is lost too.
 
     Args:
-      codec: loses something, such as `quantize`.
-      decay: :math:`\beta`, in (0, 1]; what was owed for long counts for less.
+      codec: a lossy codec, such as `quantize`.
+      decay: :math:`\beta`, in (0, 1]; below 1, older losses count less.
 
     Returns:
-      A codec with `ErrorFeedbackState`, which takes float32 or more for each parameter.
+      A codec with `ErrorFeedbackState`, which keeps a float32 or wider number for each
+      parameter.
 
     Raises:
-      InvalidTypeError: ``codec`` is not a codec, or ``decay`` no number.
+      InvalidTypeError: ``codec`` is not a codec, or ``decay`` is not a number.
       InvalidArgumentError: ``decay`` is out of range.
 
     Example:
@@ -110,5 +112,5 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
 
 
 def _where_finite(new: jax.Array, old: jax.Array) -> jax.Array:
-    """What is not finite stays as it was: its message will be refused."""
+    """Return ``new`` where it is finite, else ``old``: its message will be rejected."""
     return jnp.where(jnp.isfinite(new), new, old)

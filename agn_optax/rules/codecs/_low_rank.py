@@ -1,4 +1,4 @@
-"""A matrix as the product of two thin ones."""
+"""The codec `low_rank`: matrices as products of two thin matrices."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ PyTree = Any
 class LowRankState(NamedTuple):
     """State of `low_rank`."""
 
-    # As the parameters: [n, rank] of the last message, or [0] of what travels whole.
-    right: PyTree
+    right: PyTree  # per leaf, [n, rank] of the last message; [0] if it is sent whole
 
 
 def low_rank(rank: int = 4) -> Codec:
-    r"""Matrices travel as products of two thin ones, one power iteration at a time.
+    r"""Send matrices as products of two thin matrices, by one power iteration each.
 
     .. math::
         P = \text{orthonormal}(K Q); \qquad Q \leftarrow K^\top P; \qquad
         m = (P, Q); \qquad \hat K = P Q^\top
 
-    for each leaf :math:`K` of two dimensions or more, all but the last of which are
-    taken for one. :math:`Q` stays with the worker and begins the next iteration, so
-    that over several messages :math:`P` finds the largest singular vectors. Leaves of
-    fewer dimensions, or of so few elements that two factors would have as many, travel
-    whole. What the factors leave out is lost: wrap it in `error_feedback`.
+    for each leaf :math:`K` of two dimensions or more; all dimensions but the last are
+    merged into one. The worker keeps :math:`Q` and starts the next iteration with it,
+    so that over several messages :math:`P` converges to the largest singular vectors.
+    Leaves of fewer dimensions, and leaves so small that the factors would have as many
+    elements, are sent whole. The rest of a matrix is lost: wrap the codec in
+    `error_feedback`.
 
-    Programs multiply matrices in their own order, so a message is decoded alike to the
-    last place but not bit for bit.
+    Programs may multiply matrices in different orders, so two programs decode a message
+    to numbers that may differ in the last place.
 
     Args:
       rank: columns of the factors, a positive int.
 
     Returns:
-      A codec with `LowRankState`, which sends for each leaf ``left`` [m, rank] and
-      ``right`` [n, rank] (float32, or wider), or the leaf itself as ``whole``.
+      A codec with `LowRankState`. For each leaf it sends ``left`` [m, rank] and
+      ``right`` [n, rank] (float32 or wider), or the leaf itself as ``whole``.
 
     Raises:
       InvalidArgumentError: ``rank`` is not a positive int.
@@ -109,7 +109,7 @@ def low_rank(rank: int = 4) -> Codec:
 
 
 def _factors(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-    """Rows and columns of a leaf as a matrix; None if it travels whole."""
+    """Return the rows and columns of a leaf as a matrix; None if it is sent whole."""
     if len(shape) < 2:
         return None
     rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -117,7 +117,7 @@ def _factors(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
 
 
 def _kept(new: Any, old: jax.Array) -> jax.Array:
-    """What the next iteration begins with: nothing that is not finite, nor zero."""
+    """Return the start of the next iteration: ``new`` if it is finite and not 0."""
     if new is None:
         return old
     is_good = jnp.isfinite(new).all() & (jnp.abs(new).max() > 0)

@@ -1,4 +1,4 @@
-"""Elements in rows, small numbers in bytes, and powers of two."""
+"""Arithmetic of codecs: blocks of elements, codes in bytes, and short numbers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TINY = 2.0**-126  # smallest float32 that every device takes for a number
+TINY = 2.0**-126  # the smallest normal float32; devices may flush smaller ones to 0
 
 
 def rows(x: jax.Array, length: int) -> jax.Array:
-    """All elements in rows of a length, the last filled up with zeros."""
+    """Return all elements in rows of ``length``, the last row padded with zeros."""
     count = -(-x.size // length)
     flat = jnp.pad(x.reshape(-1), (0, count * length - x.size))
     return flat.reshape(count, length)
 
 
 def blocks_of(leaf: jax.Array, block: int) -> jax.Array:
-    """The elements of a leaf in blocks, one at least in each."""
+    """Return the elements of a leaf as rows of blocks of at least one element."""
     return rows(leaf, min(block, max(leaf.size, 1)))
 
 
 @functools.lru_cache(maxsize=1024)
 def block_length(size: int, block: int) -> int:
-    """Elements of each block of a leaf of that size, of at most ``block``.
+    """Return the length of the blocks of a leaf, at most ``block``.
 
-    No less than half of that, if it divides the size, or ``block``.
+    It is the largest length of more than half of ``block`` that divides the size of the
+    leaf, or ``block`` if there is none.
     """
     if size <= block:
         return max(size, 1)
@@ -36,10 +37,10 @@ def block_length(size: int, block: int) -> int:
 
 
 def whole_blocks(x: jax.Array, block: int) -> list[jax.Array]:
-    """All elements in blocks as rows, and a last one that is shorter, if there is one.
+    """Return all elements in rows of blocks, and a shorter last block if there is one.
 
-    Most leaves divide into equal ones. Their rows are the leaf itself, where others are
-    cut off or filled up first: a pass over the memory, and as much of it besides.
+    Most leaves divide into equal blocks, and their rows are a reshaped leaf. Slicing or
+    padding the others takes a pass over the memory, and as much memory again.
     """
     flat = x.reshape(-1)
     length = block_length(flat.size, block)
@@ -50,20 +51,20 @@ def whole_blocks(x: jax.Array, block: int) -> list[jax.Array]:
 
 
 def peaks_of(blocks: jax.Array) -> jax.Array:
-    """The largest absolute value of each row, or one that is not finite.
+    """Return the largest absolute value of each row; not finite if the row is not.
 
-    On CPUs a maximum of a long row of floats may pass over a NaN. A sum does not.
+    On CPUs, the maximum of a long row of floats may ignore a NaN. A sum does not.
     """
     high = jnp.maximum(jnp.max(blocks, axis=1), -jnp.min(blocks, axis=1))
     return jnp.where(jnp.isnan(jnp.sum(blocks, axis=1)), jnp.nan, high)
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Whole numbers below ``2**bits``, in bytes (uint8) along the last axis.
+    """Pack whole numbers below ``2**bits`` into bytes (uint8) along the last axis.
 
-    The first of them have the lowest bits of all bytes, the next ones those above, and
-    so on: each byte is made of numbers that are far apart, and so is a whole register
-    of bytes of whole registers of numbers.
+    The first numbers take the lowest bits of all bytes, the next numbers the bits
+    above, and so on. A byte is thus made of numbers that are far apart, so that a SIMD
+    register of bytes is made of whole registers of numbers.
     """
     if 8 % bits == 0:
         each = 8 // bits
@@ -82,9 +83,9 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked(data: jax.Array, bits: int, count: int) -> jax.Array:
-    """So many whole numbers, along the last axis, that `packed` took.
+    """Unpack ``count`` whole numbers along the last axis, the inverse of `packed`.
 
-    In uint8, or int32 of odd bits.
+    They are uint8, or int32 if ``bits`` does not divide 8.
     """
     outer = data.shape[:-1]
     if 8 % bits == 0:
@@ -97,14 +98,14 @@ def unpacked(data: jax.Array, bits: int, count: int) -> jax.Array:
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """The smallest power of two that is no less than ``x``."""
+    """Return the smallest power of two that is not less than ``x``."""
     return short(x, 0)
 
 
 def short(x: jax.Array, mantissa_bits: int) -> jax.Array:
-    """The smallest number of so many bits that is no less than ``x``, positive.
+    """Return the smallest number of few mantissa bits that is not less than ``x`` > 0.
 
-    Products of two short numbers are exact, so that all programs get the same ones.
+    Products of two such numbers are exact, so that all programs compute the same.
     """
     near = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa_bits)
     above = near * (1 + 2.0**-mantissa_bits)

@@ -1,4 +1,4 @@
-"""Few bits for each element, and a scale for each block of them."""
+"""The codec `quantize`: few bits for each element, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PyTree = Any
 Rounding = Literal["nearest", "stochastic"]
 Format = Literal["linear", "e3m0", "codebook"]
 
-_SHORT = 7  # bits of mantissas whose products are exact
+_SHORT = 7  # mantissa bits; products of two numbers with so few are exact in float32
 
 
 def quantize(
@@ -37,57 +37,60 @@ def quantize(
     *,
     block: int = 4096,
     rounding: Rounding = "nearest",
-    format: Format = "linear",  # noqa: A002 the word for it
+    format: Format = "linear",  # noqa: A002 the usual word
 ) -> Codec:
-    r"""Contributions travel as one of a few levels for each element, with block scales.
+    r"""Round each element to one of a few levels, with a scale for each block.
 
     .. math::
         s = \text{scale}(k); \qquad
         m = (s, \text{round}_L(k / s)); \qquad \hat k = s \, \text{round}_L(k / s)
 
-    for each block of a leaf, where :math:`\text{round}_L` takes the nearest level, or
-    one of the two nearest at random, such that the mean is the element itself. Levels
-    :math:`L` and scales are
+    for each block of a leaf, where :math:`\text{round}_L` rounds to the nearest level,
+    or randomly to one of the two nearest levels such that the mean is the element
+    itself. The formats have these levels :math:`L` and scales :math:`s`:
 
     ``"linear"``
-        whole numbers from :math:`-n` to :math:`n = 2^{\text{bits} - 1} - 1`; the power
-        of two that is no less than :math:`\max |k| / n`.
+        The levels are the whole numbers from :math:`-n` to
+        :math:`n = 2^{\text{bits} - 1} - 1`. The scale is the smallest power of two that
+        is not less than :math:`\max |k| / n`.
     ``"e3m0"``
-        a sign and three bits of exponent: 0 and :math:`\pm 2^0, ..., \pm 2^{-6}`;
-        :math:`\max |k|`. Of 4 bits only.
+        The levels have a sign and three bits of exponent: 0 and
+        :math:`\pm 2^0, ..., \pm 2^{-6}`. The scale is :math:`\max |k|`. For 4 bits
+        only.
     ``"codebook"``
-        the levels with the least mean square error for a normal distribution (Lloyd's
-        and Max's); the root mean square of :math:`k`. Elements beyond the last level
-        are cut off, so it wants `error_feedback`.
+        The levels are those of the least mean square error for a normal distribution
+        (Lloyd's and Max's). The scale is the root mean square of :math:`k`. Elements
+        beyond the last level are clipped, so use `error_feedback`.
 
-    Scales and levels have few bits, so that decoding is exact: all programs that decode
-    one message get the same numbers, and what an element lost is exactly the
-    difference. The same contribution and state always give the same bits: random
-    numbers follow from the bits of the contribution, the number of the message and the
-    leaf. So workers draw other ones, for what they contribute differs, and
-    contributions that differ in one last place are rounded by other numbers altogether.
+    Scales and levels have few bits, so that decoding is exact: all programs decode a
+    message to the same numbers, and the loss of an element is exactly the difference.
+    The same contribution and state always give the same bits: the random numbers are
+    determined by the bits of the contribution, the number of the message and the leaf.
+    Therefore workers, whose contributions differ, draw different random numbers, and if
+    one element of a leaf changes in its last place, all random numbers of the leaf
+    change.
 
-    To the nearest level, it forgets what it rounds away, so small elements of a block
-    may never be sent: wrap it in `error_feedback`.
+    Rounding to the nearest level loses the remainder, so small elements of a block may
+    never be sent: wrap the codec in `error_feedback`.
 
     Args:
-      bits: of an element: 8, 4 or 2.
+      bits: bits of an element: 8, 4 or 2.
       block: elements that share a scale, a positive int; blocks do not span leaves. In
-        a leaf that it does not divide they have the next smaller number that does, if
-        that is more than half of it.
-      rounding: ``"nearest"``, or ``"stochastic"``, which draws other random numbers
-        for every message.
+        a leaf whose size is not a multiple of ``block``, blocks have the largest length
+        below it that divides the size, if that is more than half of ``block``.
+      rounding: ``"nearest"``, or ``"stochastic"``, which draws new random numbers for
+        every message.
       format: ``"linear"``, ``"e3m0"`` or ``"codebook"``.
 
     Returns:
-      A codec, with `StochasticState` if it draws random numbers and without any if not,
-      which sends for each leaf its ``codes`` (uint8 [blocks, bytes], of ``8 // bits``
-      elements each) and their ``scales`` (float32 [blocks]), and the same of a last
-      block that is shorter as its ``rest``. A block that is not finite has a scale that
-      is not.
+      A codec, with `StochasticState` for stochastic rounding and without state
+      otherwise. For each leaf it sends ``codes`` (uint8 [blocks, bytes], ``8 // bits``
+      elements in each) and their ``scales`` (float32 [blocks]), and both again as
+      ``rest`` for a shorter last block. If a block is not finite, neither is its scale.
 
     Raises:
-      InvalidArgumentError: an argument is none of these, or ``block`` not positive.
+      InvalidArgumentError: an argument is not one of these, or ``block`` is not
+        positive.
 
     Example:
       >>> import jax.numpy as jnp
@@ -114,7 +117,7 @@ def quantize(
     if format == "e3m0" and bits != 4:
         raise errors.InvalidArgumentError(f"format 'e3m0' has 4 bits, got bits={bits}")
     levels = None if format == "linear" else _levels(format, bits)
-    largest = 2 ** (bits - 1) - 1  # whole number; code 0 stands for -largest
+    largest = 2 ** (bits - 1) - 1  # the largest level; code 0 stands for -largest
 
     def scales_of(blocks: jax.Array, peaks: jax.Array) -> jax.Array:
         if format == "linear":
@@ -125,7 +128,7 @@ def quantize(
         squares = jnp.mean(jnp.square(blocks / peaks[:, None]), axis=1)
         return jnp.maximum(short(peaks * jnp.sqrt(squares), _SHORT), TINY)
 
-    # What is sent of a block stays a row: XLA reads its scale once for the whole row.
+    # Each block stays a row, so that XLA reads its scale once for the whole row.
     def encode_blocks(blocks: jax.Array, key: Any) -> PyTree:
         peaks = peaks_of(blocks)  # [blocks]
         finite = jnp.isfinite(peaks)
@@ -133,7 +136,7 @@ def quantize(
         x = blocks * (1 / scales)[:, None]
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         if levels is None:
-            # Rounded, no |x| is more than the largest: its scale has seen to that.
+            # No rounded |x| exceeds the largest level: the scale ensures it.
             if noise is None:
                 near = jnp.round(x)
             else:
@@ -182,7 +185,13 @@ def quantize(
 
 
 def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
-    """The index of the nearest level, or of one of two if there is noise in [0, 1)."""
+    """Return the index of the nearest level, or of one of the two nearest at random.
+
+    Args:
+      x: elements, divided by their scales.
+      levels: the levels in ascending order.
+      noise: random numbers in [0, 1), which choose the level; None for the nearest.
+    """
     levels = levels.astype(x.dtype)  # exact: they have few bits
     if noise is None:
         return _count_below(x, (levels[1:] + levels[:-1]) / 2)
@@ -192,7 +201,7 @@ def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
 
 
 def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
-    """How many of some rising bounds are below each element."""
+    """Return for each element how many of the ascending ``bounds`` are below it."""
     if len(bounds) > 16:
         return jnp.searchsorted(jnp.asarray(bounds), x)
     return sum((x > bound).astype(jnp.int32) for bound in bounds)
@@ -200,13 +209,14 @@ def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
 
 @functools.cache
 def _levels(kind: Format, bits: int) -> np.ndarray:
-    """In rising order, float32 of few bits."""
+    """Return the levels of a format in ascending order, as float32 of few bits."""
     if kind == "e3m0":
         powers = 2.0 ** np.arange(-6, 1)
         return np.concatenate([-powers[::-1], [0.0], powers]).astype(np.float32)
     normal, count = statistics.NormalDist(), 2**bits
-    # The best density is that of a wider normal distribution; then each level becomes
-    # the mean of what is nearest to it, until nothing moves.
+    # Lloyd's iterations. The levels start with the asymptotically best density, that of
+    # a wider normal distribution. Each level then becomes the mean of the part of the
+    # distribution that is nearest to it, until the levels converge.
     wide = statistics.NormalDist(0.0, math.sqrt(3))
     levels = np.array([wide.inv_cdf((i + 0.5) / count) for i in range(count)])
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""A few elements of each block, or one bit of each."""
+"""Codecs that send a few elements of each block, or one bit of each element."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ PyTree = Any
 
 
 def top_k(k: int = 64, *, block: int = 4096) -> Codec:
-    r"""Of each block, the elements of the largest absolute values travel.
+    r"""Send the elements of the largest absolute values of each block.
 
     .. math:: I = \text{the } K \text{ largest of } |k|; \qquad m = (I, k_I); \qquad
         \hat k_i = k_i \text{ for } i \in I \text{, else } 0
 
-    What does not travel is lost, so wrap it in `error_feedback`; and
-    ``chain_codecs(top_k(64), quantize(2))`` sends the values in fewer bits.
+    All other elements are lost, so wrap the codec in `error_feedback`. Use
+    ``chain_codecs(top_k(64), quantize(2))`` to send the values in fewer bits.
 
     Args:
-      k: elements of each block that travel, a positive int.
+      k: number of elements to send of each block, a positive int.
       block: elements of a block, a positive int; blocks do not span leaves.
 
     Returns:
-      A codec without state, which sends for each leaf the ``indices`` within the blocks
+      A codec without state. For each leaf it sends the ``indices`` within the blocks
       (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
-      (in the leaf's dtype). A block that is not finite has values that are not.
+      (in the leaf's dtype). If a block is not finite, its values are NaN.
 
     Raises:
       InvalidArgumentError: an argument is not a positive int.
@@ -63,7 +63,7 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
         length = blocks.shape[1]
         _, indices = jax.lax.top_k(sizes, min(k, length))
         values = jnp.take_along_axis(blocks, indices, axis=1)
-        # Whatever `top_k` makes of one that is no number: the block is none.
+        # All values of a block with a NaN are NaN, whatever `top_k` does with it.
         finite = jnp.isfinite(peaks_of(blocks))[:, None]
         values = jnp.where(finite, values, jnp.nan)
         return {
@@ -87,20 +87,21 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
 
 
 def random_k(k: int = 64, *, block: int = 4096) -> Codec:
-    r"""Of each block, some elements travel that are drawn anew for every message.
+    r"""Send random elements of each block, with new positions for every message.
 
     .. math:: I = K \text{ positions of a block, at random}; \qquad m = (I, k_I); \qquad
         \hat k_i = k_i \text{ for } i \in I \text{, else } 0
 
-    All blocks of a leaf have the same positions, so these cost next to nothing, and
-    nothing has to be searched. Wrap it in `error_feedback`.
+    All blocks of a leaf share the same positions, so the positions take very few bytes,
+    and no elements are compared or sorted. All other elements are lost, so wrap the
+    codec in `error_feedback`.
 
     Args:
-      k: elements of each block that travel, a positive int.
+      k: number of elements to send of each block, a positive int.
       block: elements of a block, a positive int; blocks do not span leaves.
 
     Returns:
-      A codec with `StochasticState`, which sends for each leaf the ``positions``
+      A codec with `StochasticState`. For each leaf it sends the ``positions``
       (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
       (in the leaf's dtype).
 
@@ -147,20 +148,20 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
 
 
 def sign(*, block: int = 4096) -> Codec:
-    r"""One bit of each element travels, and the mean absolute value of each block.
+    r"""Send the sign of each element, and the mean absolute value of each block.
 
     .. math:: s = \text{mean} |k|; \qquad m = (s, k \ge 0); \qquad
         \hat k = \pm s
 
-    Without `error_feedback` it does not converge on some convex problems.
+    Without `error_feedback`, training does not converge on some convex problems.
 
     Args:
       block: elements that share a mean, a positive int; blocks do not span leaves.
 
     Returns:
-      A codec without state, which sends for each leaf its ``signs`` (uint8, of eight
-      elements each) and ``scales`` (float32, one for each block). A block that is not
-      finite has a scale that is not.
+      A codec without state. For each leaf it sends the ``signs`` (uint8, eight elements
+      in each) and the ``scales`` (float32, one for each block). If a block is not
+      finite, neither is its scale.
 
     Raises:
       InvalidArgumentError: ``block`` is not a positive int.
@@ -186,7 +187,7 @@ def sign(*, block: int = 4096) -> Codec:
         count, length = blocks.shape
         last = leaf.size - (count - 1) * length  # elements of the last block
         sizes = jnp.full(count, length, wide.dtype).at[-1:].set(max(last, 1))
-        # Divided by the largest first: sums of finite numbers stay finite.
+        # Divided by the largest first, so that sums of finite numbers stay finite.
         peaks = jnp.maximum(jnp.max(blocks, axis=1), TINY)
         means = (blocks / peaks[:, None]).sum(axis=1) / sizes
         return {
@@ -205,11 +206,11 @@ def sign(*, block: int = 4096) -> Codec:
 
 
 def _sizes(size: int, block: int, k: int) -> tuple[int, int, int]:
-    """Of a leaf: its blocks, the elements of each, and how many of these travel."""
+    """Return a leaf's number of blocks, their length, and the elements sent of each."""
     length = min(block, max(size, 1))
     return -(-size // length), length, min(k, length)
 
 
 def _bits(length: int) -> int:
-    """Of an index below a length."""
+    """Return the number of bits of an index below ``length``."""
     return max(1, (length - 1).bit_length())

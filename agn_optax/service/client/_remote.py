@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,26 +13,19 @@ import numpy as np
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import Submission
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire import _buffers, _fingerprint, _trees
+from agn_optax.service.wire import _buffers, _fingerprint, _submission, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, of_bytes
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-
-
-class Exchange(NamedTuple):
-    """A message that a worker sends, and resends until it is answered."""
-
-    message: pb.Message
-    schema: Schema
-    arrays: Sequence[np.ndarray]
 
 
 class Remote:
@@ -138,18 +131,18 @@ class Remote:
 
     # Messages and answers.
 
-    def as_message(self, contribution: PyTree, worker: str, **said: Any) -> Exchange:
-        """Return the message with a contribution.
+    def parcel(self, submission: Submission, worker: str) -> Parcel:
+        """Return the frame with a submission, of which copies are sent.
 
         Args:
-          contribution: the contribution.
+          submission: the submission, which was `Submission.checked`.
           worker: the worker's name, for error messages.
-          **said: further fields of the message.
 
         Raises:
           TreeMismatchError: the contribution does not match the center's tree.
           NotInitializedError: the center is not initialized.
         """
+        contribution = submission.contribution
         travelling = self.travels()
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
@@ -162,8 +155,12 @@ class Remote:
             (dtype,) = own.dtypes if is_narrow else ("",)
             self._known = {kind: dtype}
         schema = travelling.message.cast(dtype)
-        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **said)
-        return Exchange(message, schema, _trees.host_arrays(contribution, schema))
+        message = _submission.message_of(
+            submission, schema_hash=schema.hash, dtype=dtype
+        )
+        arrays = _trees.host_arrays(contribution, schema)
+        wanted = travelling.answer.size
+        return Parcel(pb.Frame(message=message), schema, arrays, wanted=wanted)
 
     def check_model(self, params: PyTree, worker: str) -> None:
         """Check that a worker's parameters match the center's, if it has any yet.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.service import _address
 from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, Reread
@@ -32,9 +33,9 @@ class Tls(NamedTuple):
     they change. `tls` makes such a record and checks it.
 
     Args:
-      ca: certificate authorities that the other end's certificate is checked against; a
-        center that has them asks its workers for certificates. A worker without them
-        uses those of its operating system.
+      ca: CA certificates to verify the other end with; workers of a center that has
+        them must have certificates. A worker without them uses those of its operating
+        system.
       certificate: this end's certificate, with any intermediate certificates. A center
         needs one.
       key: the certificate's private key.
@@ -220,9 +221,7 @@ def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
     if tls is not None and not isinstance(tls, Tls):
         raise errors.InvalidTypeError(f"tls must be a Tls, got {tls!r}")
     if tls is not None and credentials is not None:
-        raise errors.InvalidArgumentError(
-            "give tls= or credentials=, not both: gRPC's credentials are made of tls"
-        )
+        combinations.refuse("tls", "credentials", "both")
     if tls is not None or credentials is not None or insecure:
         return
     for address in addresses:

@@ -14,7 +14,7 @@ import weakref
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
@@ -160,9 +160,9 @@ def serve(
     Args:
       rule: a record of `agn_optax.rules`; workers must use the same rule.
       params: the first parameters; None leaves it to a chief to give them.
-      address: where to listen: ``"host:port"``, with port 0 for any free port, or
+      address: address to listen at: ``"host:port"``, with port 0 for any free port, or
         ``"unix:path"``.
-      direct_address: where to listen for exchanges without gRPC, which are faster:
+      direct_address: address to listen at for exchanges without gRPC, which are faster:
         ``"host:port"``; None for a free port of the same host. Workers connect to this
         port at the host by which they reach ``address``. It is encrypted as gRPC is.
         Processes of the same user on this machine also exchange in shared memory. False
@@ -170,9 +170,9 @@ def serve(
       page: ``"host:port"`` of a web page that shows the center's activity, with
         ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
         0 uses a free one, see ``server.page_address``. None for no page.
-      health_address: where to serve gRPC's health checks in plain text to anybody, for
-        clients that have neither TLS nor a token, such as the probes of Kubernetes:
-        ``"host:port"``; None for no such port. It serves nothing else.
+      health_address: additional address of gRPC's health check, in plain text and for
+        every caller, as the probes of Kubernetes need it: ``"host:port"``; None for no
+        such address. It serves nothing else.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
       barrier: number of workers that must have joined before any of them starts.
@@ -221,10 +221,7 @@ def serve(
     if parent is not None:
         check.instance(parent, Parent, f"parent {what}.Parent(...)")
         if durability is not None:
-            raise errors.InvalidArgumentError(
-                "a center with a parent cannot outlive its process: what it owes to "
-                "its parent would be lost. Give the parent a durability"
-            )
+            combinations.refuse("durability", "a center with a parent", f"{durability}")
     direct = direct_address is not False
     place = Place(
         address,

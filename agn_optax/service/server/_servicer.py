@@ -20,12 +20,13 @@ from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
 from agn_optax.center import (
-    MOST_REPORTED,
     Answer,
     Core,
+    KeptAnswer,
     LocalSession,
     Member,
     Packed,
+    Snapshot,
     Version,
     let_go,
 )
@@ -64,6 +65,7 @@ from agn_optax.service.wire._packets import (
     of_bytes,
 )
 from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._submission import snapshot_of, submission_of
 from agn_optax.service.wire._versions import installed
 
 PyTree = Any
@@ -353,9 +355,8 @@ class Servicer:
             barrier=self.core.ledger.barrier,
             offers=self._offers_to(caller),
             versions=installed(),
-            grace=self.core.ledger.round_grace,
+            grace=self.core.ledger.mode.round_grace,
             stop_grace=self.stop_grace,
-            takes_weights=True,
         )
         return pb.Described(
             description=said.SerializeToString(),
@@ -450,11 +451,9 @@ class Servicer:
             yield _WAITING
         try:
             with self.core.reading(kept=True) as version:
-                public = request.public
+                pulled, schema = Snapshot(None, version.number), self._travels.center
                 # The version is held until it is sent: the arrays are views of it.
-                yield self._parcel(
-                    version, self._travels.center, public=public, applied=True
-                )
+                yield self._parcel(version, pulled, schema, public=request.public)
         finally:
             self._pulls.give_back(caller.key)
 
@@ -812,35 +811,21 @@ class Servicer:
     ) -> Iterator[Parcel]:
         traffic = self._traffic_of(session.worker)
         with self._counting("_talking"), ExitStack() as busy:
-            answer = yield from self._settled(session, message, reader, busy, traffic)
-            norm = None if answer.norm is None else float(answer.norm)
-            traffic.norm = traffic.norm if norm is None else norm
-            self.tell(
-                "exchange",
-                session.worker,
-                session.incarnation,
-                answer.sequence,
-                message.steps,
-                answer.staleness,
-                answer.applied,
-                answer.refused,
-            )
-            with self.core.reading(answer.version) as version:
-                said = {
-                    "staleness": answer.staleness,
-                    "norm": norm,
-                    "applied": answer.applied,
-                    "refused": answer.refused,
-                    "sequence": answer.sequence,
-                    "pace": answer.pace,
-                }
-                parcel = self._followed(version, message, said) or self._parcel(
-                    version, self._travels.answer, public=True, **said
+            kept = yield from self._settled(session, message, reader, busy, traffic)
+            answer = kept.answer
+            if answer.norm is not None:
+                traffic.norm = float(answer.norm)
+                answer = answer._replace(norm=traffic.norm)
+            life = session.worker, session.incarnation
+            self.tell("exchange", *life, message.steps, answer)
+            with self.core.reading(kept.version) as version:
+                parcel = self._followed(version, answer, message) or self._parcel(
+                    version, answer, self._travels.answer, public=True
                 )
-                if answer.recorded:
+                if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
-                    parcel.until = functools.partial(session.wait_until_kept, answer)
+                    parcel.until = functools.partial(session.wait_until_kept, kept)
                 self._count(traffic, sent=parcel.nbytes)
                 yield parcel
 
@@ -851,7 +836,7 @@ class Servicer:
         reader: Reader,
         busy: ExitStack,
         traffic: _Traffic,
-    ) -> Generator[Parcel, None, Answer]:
+    ) -> Generator[Parcel, None, KeptAnswer]:
         """Receive and apply a message; return its answer.
 
         The message's memory is not referenced any more when this returns.
@@ -863,16 +848,10 @@ class Servicer:
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
         self._count(traffic, received=schema.size)
-        traffic.period = message.steps
-        traffic.reported = _reported(message)  # every message has all numbers
-        submit = functools.partial(
-            session.submit,
-            message.sequence,
-            self._contribution(schema, buffer),
-            anchor_version=message.anchor_version,
-            steps=message.steps,
-            weight=message.weight if message.HasField("weight") else None,
-        )
+        submission = submission_of(message, self._contribution(schema, buffer))
+        traffic.period = submission.steps
+        traffic.reported = dict(submission.reported or {})  # each message has them all
+        submit = functools.partial(session.submit, submission)
         if schema.hash not in self._compiled:  # its programs may take minutes
             submitted = in_background(submit, "agn-optax first exchange")
             while wait([submitted], WAITING_INTERVAL).not_done:
@@ -884,16 +863,16 @@ class Servicer:
                 yield _WAITING
             try:
                 submit()
-                answer = session.answer(message.sequence, timeout=0.0)
-                if answer is not None and self._talking > 1:
-                    return self._moved_out(session, answer, schema, buffer)
+                kept = session.answer(message.sequence, timeout=0.0)
+                if kept is not None and self._talking > 1:
+                    return self._moved_out(session, kept, schema, buffer)
             finally:
                 self._turn.release()
         else:
             submit()
-        while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
+        while (kept := session.answer(message.sequence, WAITING_INTERVAL)) is None:
             yield _WAITING
-        return answer
+        return kept
 
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
@@ -915,28 +894,32 @@ class Servicer:
         return _trees.build(schema, schema.views(buffer), like)
 
     def _moved_out(
-        self, session: LocalSession, answer: Answer, schema: Schema, buffer: np.ndarray
-    ) -> Answer:
+        self,
+        session: LocalSession,
+        kept: KeptAnswer,
+        schema: Schema,
+        buffer: np.ndarray,
+    ) -> KeptAnswer:
         """Return an answer that is copied over its message, if it has the same schema.
 
         The version itself, while it was being sent, would prevent other messages from
         updating the center in place. The copy takes less time than the allocation of
         another version.
         """
-        if schema.hash != self._travels.center.hash or answer.recorded:
-            return answer  # the journal may still read a recorded message
-        with self.core.reading(answer.version) as version, self.core.reading() as now:
+        if schema.hash != self._travels.center.hash or kept.recorded:
+            return kept  # the journal may still read a recorded message
+        with self.core.reading(kept.version) as version, self.core.reading() as now:
             # Wait until the message is no longer read. Later versions depend on it, but
             # the answer's version does not if the rule adopts the version before.
             jax.block_until_ready(
-                (version.params, now.params, answer.norm, answer.read)
+                (version.params, now.params, kept.answer.norm, kept.read)
             )
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
-        return session.replace(answer, Packed(*sent.views(buffer)))
+        return session.replace(kept, Packed(*sent.views(buffer)))
 
     def _followed(
-        self, version: Version, message: pb.Message, said: dict[str, Any]
+        self, version: Version, answer: Answer, message: pb.Message
     ) -> Parcel | None:
         """Return an answer as differences from the worker's anchor.
 
@@ -953,20 +936,21 @@ class Servicer:
         schema = travels.differences(len(made))
         if schema.size >= travels.answer.size:
             return None
-        snapshot = pb.Snapshot(
-            version=version.number,
-            schema_hash=schema.hash,
-            differences=len(made),
-            **said,
-        )
+        count = len(made)
+        snapshot = snapshot_of(answer, schema_hash=schema.hash, differences=count)
         arrays = _trees.host_arrays(made, schema)
         return Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
 
     def _parcel(
-        self, version: Version, schema: Schema, *, public: bool, **said: Any
+        self,
+        version: Version,
+        record: Answer | Snapshot,
+        schema: Schema,
+        *,
+        public: bool,
     ) -> Parcel:
         """Return the frame with a version, with views of its arrays if possible."""
-        snapshot = pb.Snapshot(version=version.number, schema_hash=schema.hash, **said)
+        snapshot = snapshot_of(record, schema_hash=schema.hash)
         store = self.core.store
         read = store.public if public else store.tree
         params = version.params if self._packed else read(version)
@@ -988,12 +972,6 @@ def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
 
 def _unheard(*said: object) -> None:
     """Ignore an event, because there is no monitor."""
-
-
-def _reported(message: pb.Message) -> dict[str, float]:
-    """Return the numbers that a message reports, bounded in number and name length."""
-    said = sorted(message.reported.items())[:MOST_REPORTED]
-    return {name[:MOST_REPORTED]: value for name, value in said}
 
 
 def _check_name(name: str, least: int = 1) -> None:

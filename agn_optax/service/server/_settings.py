@@ -24,13 +24,14 @@ class Limits(CenterLimits):
       memory: maximum number of bytes for the center, its optimizer's state and all
         messages together; None for no limit. A worker whose message does not fit cannot
         join; the others are not affected.
-      calls: rate limit, in calls per second that one caller may make in addition to its
-        exchanges (such as pulls and joins; a call that moves many bytes counts as
-        several), and in unauthenticated connections per second of one host; None for no
-        limit. Further ones wait or are rejected. A caller is a token or a certificate,
-        or, without either, a host. A caller may make 400 calls at once, plus those that
-        all workers make when they start. Status and health, snapshots, and calls that
-        end something have separate limits with the same rate and a burst of 400.
+      calls: calls per second that one caller may make beside its exchanges, such as
+        pulls and joins; None for no limit. Further calls wait or are rejected. A call
+        that moves many bytes counts as several. The same limit holds for the
+        unauthenticated connections per second of one host. A caller is a token or a
+        certificate, or, without either, a host. A caller may make 400 calls at once,
+        plus those that all workers make when they start. Status and health, snapshots,
+        and calls that end something have separate limits with the same rate and a burst
+        of 400.
 
     Raises:
       InvalidTypeError: ``messages`` are not message limits.
@@ -71,7 +72,8 @@ class Security:
         text, which is only allowed within this machine.
       credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
         have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
-      insecure: allow plain text beyond this machine, and unauthenticated callers.
+      insecure: allow plain text beyond this machine, and unauthenticated callers, in a
+        network that you trust.
       access: access control: the callers and their roles. None admits everybody on this
         machine, or, if ``tls`` asks for certificates, those whose certificates grant a
         role.
@@ -155,10 +157,9 @@ class Parent:
     Args:
       center: the parent, such as `connect` returns. A served center without parameters
         starts from the parent's.
-      period: exchanges of the served center's workers between two exchanges with the
-        parent.
-      name: name of the served center among the workers of its parent; None for a new
-        name.
+      period: exchanges at the served center between two exchanges with its parent.
+      name: name of the served center among the parent's workers, needed if the parent's
+        token is for one name; None for a new name.
 
     Raises:
       InvalidTypeError: ``center`` is not a center, or ``period`` not an int.

@@ -62,6 +62,12 @@ class Parcel:
     def __exit__(self, *exception: object) -> None:
         self.arrays = ()
 
+    def copy(self) -> Parcel:
+        """Return a copy of the frame to send, which a transport may change."""
+        control = pb.Frame()
+        control.CopyFrom(self.control)
+        return dataclasses.replace(self, control=control)
+
     def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
         """Yield the frame in nonempty pieces, most of which are views of the arrays.
 

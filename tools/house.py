@@ -1,0 +1,127 @@
+"""Count what the table "Before and after" of docs/design.md says of this checkout.
+
+python tools/house.py
+"""
+
+import ast
+import inspect
+import io
+import pathlib
+import re
+import tokenize
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "agn_optax"
+NOT_SUMMARIES = re.compile(
+    r"(What|Whether|Of|As|How|Who|Whoever|Where|Those|Which|Whose|That)\b"
+)
+
+
+def python_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the Python files of a folder that people write."""
+    return sorted(f for f in folder.rglob("*.py") if not f.stem.endswith("_pb2"))
+
+
+def docstrings(tree: ast.AST) -> list[ast.Constant]:
+    """Return the docstring nodes of a module and of all that it defines."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            assert isinstance(first, ast.Expr)
+            assert isinstance(first.value, ast.Constant)
+            found.append(first.value)
+    return found
+
+
+def code_lines(path: pathlib.Path) -> int:
+    """Count the lines with code: without docstrings, comments and blank lines."""
+    text = path.read_text()
+    written = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type
+        not in (
+            *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+            *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+        )
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for each in docstrings(ast.parse(text)):
+        assert each.end_lineno is not None
+        written -= set(range(each.lineno, each.end_lineno + 1))
+    return len(written)
+
+
+def odd_summaries(folder: pathlib.Path) -> list[str]:
+    """Return the docstring summaries that begin with a word that no summary should."""
+    return [
+        f"{path.relative_to(ROOT)}: {summary}"
+        for path in python_files(folder)
+        for each in docstrings(ast.parse(path.read_text()))
+        if NOT_SUMMARIES.match(summary := inspect.cleandoc(each.value).split("\n")[0])
+    ]
+
+
+def words(paths: list[pathlib.Path]) -> int:
+    """Count words as `wc -w` does."""
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def mentions(word: str) -> int:
+    """Count the files of the package that have a word in their code."""
+    return sum(
+        any(
+            token.type == tokenize.NAME and token.string == word
+            for token in tokenize.generate_tokens(io.StringIO(f.read_text()).readline)
+        )
+        for f in python_files(PACKAGE)
+    )
+
+
+def has_private_import(path: pathlib.Path) -> bool:
+    """Return whether a test imports a private module or name of the package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        if any(n.startswith("agn_optax.") and "._" in n for n in names):
+            return True
+    return False
+
+
+def main() -> None:
+    """Print a line for each number."""
+    from agn_optax import service  # noqa: PLC0415
+
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
+    pages = [page for page in pages if page.name != "notes.md"]
+    odd = odd_summaries(PACKAGE)
+    rows = {
+        "code lines of the package": sum(map(code_lines, python_files(PACKAGE))),
+        "of these in ops/": sum(map(code_lines, python_files(PACKAGE / "ops"))),
+        "code lines of the tests": sum(map(code_lines, python_files(ROOT / "tests"))),
+        "code lines of benchmarks/": sum(
+            map(code_lines, python_files(ROOT / "benchmarks"))
+        ),
+        "files that `weight` is in": mentions("weight"),
+        "docstring summaries that break the rule": len(odd),
+        "parameters of `serve`": len(inspect.signature(service.serve).parameters),
+        "words of the docs": words(pages),
+        "test files with private imports": sum(
+            map(has_private_import, python_files(ROOT / "tests"))
+        ),
+    }
+    for name, number in rows.items():
+        print(f"{number:>8,}  {name}")
+    for each in odd:
+        print(f"          {each}")
+
+
+if __name__ == "__main__":
+    main()
