@@ -73,5 +73,5 @@ def test_wandb_logs_to_the_run_it_was_given(tmp_path, monkeypatch):
         assert (said["anna/loss"], said["anna/step"]) == (0.5, 3)
     finally:
         run.finish()
-    with pytest.raises(errors.InvalidTypeError, match="what wandb"):
+    with pytest.raises(errors.InvalidTypeError, match="return value of wandb"):
         sinks.WandB("run")

@@ -92,8 +92,8 @@ class WorkerPart(Part):
         own, theirs = len(here or ()), len(there or ())
         if own != theirs:
             raise errors.TreeMismatchError(
-                f"{what} exchanges by {own or 'no'} fragments, and {where} is of one "
-                f"that does by {theirs or 'none'}"
+                f"{what} exchanges by {own or 'no'} fragments, and the worker in "
+                f"{where} by {theirs or 'none'}"
             )
         params = _params(about, like, leaves)
 
@@ -121,8 +121,8 @@ class WorkerPart(Part):
         if life is not None and about["worker"] != self._worker.name:
             raise errors.WorkerStateError(
                 f"this checkpoint is of worker {about['worker']!r}, and the center "
-                "knows what it has had of it by that name: it is to be the name of "
-                f"worker {self._worker.name!r}"
+                "knows its exchanges by that name: give worker "
+                f"{self._worker.name!r} the same name"
             )
         try:
             return self._worker.restore(saved, life=life)
@@ -236,9 +236,9 @@ class TowersPart(Part):
         if not (is_alike or self._elastic):
             raise errors.TreeMismatchError(
                 f"{where} has {there} workers, on a mesh {mesh}, and these towers have "
-                f"{towers.workers}, on {here}: what each had for itself does not go "
-                "onto another number of them. With elastic=True all go on from the "
-                "center, and from the first worker's parameters and state"
+                f"{towers.workers}, on {here}: the workers' own states need the same "
+                "number of workers. With elastic=True all go on from the center, and "
+                "from the first worker's parameters and state"
             )
         has_rows = about["has_rows"]
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
@@ -297,7 +297,7 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     ]
     if about["containers"] is None:
         raise errors.MissingArgumentError(
-            "the saved parameters lie in containers that are not dicts, lists and "
+            "the saved parameters are in containers that are not dicts, lists and "
             "tuples: give load(..., like=params) a tree of the same kind"
         )
     return description.rebuild(about["containers"], iter(made))

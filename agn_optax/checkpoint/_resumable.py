@@ -126,8 +126,8 @@ class Resumable:
         for name in beside:
             if name in _TAKEN or name.startswith("center-"):
                 raise errors.InvalidArgumentError(
-                    f"what is saved beside the worker cannot be named {name!r}: names "
-                    f"that are taken are {', '.join(sorted(_TAKEN))} and center-NUMBER"
+                    f"a part beside the worker cannot be named {name!r}: the names "
+                    f"{', '.join(sorted(_TAKEN))} and center-NUMBER are taken"
                 )
         self.worker = worker
         self.resumed = False

@@ -111,7 +111,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     if folder.exists():
         raise errors.InvalidArgumentError(
-            f"{folder} is there already: a checkpoint takes a directory of its own"
+            f"{folder} exists already: a checkpoint needs a directory of its own"
         )
     try:
         ocp.save_checkpointables(folder, checkpointables(**parts))
@@ -323,7 +323,7 @@ def _check_names(
         if kind != part.kind:
             has = ", ".join(f"{name!r} ({of['kind']})" for name, of in about.items())
             raise errors.InvalidArgumentError(
-                f"{name!r} is to be a {part.kind}; {where} has {has or 'nothing'}"
+                f"{where} must have a {part.kind} {name!r}, got {has or 'nothing'}"
             )
     kinds = {part.kind for part in parts.values()}
     for kind in ("worker", "center"):
@@ -331,6 +331,6 @@ def _check_names(
         if "worker" in kinds and not saved <= parts.keys():
             missing = sorted(saved - parts.keys())
             raise errors.TreeMismatchError(
-                f"{where} has {len(saved)} {kind}s, and of these {missing} are not "
-                f"asked for: workers go on together, and with their center"
+                f"{where} has {len(saved)} {kind}s, and {missing} were not given: "
+                "workers can only be loaded together, and with their center"
             )

@@ -191,8 +191,8 @@ def all_reduce(
         if way.has_state:
             check.axis_bound(
                 axis_name,
-                f"{codec} keeps something else on every tower, so its state is made "
-                "inside the mesh: towers.create(tx.init, params)",
+                f"{codec} has another state on every tower, which must be made inside "
+                "the mesh: towers.create(tx.init, params)",
             )
             codec_state = first_states(params)
         in_flight = optax.tree.zeros_like(params) if delay else None
@@ -221,7 +221,7 @@ def all_reduce(
         old = iter(())
         if way.has_state:
             expected = jax.eval_shape(first_states, updates)
-            what = "state.codec_state", "what is kept of these gradients"
+            what = "state.codec_state", "the codec state of these gradients"
             check.same_tree(state.codec_state, expected, *what)
             old = iter(state.codec_state.states)
         states: list[PyTree] = []

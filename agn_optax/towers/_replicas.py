@@ -235,7 +235,7 @@ def check_centers(state: PyTree) -> None:
             raise errors.InvalidArgumentError(
                 "towers begin with different centers, first in "
                 f"state{keystr(path)}.center{found.differs}, and must begin with the "
-                "same: make it of the same parameters on each"
+                "same center: make it from the same parameters on each tower"
             )
 
 
@@ -418,9 +418,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards, or of what "
-            f"a codec keeps), and these towers have no {missing[0]!r} among "
-            f"{tuple(sizes)}: give them the axes of those that it was made on"
+            f"state has pieces of axes {node.axes} (of a center in shards, or of a "
+            f"codec's state), and these towers have no {missing[0]!r} among "
+            f"{tuple(sizes)}: give them the axes of the towers that it was made on"
         )
     here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
@@ -428,8 +428,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
         if there != here:
             raise errors.TreeMismatchError(
                 f"state has pieces of axes {node.axes} and sizes {there} (of a center "
-                f"in shards, or of what a codec keeps); these towers have {here}. Read "
-                "it with center_params where it was made, and start anew from that"
+                f"in shards, or of a codec's state); these towers have {here}. Read "
+                "the center with center_params where the state was made, and start "
+                "anew from it"
             )
 
 

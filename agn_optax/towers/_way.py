@@ -48,8 +48,8 @@ def check_way(
             codec = None
     if sum_dtype is not None and codec is None:
         raise errors.InvalidArgumentError(
-            f"sum_dtype={sum_dtype} says how what travels by a codec is summed: give "
-            "both"
+            f"sum_dtype={sum_dtype} is the dtype in which encoded gradients are "
+            "summed, and needs a codec: give both"
         )
     if codec is not None and _bits(codec, (512, 512)) < 32 <= _bits(
         codec, (512 * 512,)

@@ -185,13 +185,15 @@ def test_missing_parts_of_a_checkpoint_are_named(saved, tmp_path):
     again = a_worker(other)
     with pytest.raises(errors.TreeMismatchError, match=r"1 centers.*\['center'\]"):
         checkpoint.load(path, like=support.tree(), worker=again)
-    with pytest.raises(errors.InvalidArgumentError, match=r"'first' is to be a worker"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"must have a worker 'first'"
+    ):
         checkpoint.load(path, like=support.tree(), first=again, center=other)
     with pytest.raises(errors.AlreadyInitializedError, match="at version 1"):
         checkpoint.load(path, like=support.tree(), worker=again, center=center)
     with pytest.raises(errors.DurabilityError, match="no checkpoint of agn_optax"):
         checkpoint.load(tmp_path / "elsewhere", center=other)
-    with pytest.raises(errors.InvalidArgumentError, match="there already"):
+    with pytest.raises(errors.InvalidArgumentError, match="exists already"):
         checkpoint.save(path, center=center)
     second = a_worker(center, "second")
     both = tmp_path / "both"

@@ -59,7 +59,7 @@ def test_generated_token_is_stored_for_this_user(runtime, address, monkeypatch):
         succeeds("watch", address, "--count=1")
         with monkeypatch.context() as elsewhere:
             elsewhere.setenv("XDG_RUNTIME_DIR", str(runtime / "elsewhere"))
-            assert "only for those who have a token" in fails("status", address, code=1)
+            assert "requires a token" in fails("status", address, code=1)
             with pytest.raises(errors.NotAllowedError):
                 service.connect(address, RULE)
             service.connect(address, RULE, token=seen["token"]).close()
@@ -276,7 +276,7 @@ def test_each_launched_worker_has_its_own_token(runtime, here):
     assert result.exit_code == 0, result.output
     said = result.output
     for rank in range(2):
-        refused = f"worker-{rank} | refused: nobody may speak for worker 'worker-7'"
+        refused = f"worker-{rank} | refused: only worker 'worker-7' itself may"
         assert refused in said
         assert f"worker-{rank} | watched downpour" in said
     assert "worker-1 | refused: Initialize needs the role chief" in said

@@ -86,7 +86,7 @@ def test_doctor_reports_that_nothing_listens(nowhere, tmp_path):
     for address in (nowhere, f"unix:{tmp_path}/nobody"):
         found = checks(address, code=1)
         assert list(found) == ["address", "proxy", "connection"]
-        assert f"nobody listens at {address}" in found["connection"][1]
+        assert f"nothing listens at {address}" in found["connection"][1]
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def test_doctor_reports_an_unreachable_direct_port():
         own._servicer.direct_address = "127.0.0.1:1"
         found = checks(own.address, code=0)
     assert found["ports"][0] == "warning"
-    assert "nobody listens at 127.0.0.1:1: " in found["ports"][1]
+    assert "nothing listens at 127.0.0.1:1: " in found["ports"][1]
     assert "--direct-address" in found["ports"][1]
 
 
@@ -248,14 +248,16 @@ def test_doctor_warns_of_rounds_that_close_too_soon():
     with service.serve(RULE, jnp.zeros(3), mode=mode) as own:
         found = checks(own.address, code=0)
     assert found["grace"][0] == "warning"
-    assert "whoever sends second is late; serve --grace" in found["grace"][1]
+    assert (
+        "the second message is late; give serve a longer --grace" in found["grace"][1]
+    )
 
 
 def test_doctor_warns_of_a_short_lease():
     with service.serve(RULE, jnp.zeros(3), limits=service.Limits(lease=4.0)) as own:
         result, said = checks(own.address, code=0)["timeouts"]
     assert result == "warning"
-    assert "they are back within 5 s, when they are given up already" in said
+    assert "workers are back within 5 s, when they are given up" in said
 
 
 def test_doctor_warns_when_its_token_may_not_measure(tmp_path):
@@ -291,7 +293,7 @@ def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
     with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
         result, said = checks(own.address, code=0)["disk"]
         assert result == "ok"
-        assert "are free, and the next snapshot with what follows takes" in said
+        assert "are free, and the next snapshot with its journal takes" in said
         status = service.Observer(own.address).status()
         (snapshot,) = disk.glob("snapshot-*")
         assert status["disk_needed"] == snapshot.stat().st_size
@@ -320,7 +322,7 @@ def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
         taken = small_disk / "taken"
         taken.write_bytes(bytes(1_500_000))  # one more does
         result, said = checks(own.address, code=0)["disk"]
-        assert (result, "make room before both" in said) == ("warning", True)
+        assert (result, "make room before a second" in said) == ("warning", True)
         taken.write_bytes(bytes(2_500_000))
         result, said = checks(own.address, code=1)["disk"]
         taken.unlink()

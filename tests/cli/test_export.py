@@ -78,7 +78,7 @@ def test_export_rejects_bad_sources_and_targets(tmp_path):
     assert "there is no center in" in fails("export", tmp_path / "empty", to, code=1)
     assert "an address must be" in fails("export", tmp_path / "nowhere", to, code=2)
     to.mkdir()
-    assert "is there already" in fails("export", "127.0.0.1:1", to, code=2)
+    assert "exists already" in fails("export", "127.0.0.1:1", to, code=2)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_directory_that_cannot_be_made_is_found_before_anything_starts(tmp_path,
     (tmp_path / "file").write_text("in the way")
     for arguments in (["export", "127.0.0.1:1", to], ["serve", *AGN, f"--save={to}"]):
         said = fails(*arguments, code=2)
-        assert "a checkpoint takes a directory that can be made" in said
+        assert "a checkpoint needs a directory that can be made" in said
         assert str(to) in said
 
 
@@ -189,7 +189,7 @@ def test_serve_saves_its_center_when_it_ends(tmp_path, params):
     result = serve(address, RULE, *arguments, then=work)
     assert f"version 2 is in {to}" in result.stderr
     assert_identical(loaded(to), seen[0].params)
-    assert "is there already" in fails("serve", *arguments, code=2)
+    assert "exists already" in fails("serve", *arguments, code=2)
 
 
 WORKER = """

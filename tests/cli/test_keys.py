@@ -115,7 +115,7 @@ def test_keys_overwrites_no_file(made):
     before = (made / "bert.key").read_bytes()
     said = fails("keys", made, "--worker=bert", code=2)
     assert "bert.pem" in said
-    assert "there already" in said
+    assert "exist already" in said
     assert (made / "bert.key").read_bytes() == before
 
 

@@ -357,7 +357,7 @@ def test_server_that_exits_ends_all_programs(witness, restarts):
         living(witness, "a"),
         on_failure="go on",
     )
-    said = "agn-optax: has ended, and so the others are ended"
+    said = "agn-optax: has ended, so the other programs are ended"
     assert lines.of("server") == ["enough", said]
     assert [e.returncode for e in ended] == [0, -signal.SIGTERM]
     assert [e.stopped for e in ended] == [False, True]
@@ -400,7 +400,7 @@ def test_program_that_ignores_sigterm_is_killed_after_the_grace(witness):
     )
     assert lines.of("stubborn") == [
         "up",
-        "agn-optax: killed what had not ended within 0.3 s",
+        "agn-optax: killed processes that had not ended within 0.3 s",
         "agn-optax: killed by SIGKILL",
     ]
     assert ended[0].returncode == -signal.SIGKILL
@@ -449,7 +449,7 @@ def test_grandchild_in_another_session_does_not_delay_the_end(witness):
     lines, (ended,) = launch(living(witness, "a", then), grace=0.1)
     assert (ended.returncode, ended.stopped) == (0, False)
     assert lines.of("a") == [
-        "agn-optax: killed what had not ended within 0.1 s",
+        "agn-optax: killed processes that had not ended within 0.1 s",
         "part",
     ]
     witness.release("escaped")
@@ -637,8 +637,11 @@ def test_programs_are_killed_with_their_launcher(witness):
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
-        ([], "at least must be waited for"),
-        ([python("a", "", waited_for=False)], "at least must be waited for"),
+        ([], "at least one program must be waited for"),
+        (
+            [python("a", "", waited_for=False)],
+            "at least one program must be waited for",
+        ),
         ([python("a", ""), python("b", ""), python("a", "")], "must differ.*'b'"),
     ],
 )

@@ -110,7 +110,7 @@ def test_drained_center_ends_its_workers_and_fails_the_run(here):
     assert "worker-0 | draining 127.0.0.1:" in result.stdout
     said = [line for line in result.stdout.splitlines() if line.startswith("center")]
     assert sum("draining" in line for line in said) == 1
-    assert "agn-optax: has ended, and so the others are ended" in said[-2]
+    assert "agn-optax: has ended, so the other programs are ended" in said[-2]
     assert said[-1].endswith("while worker-0 still worked with it")
 
 
@@ -317,7 +317,7 @@ def test_full_disk_of_logs_is_reported_and_the_run_continues(here):
     assert result.exit_code == 0, result.output
     said = [line.partition("| ")[2] for line in result.stdout.splitlines()]
     assert said[0] == "a"
-    assert said[1].startswith("agn-optax: its lines are not written down: ")
+    assert said[1].startswith("agn-optax: its output is no longer logged: ")
     assert said[2:] == ["b"]
 
 

@@ -144,7 +144,7 @@ def test_doctor_suggests_the_faster_card(wired, side, way):
     assert f"the way {way}, " in said
     result, said = found["interface"]
     assert result == "warning"
-    assert "let the route to 10.77.1.2 go by eth2" in said
+    assert "route 10.77.1.2 by eth2" in said
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_doctor_finds_that_large_packets_are_lost(wired, side):
     source = ("src", f"10.77.1.{number}")
     wired.ip(far, "route", "change", *route, *source, "advmss", "1460")
     found = doctor(wired, "--timeout=2")
-    which = "to the center" if side == "here" else "back from it"
+    which = "to the center" if side == "here" else "from the center"
     result, said = found["rates"]
     assert result == "failed"
     assert f"16 KiB {which} do not in 2 s" in said
@@ -189,7 +189,7 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
         wired.ip(wired.there, "rule", "del", *answers)
     result, said = found["ports"]
     assert result == "warning"
-    assert "so a firewall swallows what goes there" in said
+    assert "so a firewall drops the packets to it" in said
     result, said = found["rates"]
     assert result == "warning"
     assert said.startswith("grpc ")
@@ -206,5 +206,5 @@ def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
     assert "add 10.77.1.2 to no_proxy" in said
     assert list(found)[-1] == "health"  # which gRPC cannot ask
     found = doctor(wired, no_proxy="10.77.0.0/16", **proxy)
-    assert found["proxy"] == ("ok", "gRPC goes there by itself")
+    assert found["proxy"] == ("ok", "gRPC uses no proxy for it")
     assert found["health"] == ("ok", "SERVING")

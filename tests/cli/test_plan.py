@@ -77,7 +77,7 @@ def test_plan_covers_shards_tree_and_journal():
     assert said["rules"][0]["kept"]["restart"] == cost.kept.restart
     said = succeeds(*PLAN, *options, *upwards, *kept)
     assert "at each of the center's 2 shards" in said
-    assert "Centers, from those that have workers to the root" in said
+    assert "Levels of centers, from the one with the workers up" in said
     assert said.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
     assert "The journal of the root" in said
 
@@ -295,7 +295,7 @@ def test_calibration_measures_codec_rates(monkeypatch):
 
 def test_calibration_fails_when_times_never_fit_a_line(machine):
     machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
-    with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
+    with pytest.raises(errors.CenterError, match=r"must grow.*too busy"):
         _calibrate.calibrate(sizes=(1, 2), repeats=3)
     assert machine.measured == _calibrate._ROUNDS * 4 * 3
 

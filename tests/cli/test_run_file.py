@@ -110,7 +110,7 @@ def test_options_may_come_before_or_after_the_file(here):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("workers = 2", "", "how many --workers"),
+        ("workers = 2", "", "number of workers is missing"),
         ("workers = 2", "workers = 0", "workers must be positive, got 0"),
         ("workers = 2", 'workers = "2"', "must be of type int, got '2'"),
         ("workers", "worker", "unknown key 'worker' (did you mean 'workers'?)"),

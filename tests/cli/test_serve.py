@@ -590,5 +590,5 @@ def test_serve_with_mutual_tls(tmp_path):
     )
     assert [each.exit_code for each in said] == [1, 1, 0, 0]
     assert "speaks TLS: give --tls-ca" in said[0].stdout
-    assert "wants a certificate of this end" in said[1].stdout
+    assert "requires a certificate of this end" in said[1].stdout
     assert '"said": "TLS"' in said[2].stdout

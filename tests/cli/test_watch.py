@@ -12,6 +12,7 @@ import rich.console
 from helpers.commands import command, fails, succeeds
 
 from agn_optax import Worker, errors, rules, service
+from agn_optax.ops import units
 from agn_optax.ops.cli import _status, _table
 
 
@@ -140,7 +141,7 @@ def test_narrow_table_keeps_names_and_important_columns(width):
         line for line in said.splitlines() if "worker" in line and "┃" in line
     )
     titles = [title.strip() for title in header.strip("┃").split("┃")]
-    assert titles[:2] == ["worker", "there"]
+    assert titles[:2] == ["worker", "connected"]
     assert ("loss" in titles) == (width >= 60)
     assert ("transport" in titles) == (width >= 120)
     assert ("sent" in titles) == (width >= 240)
@@ -265,7 +266,7 @@ def test_rates_after_a_restart_are_unknown():
     [(0, "0 B"), (999, "999 B"), (1048576, "1.05 MB"), (5e15, "5000 TB")],
 )
 def test_size_is_printed_with_its_unit(number, said):
-    assert _table.size(number) == said
+    assert units.in_bytes(number) == said
 
 
 def test_error_of_an_observer_names_the_address(nowhere):

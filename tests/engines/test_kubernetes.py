@@ -98,7 +98,7 @@ def printed(text):
     """Return the files of a dry run by their names, and the commands."""
     pathlib.Path("run.toml").write_text(text)
     said = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
-    files, _, commands = said.partition("# What is run\n")
+    files, _, commands = said.partition("# Commands\n")
     parts = re.split(r"^# (\w+\.\w+)\n", files, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True)), commands.splitlines()
 
@@ -412,8 +412,8 @@ def test_arguments_of_commands_are_not_expanded():
         (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
         (run(more="[resources.worker]\nprocesses = 2"), "need jobset = true"),
         (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
-        (run("address = '0.0.0.0:1'"), "address of the center is said by"),
-        (run("address-file = 'it'"), "address-file of the center is said by"),
+        (run("address = '0.0.0.0:1'"), "address of the center is set by"),
+        (run("address-file = 'it'"), "address-file of the center is set by"),
         (run("open = true"), "needs insecure = true"),
         (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
         (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
@@ -424,7 +424,7 @@ def test_arguments_of_commands_are_not_expanded():
                 kubernetes="environment-secrets = {A = 'b/c'}",
                 top="environment = {A = 'a'}",
             ),
-            "A stands in environment and in environment-secrets",
+            "A is both in environment and in environment-secrets",
         ),
         (run(kubernetes="tolerations = [{keys = 'a'}]"), "got 'keys'"),
         (run(kubernetes="tolerations = [{key = 1}]"), "a str as key, got 1"),

@@ -61,12 +61,12 @@ def planned(*arguments):
     said = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
     files, name = {}, ""
     for line in said.splitlines(keepends=True):
-        if line.startswith("# ") and line.strip().endswith((".sh", "What is run")):
+        if line.startswith("# ") and line.strip().endswith((".sh", "Commands")):
             name = line[2:].strip()
             files[name] = ""
         else:
             files[name] += line
-    return files, files.pop("What is run").split("\n")[:-1]
+    return files, files.pop("Commands").split("\n")[:-1]
 
 
 def test_scripts_are_valid_shell_and_have_no_secrets(here):
@@ -170,7 +170,11 @@ def test_run_with_an_existing_center_is_an_array_only(here):
     [
         ('storage = "kept"\n', "", "jobs of SLURM need storage"),
         ("insecure = true", "", "workers and center need TLS"),
-        ("insecure = true", 'insecure = true\njournal = "j"', "journal is in the"),
+        (
+            "insecure = true",
+            'insecure = true\njournal = "j"',
+            "journal of a run on SLURM",
+        ),
         ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
         ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
@@ -406,7 +410,7 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     cluster("scontrol", "requeue", f"{jobs['workers']}_1")
     grown = launched("--workers=4")
     assert list(grown) == ["workers"]
-    assert "more --workers" in fails(
+    assert "a larger --workers" in fails(
         "launch", "run.toml", "--on=slurm", "--workers=4", code=2
     )
     assert len({token for _, _, token in lines_of(kept / "keys/tokens")}) == 5

@@ -378,7 +378,7 @@ def test_sign_needs_error_feedback():
         (lambda: codecs.sign(block=0), "block must be"),
         (lambda: codecs.low_rank(0), "rank must be"),
         (lambda: codecs.error_feedback(codecs.sign(), decay=0.0), "decay must be"),
-        (lambda: codecs.chain_codecs(), "one codec at least"),
+        (lambda: codecs.chain_codecs(), "at least one codec"),
         (
             lambda: codecs.chain_codecs(
                 codecs.top_k(1), codecs.error_feedback(codecs.sign())

@@ -133,8 +133,12 @@ def test_equal_messages_combine_to_that_message(name):
 @pytest.mark.parametrize(
     ("name", "count", "why"),
     [
-        ("krum", 4, r"krum\(1\) needs a round of 5 messages at least, and here are 4"),
-        ("multi-krum", 5, r"krum\(1, keep=3\) needs a round of 6 .* here are 5"),
+        ("krum", 4, r"krum\(1\) needs a round of at least 5 messages, got 4"),
+        (
+            "multi-krum",
+            5,
+            r"krum\(1, keep=3\) needs a round of at least 6 messages, got 5",
+        ),
         ("trimmed_mean", 2, r"trimmed_mean\(0\.2\) leaves out 1 of 2"),
     ],
 )

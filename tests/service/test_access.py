@@ -348,10 +348,10 @@ def test_broken_tokens_file_is_ignored_after_a_timeout(
         return access.caller(token("observer").encode())
 
     file.unlink() if broken is None else file.write_text(broken)
-    seen(caplog, f"stays for {LIMIT} s at most", look)
+    seen(caplog, f"stays valid for at most {LIMIT} s", look)
     assert access.caller(token("reader").encode())
     monkeypatch.setattr(_files, "PATIENCE", 0.0)  # the timeout is over
-    seen(caplog, "nothing in it counts any more", look)
+    seen(caplog, "its previous content is no longer valid", look)
     with pytest.raises(errors.NotAllowedError, match="does not know that token"):
         access.caller(token("reader").encode())
     assert token("observer") not in caplog.text
@@ -368,11 +368,11 @@ def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monke
     file.write_text(token("reader"))
     known = _token.of(file, lambda: "127.0.0.1:1")
     file.unlink()
-    seen(caplog, "what it was before stays", known)
+    seen(caplog, "its previous content stays valid", known)
     for _ in range(10):  # looks that log nothing more
         assert known() == token("reader")
         time.sleep(2 * _files._LOOK)
-    assert caplog.text.count("what it was before stays") == 1
+    assert caplog.text.count("its previous content stays valid") == 1
 
 
 @pytest.fixture
@@ -532,7 +532,7 @@ def test_token_is_read_from_the_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("short", "must have 16 characters at least, got 5"),
+        ("short", "must have at least 16 characters, got 5"),
         ("with a space in the middle", "without spaces"),
         (b"0123456789abcdef", "token must be a str, or the path"),
         (pytest.param, "token must be a str"),
@@ -578,10 +578,10 @@ def test_missing_token_file_is_rejected(tmp_path):
             "line 1 of the tokens must have roles, a name and a token, got",
         ),
         ("# none\n\nworker anna 0123456789abcdef more", "line 3 .* got 4 words"),
-        ("worker anna 0123", "in line 1 .*must have 16 characters at least, got 4"),
+        ("worker anna 0123", "in line 1 .*must have at least 16 characters, got 4"),
         ("chief,king * 0123456789abcdef", "roles in line 1 .*observer, .*'chief,king'"),
         ("worker a 0123456789abcdef\nworker b 0123456789abcdef", "line 2 .*same token"),
-        ("worker anna 0123456789abcdéf", "characters of ASCII"),
+        ("worker anna 0123456789abcdéf", "printable ASCII characters"),
     ],
 )
 def test_bad_lines_of_a_tokens_file_are_rejected(lines, message):
@@ -641,7 +641,9 @@ def test_token_and_certificate_must_both_allow_a_call(way, authority):
     both = dataclasses.replace(both, access=access)
     with (
         service.serve(RULE, params(), security=both) as server,
-        pytest.raises(errors.NotAllowedError, match=r"of two workers: .*bert.*anna"),
+        pytest.raises(
+            errors.NotAllowedError, match=r"to different workers: .*bert.*anna"
+        ),
     ):
         service.connect(server.address, RULE, **client, **bert)
 
@@ -792,4 +794,4 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
                 check=True,
                 timeout=LIMIT,
             ).stdout
-            assert "it is for processes of user 0, and this is of 65534" in said
+            assert "it is for processes of user 0, got one of user 65534" in said

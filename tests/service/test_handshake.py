@@ -61,14 +61,18 @@ def cases(authority, other):
     elsewhere = authority.issue("/CN=c", "DNS:elsewhere.example.org")._replace(ca=None)
     old = authority.issue("/CN=c", days=-1)
     return {
-        "wrong ca": (center(plain), Tls(other.ca), "nobody vouches for the center's"),
+        "wrong ca": (center(plain), Tls(other.ca), "no authority that this end trusts"),
         "expired": (out_of_date(old), Tls(authority.ca), "center's .* has expired"),
         "other host": (center(elsewhere), Tls(authority.ca), "not for '127.0.0.1'"),
-        "no certificate": (center(mutual), Tls(authority.ca), "wants a certificate of"),
+        "no certificate": (
+            center(mutual),
+            Tls(authority.ca),
+            "requires a certificate of",
+        ),
         "unknown certificate": (
             center(mutual),
             other.issue("/CN=anna", ca=authority.ca),
-            "does not take this end's certificate",
+            "rejects this end's certificate",
         ),
         "plain text to TLS": (center(plain), None, "center speaks TLS: give --tls-ca"),
         "plain text to mutual TLS": (center(mutual), None, "center speaks TLS"),
@@ -128,8 +132,8 @@ def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
         (mixed, "the key is not that of the certificate"),
         (old, "has expired, on 20"),
         (mine._replace(key=None), "go together"),
-        (mine._replace(ca=mine.key), "do not work"),
-        (mine._replace(certificate=mine.key), "do not work|no certificate in it"),
+        (mine._replace(ca=mine.key), "cannot be used"),
+        (mine._replace(certificate=mine.key), "cannot be used|no certificate in it"),
     ):
         assert not isinstance(made, errors.AgnOptaxError)
         with pytest.raises(errors.InvalidArgumentError, match=message):

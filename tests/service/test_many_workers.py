@@ -638,4 +638,4 @@ def test_connections_are_accepted_after_one_that_raised(transport, monkeypatch, 
             ):
                 send(center, "anna", 0)
         assert server.center.version
-    assert "a direct connection is refused: on purpose" in caplog.text
+    assert "a direct connection is rejected: on purpose" in caplog.text

@@ -188,7 +188,7 @@ def test_new_session_of_the_same_worker_is_an_event():
         monitor.look()
         texts = told(monitor, "joined")
         assert [text.split(", by")[0] for text in texts] == [
-            *("joined", "joined again, in another life")
+            *("joined", "joined again, with a new session")
         ]
         assert worker(monitor, "anna")["exchanges"] == 2
 
@@ -216,7 +216,7 @@ def test_rejections_are_events_with_their_reason():
         (refused,) = [e for e in monitor.view()["events"] if e["kind"] == "refused"]
         assert refused["worker"] == "bert"
         assert refused["count"] == 2
-        assert "was refused: no room for worker 'bert'" in refused["text"]
+        assert "was rejected: no room for worker 'bert'" in refused["text"]
         assert "not finite" in told(monitor, "message")[0]
         assert worker(monitor, "anna")["refused"] == 1
         json.dumps(monitor.view(), allow_nan=False)
@@ -230,7 +230,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
         monitor.look()
         assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
         assert told(monitor, "initialized") == [
-            "the first parameters are there, 3 numbers"
+            "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
@@ -285,7 +285,7 @@ def test_rejected_callers_do_not_displace_other_events():
         assert {"started", "joined"} < {event["kind"] for event in found}
         (who,) = [e for e in found if e["kind"] == "refused" and not e["worker"]]
         assert who["count"] == 1000
-        assert who["text"] == "somebody at 192.0.2.1 was refused: who?"
+        assert who["text"] == "a caller at 192.0.2.1 was rejected: who?"
         numbers = [event["number"] for event in found]
         assert numbers == sorted(set(numbers))
         assert monitor.view()["event_counts"]["refused"] == 2000

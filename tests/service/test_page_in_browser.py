@@ -174,7 +174,7 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         # Workers join; markup in their names is shown as text.
         stack.enter_context(training(server.address, EVIL))
         process.answer()
-        until(lambda: "there" in shown.row("worker-1").get("state", ""))
+        until(lambda: "connected" in shown.row("worker-1").get("state", ""))
         until(lambda: shown.row(EVIL).get("loss", NOTHING) not in ("", NOTHING))
         row = shown.row(EVIL)
         assert (row["transport"], row["period"]) == ("socket", "5")
@@ -315,7 +315,7 @@ def test_stalled_worker_is_not_shown_as_good(browser):
     with service.serve(RULE, START, page="127.0.0.1:0") as server:
         with training(server.address, "anna"):
             browser.get(server.page_address)
-            until(lambda: "there" in shown.row("anna").get("state", ""))
+            until(lambda: "connected" in shown.row("anna").get("state", ""))
             shown.run("clearTimeout(timer); paused = true")
             shown.run("newest.workers[0].stalled = arguments[0]; show(newest)", 23.4)
             assert shown.row("anna")["state"] == "stalled for 23 s"

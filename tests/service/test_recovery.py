@@ -293,7 +293,7 @@ def test_site_joins_anew_a_parent_restarted_from_a_snapshot(tree):
     wait_until(lambda: not tree.center.status()["degraded"])
     wait_until(lambda: tree.has(-2 - 2))  # one of the three is still to come
     wait_until(lambda: not state(tree.site)["degraded"], pause=PAGE)
-    assert "is well again" in state(tree.site)["events"][-1]["text"]
+    assert "no longer degraded" in state(tree.site)["events"][-1]["text"]
     tree.site.stop()
     assert tree.has(-2 - 3)
     assert tree.site.center.pull().params["w"][0] == -5

@@ -288,7 +288,7 @@ def test_truncated_packets_are_detected(control):
             HEAD.pack(2**32 - 1, 0) + bytes(9),
             "at most 65536 bytes, got 4294967295",
         ),
-        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control part"),
+        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control message"),
         (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
         (HEAD.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),
         (HEAD.pack(0, 0), "of 9 bytes was expected, got 0 bytes"),
@@ -325,15 +325,15 @@ B = Leaf("['b']", "int32", ())
     ("leaf", "message"),
     [
         (A._replace(dtype="complex64"), r"leaf \['a'\] has dtype 'complex64'"),
-        (A._replace(dtype="object"), "'object', which does not travel"),
-        (A._replace(dtype=">f4"), "'>f4', which does not travel"),
-        (A._replace(dtype=""), "'', which does not travel"),
+        (A._replace(dtype="object"), "'object', which cannot be sent"),
+        (A._replace(dtype=">f4"), "'>f4', which cannot be sent"),
+        (A._replace(dtype=""), "'', which cannot be sent"),
         (A._replace(shape=(2, -1)), r"leaf \['a'\] has shape \[2, -1\]"),
         (A._replace(shape=(2**63,)), r"has shape \[9223372036854775808\]"),
         (A._replace(shape=(2**40, 2**40)), "has shape"),
         (A._replace(shape=(0, 2**64 - 1)), "has shape"),
         (A._replace(shape=(1,) * 65), "has shape"),
-        (B, r"leaf \['b'\] comes twice"),
+        (B, r"leaf \['b'\] occurs twice"),
     ],
 )
 def test_bad_leaves_are_rejected(leaf, message):
@@ -382,7 +382,7 @@ def test_cast_changes_floating_leaves_only():
 @pytest.mark.parametrize("dtype", ["int8", "float", "float8_e5m2", "complex64", "x"])
 def test_cast_to_other_dtypes_is_rejected(dtype):
     with pytest.raises(
-        errors.ProtocolError, match=f"floats travel as .* got '{dtype}'"
+        errors.ProtocolError, match=f"floats must be sent as .* got '{dtype}'"
     ):
         Schema([A]).cast(dtype)
 

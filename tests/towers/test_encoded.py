@@ -187,7 +187,7 @@ def test_residuals_are_saved_and_restored(options):
             jax.tree.map(np.asarray, again), jax.tree.map(np.asarray, expected)
         )
     fewer = agn_optax.Towers(2)
-    with pytest.raises(errors.TreeMismatchError, match="of what a codec keeps"):
+    with pytest.raises(errors.TreeMismatchError, match="of a codec's state"):
         fewer.replicate(saved)
 
 

@@ -191,5 +191,5 @@ def test_loss_scaling_needs_the_axes_of_its_inner_optimizer():
     """Members that do not skip would wait for the others forever."""
     towers = agn_optax.Towers(4, workers=4)
     tx = agn_optax.loss_scaling(problem.agn(optax.sgd(0.1), period=3))
-    with pytest.raises(errors.InvalidArgumentError, match="over 'workers', and a step"):
+    with pytest.raises(errors.InvalidArgumentError, match="over 'workers', and if"):
         problem.train(towers, tx, problem.batches(1), problem.params())

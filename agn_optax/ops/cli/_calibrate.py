@@ -93,8 +93,8 @@ def calibrate(
                 return dataclasses.replace(found, **coding_rates(codec, repeats))
     raise errors.CenterError(
         f"exchanges of {sizes[0]} and {sizes[1]} parameters took {there} s with a "
-        f"center in another process, and their arithmetic {here} s in this one, which "
-        "is no line: this machine is too busy, try again"
+        f"center in another process, and their arithmetic {here} s in this process: "
+        "times must grow with the size, so this machine is too busy; try again"
     )
 
 
@@ -223,7 +223,7 @@ def _connected(process: subprocess.Popen[str]) -> service.RemoteCenter:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise errors.CenterError("the center to be measured did not start")
+        raise errors.CenterError("the center for the measurement did not start")
     # Through a socket, as between machines, and not through shared memory.
     center = service.connect(
         json.loads(line)["address"], rules.downpour(), transports=["socket"]

@@ -39,8 +39,8 @@ Config = Annotated[
     pathlib.Path | None,
     typer.Option(
         metavar="FILE.toml",
-        help="A file with options of a center, such as `learning-rate = 1e-3`. "
-        "The command line wins.",
+        help="File with options of a center, such as `learning-rate = 1e-3`. "
+        "Options on the command line override it.",
     ),
 ]
 

@@ -136,7 +136,7 @@ def read(
     for name, engine in _OWN.items():
         if name in top:
             raise errors.InvalidArgumentError(
-                f"{name} in {path} must stand in its table [{engine}]"
+                f"{name} in {path} must be in its table [{engine}]"
             )
     resources = tables["resources"]
     settings = _options.taken(tables[on], f"[{on}] of {path}", ENGINES[on].Settings)
@@ -189,7 +189,9 @@ def _engine(
 ) -> Engine:
     given = _options.given(options)
     if "workers" not in given:
-        raise errors.InvalidArgumentError("how many --workers there are must be said")
+        raise errors.InvalidArgumentError(
+            "the number of workers is missing: give --workers"
+        )
     address = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, address)
     own = {name: given.pop(name) for name in _OWN if name in given}
@@ -249,7 +251,10 @@ def _check(
 ) -> None:
     """Raise for wrong options, before anything is started."""
     if address is None:
-        why = "is for --center HOST:PORT; of an embedded one every worker has its own"
+        why = (
+            "is for --center HOST:PORT: with an embedded center every worker gets a "
+            "token of its own"
+        )
         _options.refuse(options, why, only=("token_file",))
     else:
         why = f"is for an embedded center, and --center is {address}"

@@ -121,5 +121,5 @@ def _leave(
     try:
         stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:
-        said = "programs on this machine need the token as well: it cannot be left"
-        typer.echo(f"agn-optax: {said} for them ({error})", err=True)
+        said = "the token cannot be stored for programs on this machine: give it to"
+        typer.echo(f"agn-optax: {said} them yourself ({error})", err=True)

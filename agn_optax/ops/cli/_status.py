@@ -17,25 +17,28 @@ from agn_optax.ops.cli._centers import Centers, Seen
 Address = Annotated[
     str,
     typer.Argument(
-        metavar="ADDRESS", help="Where the center is: HOST:PORT or unix:PATH."
+        metavar="ADDRESS", help="Address of the center: HOST:PORT or unix:PATH."
     ),
 ]
 Addresses = Annotated[
     str,
     typer.Argument(
         metavar="ADDRESS[,ADDRESS...]",
-        help="Where the center is, or its shards: HOST:PORT or unix:PATH.",
+        help="Address of the center, or of each of its shards or of several centers: "
+        "HOST:PORT or unix:PATH.",
     ),
 ]
 Tree = Annotated[
     bool,
     typer.Option(
         "--tree",
-        help="Also its parents and their sites, as far as they can be reached. All of "
-        "them are shown the same token: take an observer's.",
+        help="Also show its parents and their sites, if they can be reached. The same "
+        "token is presented to all of them: use an observer's.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.001, help="Timeout of a call, in seconds.")
+]
 
 
 @_options.record()
@@ -126,10 +129,10 @@ def watch(
     address: Addresses,
     reached: Reached,
     interval: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two looks.")
+        float, typer.Option(min=0.05, help="Seconds between two updates.")
     ] = 1.0,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Looks, after which it ends.")
+        int | None, typer.Option(min=1, help="Number of updates, after which it ends.")
     ] = None,
     tree: Tree = False,
     timeout: Timeout = 5.0,

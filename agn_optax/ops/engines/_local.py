@@ -74,7 +74,7 @@ class Local(Engine):
         if run.center_restarts and run.storage is None:
             raise errors.InvalidArgumentError(
                 f"a center that is started again (center-restarts = "
-                f"{run.center_restarts}) needs storage, where it finds what it had"
+                f"{run.center_restarts}) needs storage, from which it continues"
             )
         self._is_closed = run.has_center and not run.serve.get("open")
         # A token for each worker, and one for this user's other programs.
@@ -156,8 +156,8 @@ class Local(Engine):
             code = code or 1
             output(
                 CENTER,
-                "agn-optax: failed: the center ended, as one that is drained does, "
-                f"while {', '.join(cut_off)} still worked with it",
+                "agn-optax: failed: the center ended like a drained one, while "
+                f"{', '.join(cut_off)} still worked with it",
             )
         return {
             "returncode": code,
@@ -223,7 +223,7 @@ class _Logs:
                 to.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:  # a full disk is no reason to end the run
             self._files[name] = None
-            self._output(name, f"agn-optax: its lines are not written down: {error}")
+            self._output(name, f"agn-optax: its output is no longer logged: {error}")
 
 
 class _Leaves:

@@ -252,7 +252,7 @@ class Center(Supervisor):
         numbers = itertools.count(1)
         kept = next(p for n in numbers if not (p := _numbered(path, n)).exists())
         path.rename(kept)
-        self._hear(CENTER, f"agn-optax: what it saved when it was drained is in {kept}")
+        self._hear(CENTER, f"agn-optax: the checkpoint of its drain is in {kept}")
 
     def _hear(self, name: str, line: str) -> None:
         if said := serving(line):
@@ -265,7 +265,9 @@ class Center(Supervisor):
         if is_drained(ended, self._run_of):
             # The driver did not drain it, and the workers have no other center.
             self._serving = {}
-            self._hear(CENTER, "agn-optax: somebody drained it; it serves again")
+            self._hear(
+                CENTER, "agn-optax: drained before the run's end; it serves again"
+            )
             self._set_aside()
             return True
         # The previous center, on a node that is being lost, may still hold the journal.

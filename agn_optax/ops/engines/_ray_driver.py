@@ -229,13 +229,13 @@ class Driver:
         found = await self._insist(center.command.remote)
         if found != command:
             raise errors.InvalidArgumentError(
-                f"a center of a run {run.name!r} is there with other settings, "
-                f"{' '.join(found[3:])}; and this run's are {' '.join(command[3:])}. "
-                "Give the run another --name, or end that one"
+                f"a center of a run {run.name!r} exists with other settings, "
+                f"{' '.join(found[3:])}; this run's are {' '.join(command[3:])}. "
+                "Give this run another --name, or end the other one"
             )
         self._center, self._center_node = center, place.node
         if is_there:
-            self._say(CENTER, "is there, from an earlier launch, and goes on")
+            self._say(CENTER, "exists from an earlier launch, and goes on")
             self._center_seen = await self._insist(center.shown.remote)
 
     async def _serves(self, center: asyncio.Task[Ended]) -> bool:
@@ -504,7 +504,7 @@ class Driver:
                 if is_new and now - hopeful >= self._give_up:
                     raise errors.InvalidArgumentError(
                         f"{name} has waited {now - hopeful:.0f} s (give-up in [ray]) "
-                        f"for {where}{why}: change what it needs, or add nodes"
+                        f"for {where}{why}: reduce its resources, or add nodes"
                     )
                 if now >= say_at:
                     self._say(name, f"waits for {where}{why}")

@@ -123,7 +123,7 @@ class Monitor:
         self._happened(
             self._started,
             "restarted" if found else "started",
-            text=found or "the center is there",
+            text=found or "the center has started",
         )
         servicer.tell = self.tell
 
@@ -210,7 +210,7 @@ class Monitor:
             known.sequence, known.joined = 0, at
         text = "is back" if is_back and not known.gone else "joined"
         if is_other and known.incarnation and not known.gone:
-            text = "joined again, in another life"
+            text = "joined again, with a new session"
         if transport:
             text += f", by {transport}"
         known.incarnation, known.gone, known.is_new = incarnation, "", True
@@ -246,8 +246,8 @@ class Monitor:
     def _refused(self, at: float, name: str, error: Exception, host: str) -> None:
         if isinstance(error, errors.CenterClosedError):
             return  # every call ends so once the center is closed
-        who = "" if name else f"somebody at {host} "
-        self._happened(at, "refused", name, f"{who}was refused: {error}"[:_LONGEST])
+        who = "" if name else f"a caller at {host} "
+        self._happened(at, "refused", name, f"{who}was rejected: {error}"[:_LONGEST])
 
     # Changes between two statuses.
 
@@ -278,12 +278,12 @@ class Monitor:
             known.is_new = False
         self._forget()
         if said.HasField("version") and not self._said.HasField("version"):
-            text = f"the first parameters are there, {said.parameters:,} numbers"
+            text = f"the center has its first parameters, {said.parameters:,} numbers"
             self._happened(at, "initialized", text=text)
         if said.degraded and said.degraded != self._said.degraded:
             self._happened(at, "degraded", text=said.degraded[:_LONGEST])
         elif self._said.degraded and not said.degraded:
-            self._happened(at, "well", text="what was degraded is well again")
+            self._happened(at, "well", text="no longer degraded")
         self._said = said
         sent = said.bytes_received + said.bytes_sent
         self._totals.add(now - self._began, self._exchanges, sent)
@@ -298,11 +298,11 @@ class Monitor:
         if known.is_new:  # it may have joined after the status was made
             status.connected = True
         if known.status.connected and not status.connected:
-            text = f"lost its connection; it has {self._lease:g} s to be back"
+            text = f"lost its connection; it has {self._lease:g} s to return"
             self._happened(at, "lost", name, text)
         if (more := status.refused - known.status.refused) > 0:
             why = f": {known.why}" if known.why else ""
-            text = f"sent a message that was refused{why}"[:_LONGEST]
+            text = f"sent a message that was rejected{why}"[:_LONGEST]
             self._happened(at, "message", name, text, more)
         reported = dict(status.reported)
         if known.has_exchanged or reported != dict(known.status.reported):

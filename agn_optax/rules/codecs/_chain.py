@@ -46,7 +46,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
       bfloat16 [ 0. -3.  0.  2.]
     """
     if not codecs:
-        raise errors.InvalidArgumentError("chain_codecs needs one codec at least")
+        raise errors.InvalidArgumentError("chain_codecs needs at least one codec")
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:

@@ -109,7 +109,7 @@ class Tls(NamedTuple):
             if error.reason == "KEY_VALUES_MISMATCH":
                 reason = "the key is not that of the certificate"
             raise errors.InvalidArgumentError(
-                f"certificates that do not work: {reason} ({self._said()})"
+                f"these certificates cannot be used: {reason} ({self._said()})"
             ) from None
         if reason := self.out_of_date():
             raise errors.InvalidArgumentError(reason)
@@ -187,7 +187,7 @@ def tls(
       ...     agn_optax.service.tls(ca=b"not a certificate")
       ... except agn_optax.errors.InvalidArgumentError as error:
       ...     print(error)
-      what was given is no PEM file: it has no BEGIN
+      the given value is no PEM file: it has no BEGIN
     """
     made = Tls(ca, certificate, key)
     made.context(serves=False)
@@ -228,9 +228,9 @@ def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
         if not _address.is_local(address):
             raise errors.InvalidArgumentError(
                 f"{address} is not for this machine only, and without credentials "
-                "everything would travel in plain text, for anybody to read and to "
-                "change: give tls= (--tls-...), or insecure=True (--insecure) in a "
-                "network that you trust"
+                "everything would travel in plain text, which can be read and changed "
+                "on the network: give tls= (--tls-...), or insecure=True (--insecure) "
+                "in a network that you trust"
             )
 
 
@@ -254,7 +254,7 @@ def _read(pem: Pem | None) -> bytes | None:
 
 
 def _name(pem: Pem) -> str:
-    return "what was given" if isinstance(pem, bytes) else str(pem)
+    return "the given value" if isinstance(pem, bytes) else str(pem)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ class Connection:
             pause = min(1.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
             if now + pause > end and is_busy:
                 raise errors.CenterBusyError(
-                    f"the center at {self.address} answers, and has not taken this "
+                    f"the center at {self.address} answers, but has not accepted this "
                     f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
                 )
             if now + pause > end:
@@ -369,7 +369,7 @@ class Connection:
                 if time.monotonic() >= until:
                     raise TimeoutError from None
                 self._renew(patience)
-                silence = f"nothing came for {patience:.3g} s, or far too slowly"
+                silence = f"no data came for {patience:.3g} s, or far too slowly"
                 raise errors.CenterUnreachableError(silence) from None
             # The ended call knows the reason best.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
@@ -425,8 +425,8 @@ def description_in(said: pb.Described) -> pb.Description:
     size = len(said.description)
     if size > _MOST_DESCRIPTION:
         raise errors.ProtocolError(
-            f"a description has at most {_MOST_DESCRIPTION} bytes beside its schema, "
-            f"got {size}"
+            f"a description must have at most {_MOST_DESCRIPTION} bytes beside its "
+            f"schema, got {size}"
         )
     try:
         description = pb.Description.FromString(said.description)

@@ -249,7 +249,7 @@ def _listening(server: grpc.Server, place: _transport.Place) -> str:
         reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: {reason}. Perhaps another process does; port "
-            "0 takes one that is free"
+            "0 takes a free port"
         ) from None
     if address.startswith("unix:"):
         return address
@@ -430,8 +430,8 @@ class _Guard(grpc.ServerInterceptor):
     def _streamed(self, answer: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         """Return a handler with a time limit; each message counts as a call."""
         busy = errors.CenterBusyError(
-            f"too many calls: {_MOST_OF_ONE} streams of one caller and {_MOST_STREAMS} "
-            "of all may look at a time; try again"
+            f"too many calls: at most {_MOST_OF_ONE} streams of one caller and "
+            f"{_MOST_STREAMS} of all callers are served at a time; try again"
         )
 
         def admitted(said: Iterator[Any], context: Any) -> Iterator[Any]:

@@ -155,7 +155,7 @@ class Reader:
         """
         if self._follows:
             raise errors.ProtocolError(
-                f"a buffer of {self._follows} bytes came with what has none"
+                f"a buffer of {self._follows} bytes came with a frame that has none"
             )
         head = bytearray(HEAD.size)
         first = self._some(memoryview(head))
@@ -166,14 +166,15 @@ class Reader:
             length, follows = HEAD.unpack(head)
             if length > MOST_CONTROL:  # checked before memory is allocated
                 raise errors.ProtocolError(
-                    f"a control part has at most {MOST_CONTROL} bytes, got {length}"
+                    f"a control message must have at most {MOST_CONTROL} bytes, got "
+                    f"{length}"
                 )
             control = bytearray(length)
             self._fill(memoryview(control))
         try:
             frame = pb.Frame.FromString(bytes(control))
         except DecodeError as error:
-            raise errors.ProtocolError(f"not a control part: {error}") from None
+            raise errors.ProtocolError(f"not a control message: {error}") from None
         self._follows = follows
         return frame
 
@@ -198,7 +199,7 @@ class Reader:
         while view:
             got = self._some(view)
             if not got:
-                raise EOFError("it ends within a packet")
+                raise EOFError("the stream ends within a frame")
             view = view[got:]
 
     def _some(self, view: memoryview) -> int:
