@@ -209,7 +209,7 @@ def main() -> None:
     report = Report(args.json)
     size = 1e6 * args.megabytes
     acts: dict[str, list[int]] = {act: [] for act in ACTS}
-    options: dict[str, Any] = {"max_workers": WORKERS, "calls": args.calls or None}
+    limits: dict[str, Any] = {"max_workers": WORKERS, "calls": args.calls or None}
     with (
         tempfile.TemporaryDirectory() as folder,
         Process() as process,
@@ -220,8 +220,8 @@ def main() -> None:
         bad.call(os.nice, args.nice)
         pem = peers.certificates(pathlib.Path(folder))
         served = functools.partial(centers.served, process, size, args.leaves)
-        address = stack.enter_context(served(**options))
-        secret = stack.enter_context(served(tls=Tls(None, *pem), **options))
+        address = stack.enter_context(served(**limits))
+        secret = stack.enter_context(served(tls=Tls(None, *pem), **limits))
         process.call(_spare_nothing)
 
         def counting(address: str, tls: Tls | None) -> Callable[[], float]:

@@ -51,15 +51,17 @@ def served(
     leaves: int,
     address: str = "127.0.0.1:0",
     tls: Any = None,
+    tokens: str = "",
     codec: str = "",
-    **options: Any,
+    **limits: Any,
 ) -> Iterator[str]:
     """Serve a center in another process; yield its address.
 
-    ``tokens`` among the options is the text of a token file.
+    ``tokens`` is the text of a token file; ``limits`` are arguments of
+    `agn_optax.service.Limits`.
     """
-    options = {"max_workers": 256, "calls": None, **options}
-    address = process.call(_serve, size, leaves, address, tls, codec, options)
+    limits = {"max_workers": 256, "calls": None, **limits}
+    address = process.call(_serve, size, leaves, address, tls, tokens, codec, limits)
     try:
         yield address
     finally:
@@ -74,13 +76,17 @@ def _serve(
     leaves: int,
     address: str,
     tls: Any,
+    tokens: str,
     codec: str,
-    options: dict[str, Any],
+    limits: dict[str, Any],
 ) -> str:
-    if tokens := options.pop("tokens", ""):
-        options["access"] = agn_optax.service.Access(tokens.encode())
+    access = agn_optax.service.Access(tokens.encode()) if tokens else None
     server = agn_optax.service.serve(
-        rule(codec), tree(size, leaves), address=address, tls=tls, **options
+        rule(codec),
+        tree(size, leaves),
+        address=address,
+        limits=agn_optax.service.Limits(**limits),
+        security=agn_optax.service.Security(tls=tls, access=access),
     )
     _servers[server.address] = server
     return server.address

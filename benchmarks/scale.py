@@ -116,14 +116,14 @@ def paced(
 _servers: dict[str, tuple[Any, contextlib.ExitStack]] = {}
 
 
-def serve(parent: str = "", **options: Any) -> str:
+def serve(parent: str = "", period: int = 1, name: str = "", **options: Any) -> str:
     """Serve a center without parameters, optionally as a worker of another one."""
     stack = contextlib.ExitStack()
     if parent:
         upwards = stack.enter_context(centers.connect(parent, TRANSPORT))
-        options["parent"] = upwards
-    options = {"address": "127.0.0.1:0", "calls": None, **options}
-    server = service.serve(centers.rule(), **options)
+        options["parent"] = service.Parent(upwards, period, name)
+    limits = service.Limits(calls=None)
+    server = service.serve(centers.rule(), limits=limits, **options)
     _servers[server.address] = server, stack
     return server.address
 
@@ -212,7 +212,7 @@ def grown(
                 process = processes[i % len(processes)]
                 parent = levels[-1][i % len(levels[-1])]
                 name = f"level-{len(levels)}-{i}"
-                address = process.call(serve, parent, parent_period=period, name=name)
+                address = process.call(serve, parent, period, name)
                 stack.callback(process.call, stop, address)
                 level.append(address)
             levels.append(level)

@@ -173,7 +173,7 @@ class Trainer:
                         self.first[each.seed],
                         mode=each.method.mode(),
                         barrier=self.args.workers,
-                        direct=False,
+                        direct_address=False,
                     )
                 )
                 for each in runs

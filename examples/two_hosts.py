@@ -152,7 +152,11 @@ def run(args: argparse.Namespace) -> None:
         say(f"{args.name}: accuracy of the center when it left: {accuracy:.1%}")
         return
     with service.serve(
-        rule, params, address=args.serve, barrier=args.hosts, insecure=args.insecure
+        rule,
+        params,
+        address=args.serve,
+        barrier=args.hosts,
+        security=service.Security(insecure=args.insecure),
     ) as server:
         say(f"center at {server.address}")
         train(server.center, params, inner, towers, data, args)

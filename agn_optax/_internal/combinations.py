@@ -259,12 +259,6 @@ COMBINATIONS = (
         "gRPC's credentials are made of `tls`",
         "Give one of them, not both",
     ),
-    Combination(
-        "`direct_address`",
-        "`direct=False`",
-        "nothing would listen at this address",
-        "Leave out one of them",
-    ),
 )
 
 

@@ -13,7 +13,9 @@ from agn_optax.center._core import Core as Core
 from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._ledger import Member as Member
+from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
+from agn_optax.center._local import PackedCenter as PackedCenter
 from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
@@ -39,6 +41,7 @@ __all__ = [
     "Center",
     "CenterState",
     "Journal",
+    "Limits",
     "LocalCenter",
     "Refuse",
     "Session",

@@ -112,9 +112,9 @@ class Core:
         rule: Rule,
         params: PyTree = None,
         *,
+        durability: Durability | None = None,
         dtype: Any = None,
         device: Any = None,
-        durability: Durability | None = None,
         packs: bool = False,
         **decides: Any,
     ) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._limits import Limits
 from agn_optax.center._modes import Asynchronous, Entry, Mode
 from agn_optax.center._recent import Recent
 from agn_optax.center._refusals import Refusal, Refusals, Refuse, Size
@@ -141,10 +142,8 @@ class Ledger:
 
     Args:
       mode: when messages are applied.
-      lease: seconds after which a worker that lost its connection is removed.
-      max_workers: maximum number of registered workers; None for no limit.
+      limits: limits on workers and their messages.
       barrier: number of workers that must have joined before any may start.
-      refuse: message limits; a message that exceeds one is rejected.
       version: number of exchanges applied in an earlier process.
 
     Attributes:
@@ -158,16 +157,17 @@ class Ledger:
         self,
         mode: Mode | None = None,
         *,
-        lease: float = 10.0,
-        max_workers: int | None = None,
+        limits: Limits | None = None,
         barrier: int = 0,
-        refuse: Refuse | None = None,
         version: int = 0,
     ) -> None:
-        if refuse is None:
-            refuse = Refuse()
-        if not isinstance(refuse, Refuse):
-            raise errors.InvalidTypeError(f"refuse must be Refuse(...), got {refuse!r}")
+        if limits is None:
+            limits = Limits()
+        if type(limits) is not Limits:  # a subclass has limits that would be ignored
+            raise errors.InvalidTypeError(
+                "limits must be agn_optax.center.Limits(...), without the memory and "
+                f"calls of a served center, got {limits!r}"
+            )
         if mode is None:
             mode = Asynchronous()
         if not isinstance(mode, Mode):
@@ -175,19 +175,17 @@ class Ledger:
                 "mode must be Asynchronous(), BoundedStaleness(...) or "
                 f"Synchronous(...), got {mode!r}"
             )
-        check.seconds(lease, "lease")
-        check.whole_number(max_workers, "max_workers", least=1)
         check.whole_number(barrier, "barrier", least=0, optional=False)
-        if max_workers is not None and barrier > max_workers:
+        most = limits.max_workers
+        if most is not None and barrier > most:
             raise errors.InvalidArgumentError(
-                f"barrier must be at most max_workers, {max_workers}, or nobody ever "
-                f"starts; got {barrier}"
+                f"barrier must be at most max_workers, {most}, or nobody ever starts; "
+                f"got {barrier}"
             )
         self.mode = mode
-        self.lease = lease
-        self.max_workers = max_workers
+        self.limits = limits
         self.barrier = barrier
-        self.refusals = Refusals(refuse)
+        self.refusals = Refusals(limits.messages or Refuse())
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         # True once as many workers were registered at a time as the barrier needs.
@@ -266,7 +264,7 @@ class Ledger:
             raise _was_replaced(worker)
         if old is None or old.gone:
             for most, why in (
-                (self.max_workers, "this center takes"),
+                (self.limits.max_workers, "this center takes"),
                 (room, "the memory that this center may use is for"),
             ):
                 if most is not None and there >= most:
@@ -324,7 +322,7 @@ class Ledger:
         if member is not None and member.connection == connection:
             member.state = NEXT[member.state, "disconnect"]
             member.connected = False
-            self._expect(member, now + self.lease)
+            self._expect(member, now + self.limits.lease)
 
     def hear(self, worker: str, incarnation: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""

@@ -48,9 +48,9 @@ class Refuse:
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
-      >>> refuse = agn_optax.center.Refuse(norm=10.0)
+      >>> limits = agn_optax.center.Limits(messages=agn_optax.center.Refuse(norm=10.0))
       >>> rule = agn_optax.rules.downpour()
-      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), refuse=refuse)
+      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), limits=limits)
       >>> session = center.join("worker-0")
       >>> message = agn_optax.center.Submission(1, jnp.full(3, 100.0), anchor_version=0)
       >>> answer = session.exchange(message)

@@ -29,7 +29,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, combinations, in_background, trees
+from agn_optax._internal import combinations, in_background, trees
 from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
@@ -90,7 +90,7 @@ class Uplink:
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
-        self._period = int(check.positive_int(period, "parent_period"))
+        self._period = int(period)
         rule = parent.rule
         self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
         if self._keeps_record and core.rule.message is not None:

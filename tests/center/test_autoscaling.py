@@ -15,6 +15,7 @@ from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     LocalCenter,
     Refuse,
     Submission,
@@ -64,7 +65,7 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
 )
 @pytest.mark.parametrize("leave", ["leaves", "vanishes"])
 def test_scaling_from_two_to_four_to_two_workers_loses_no_step(mode, leave):
-    center = LocalCenter(shared.average(), ZEROS, mode=mode, lease=0.1)
+    center = LocalCenter(shared.average(), ZEROS, mode=mode, limits=Limits(lease=0.1))
     two, are_there = threading.Barrier(2), threading.Event()
     others = []
 
@@ -103,7 +104,7 @@ def test_scaling_from_two_to_four_to_two_workers_loses_no_step(mode, leave):
     [
         {"mode": BoundedStaleness(versions=0)},
         {"mode": Synchronous(late="drop")},
-        {"refuse": Refuse(staleness=0)},
+        {"limits": Limits(messages=Refuse(staleness=0))},
     ],
 )
 def test_new_worker_starts_from_the_current_center(settings):
@@ -136,7 +137,9 @@ def test_workers_may_have_different_periods():
 
 
 def test_max_workers_limits_the_present_workers():
-    center = LocalCenter(shared.downpour(), ZEROS, max_workers=2, lease=0.1)
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(max_workers=2, lease=0.1)
+    )
     sessions = [center.join(name) for name in "ab"]
     with pytest.raises(errors.CenterFullError, match="takes 2 workers, and 2 are"):
         train(center, "c", 1)

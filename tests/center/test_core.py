@@ -39,6 +39,7 @@ from agn_optax.center import (
     BoundedStaleness,
     Core,
     Journal,
+    Limits,
     Submission,
     Synchronous,
     _core,
@@ -127,7 +128,11 @@ class Exchanges(RuleBasedStateMachine):
         self.directory = directory
         durability = Journal(directory) if self.journals else None
         self.core = Core(
-            DOWNPOUR, params, mode=self.mode, lease=self.lease, durability=durability
+            DOWNPOUR,
+            params,
+            mode=self.mode,
+            limits=Limits(lease=self.lease),
+            durability=durability,
         )
         self.core.observer = self.observe
 
@@ -436,7 +441,7 @@ def collecting(session, monkeypatch, sequence=1):
 
 @pytest.mark.parametrize("goes", ["leave", "disconnect", "replace"])
 def test_waiting_worker_wakes_when_another_one_goes(goes, monkeypatch):
-    core = core_of(Synchronous(), lease=0.0)
+    core = core_of(Synchronous(), limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -458,7 +463,7 @@ def test_waiting_worker_wakes_when_all_have_sent(monkeypatch):
 
 
 def test_waiting_worker_wakes_when_a_lease_expires(monkeypatch):
-    core = core_of(Synchronous(), lease=0.2)
+    core = core_of(Synchronous(), limits=Limits(lease=0.2))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -502,7 +507,7 @@ def test_hanging_worker_does_not_block_others(mode):
 
 
 def test_connection_is_cut_when_its_session_ends_or_reconnects():
-    core = core_of(lease=0.0)
+    core = core_of(limits=Limits(lease=0.0))
     cut = []
 
     def join(name, *args, **kwargs):
@@ -674,7 +679,7 @@ def held_check(core, *submits):
 
 
 def test_leases_expire_while_the_device_checks_a_message():
-    core = core_of(lease=0.0)
+    core = core_of(limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
     with held_check(core, lambda: submit(anna)):
         bert.disconnect()

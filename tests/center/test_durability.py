@@ -31,6 +31,7 @@ from agn_optax._internal import in_background
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
+    Limits,
     LocalCenter,
     Snapshots,
     Submission,
@@ -180,7 +181,12 @@ def test_dropped_message_stays_dropped_after_restart(tmp_path, killed):
 
 
 def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT, barrier=2)
+    center = kept(
+        Journal(tmp_path / "a"),
+        params=jnp.zeros(2),
+        limits=Limits(lease=LIMIT),
+        barrier=2,
+    )
     center.core.join("w", "old")
     session = center.core.join("v", "life")
     assert center.core.wait_for_barrier(0.0)
@@ -190,7 +196,7 @@ def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
         copy = killed(tmp_path / "a")
     center.close()
     for directory in (copy, tmp_path / "a"):
-        again = kept(Journal(directory), lease=LIMIT, barrier=2)
+        again = kept(Journal(directory), limits=Limits(lease=LIMIT), barrier=2)
         assert set(again.core.members()[1]) == {"w"}
         assert not again.core.members()[1]["w"].connected
         with pytest.raises(errors.WorkerStateError, match="replaced"):
@@ -852,7 +858,9 @@ def test_response_waits_until_the_message_is_synced(tmp_path, disk):
 
 
 def test_failing_disk_closes_the_center(tmp_path, killed, disk):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT)
+    center = kept(
+        Journal(tmp_path / "a"), params=jnp.zeros(2), limits=Limits(lease=LIMIT)
+    )
     send(center)
     disk.error = errno.ENOSPC
     message = jnp.ones(2)

@@ -20,6 +20,7 @@ from agn_optax import errors
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     Refuse,
     Submission,
     Synchronous,
@@ -106,10 +107,12 @@ class Commands(RuleBasedStateMachine):
     def new(self):
         return Ledger(
             self.mode,
-            lease=self.lease,
-            max_workers=self.room,
+            limits=Limits(
+                lease=self.lease,
+                max_workers=self.room,
+                messages=Refuse(in_a_row=IN_A_ROW),
+            ),
             barrier=self.barrier,
-            refuse=Refuse(in_a_row=IN_A_ROW),
             version=self.version,
         )
 
@@ -630,7 +633,7 @@ def test_staleness_is_that_of_the_time_of_applying(mode):
     if mode == "late":
         made = ledger(Synchronous(quorum=1, late="drop"), "ab")
     elif mode == "refuse":
-        made = ledger(None, "ab", refuse=Refuse(staleness=0))
+        made = ledger(None, "ab", limits=Limits(messages=Refuse(staleness=0)))
     else:
         made = ledger(mode, "ab")
     send(made, "a")
@@ -662,7 +665,7 @@ def test_round_bound_waits_for_the_slowest():
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
 def test_round_bound_ignores_departed_workers(how):
-    made = ledger(BoundedStaleness(rounds=0), "ab", lease=5.0)
+    made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
     assert exchange(made, "a") == "a"
     assert exchange(made, "a") == ""
     if how == "leaves":
@@ -692,7 +695,7 @@ def test_new_worker_starts_at_the_round_of_the_slowest():
 
 @pytest.mark.parametrize("rounds", [0, 7])
 def test_returning_worker_starts_at_the_round_of_the_slowest(rounds):
-    made = ledger(BoundedStaleness(rounds=0), "a", lease=1.0)
+    made = ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
     for _ in range(rounds):
         assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
@@ -830,7 +833,7 @@ def test_replaced_session_stays_replaced_after_restart(how):
 
 
 def test_round_ignores_workers_with_an_expired_lease():
-    made = ledger(Synchronous(), "abc", lease=10.0)
+    made = ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
     assert exchange(made, "a") == exchange(made, "b") == ""
     made.disconnect("c", "1", 1, 1.0)
     assert made.deadline() == 11.0
@@ -839,7 +842,7 @@ def test_round_ignores_workers_with_an_expired_lease():
 
 
 def test_round_waits_for_a_worker_that_reconnects_in_time():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "a") == ""
     made.disconnect("b", "1", 1, 1.0)
     made.join("b", "1", 9.0)
@@ -849,7 +852,7 @@ def test_round_waits_for_a_worker_that_reconnects_in_time():
 
 
 def test_message_of_a_worker_with_an_expired_lease_is_not_used():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "b") == ""
     made.disconnect("b", "1", 1, 1.0)
     assert exchange(made, "a", now=11.0) == "a"
@@ -875,7 +878,7 @@ def test_new_worker_that_left_again_blocks_no_round():
 
 @pytest.mark.parametrize("how", ["back in time", "given up before"])
 def test_settled_message_is_not_applied_again(how):
-    made = ledger(workers="a", lease=10.0)
+    made = ledger(workers="a", limits=Limits(lease=10.0))
     assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
@@ -1114,7 +1117,9 @@ def test_rebase_makes_no_message_late():
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
 def test_absent_worker_cannot_submit(how):
-    made = ledger(workers="" if how == "never joined" else "a", lease=1.0)
+    made = ledger(
+        workers="" if how == "never joined" else "a", limits=Limits(lease=1.0)
+    )
     if how == "left":
         made.leave("a", "1")
     elif how == "given up":
@@ -1124,7 +1129,7 @@ def test_absent_worker_cannot_submit(how):
 
 
 def test_full_center_rejects_new_workers():
-    made = ledger(workers="ab", max_workers=2, lease=10.0)
+    made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
     message = "no room for worker 'c': this center takes 2 workers, and 2 are there"
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 0.0)
@@ -1169,12 +1174,18 @@ def test_ledger_starts_from_a_given_version():
         (lambda: Synchronous(grace=-0.1), "grace must be .* seconds >= 0, got -0.1"),
         (lambda: Synchronous(grace=math.nan), "grace must be .* got nan"),
         (lambda: Synchronous(late="never"), "late must be 'next', .* got 'never'"),
-        (lambda: Ledger(lease=math.inf), "lease must be .* got inf"),
-        (lambda: Ledger(lease="10"), "lease must be .* got '10'"),
-        (lambda: Ledger(max_workers=0), "max_workers must be .* >= 1, got 0"),
+        (lambda: Ledger(limits=Limits(lease=math.inf)), "lease must be .* got inf"),
+        (lambda: Ledger(limits=Limits(lease="10")), "lease must be .* got '10'"),
+        (
+            lambda: Ledger(limits=Limits(max_workers=0)),
+            "max_workers must be .* >= 1, got 0",
+        ),
         (lambda: Ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
         (lambda: Ledger(barrier=None), "barrier must be .* >= 0, got None"),
-        (lambda: Ledger(barrier=3, max_workers=2), "at most max_workers, 2,.* got 3"),
+        (
+            lambda: Ledger(barrier=3, limits=Limits(max_workers=2)),
+            "at most max_workers, 2,.* got 3",
+        ),
     ],
 )
 def test_invalid_ledger_settings_are_rejected(make, message):

@@ -44,6 +44,16 @@ def test_local_center_is_a_center():
     )
 
 
+def test_device_may_be_the_name_of_a_platform():
+    first = jax.devices("cpu")[0]
+    for device in ("cpu", first):
+        center = agn_optax.LocalCenter(shared.downpour(), tree(), device=device)
+        for leaf in jax.tree.leaves(center.pull().params):
+            assert leaf.devices() == {first}
+    with pytest.raises(errors.InvalidArgumentError, match="device must be"):
+        agn_optax.LocalCenter(shared.downpour(), tree(), device="abacus")
+
+
 def test_versions_are_immutable_and_count_exchanges():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     kept = [center.pull()]

@@ -7,7 +7,7 @@ import pytest
 from helpers import sessions, shared
 from helpers.support import nothing_compiles
 
-import agn_optax
+from agn_optax.center import LocalCenter, PackedCenter
 from agn_optax.center._store import Store
 
 SIZES = [0.0, 1e-36, 1e-30, 1e-19, 1.0, 1e4, 2e19, 1e30, 3e38]
@@ -70,7 +70,7 @@ def test_norm_is_that_of_the_message_and_not_the_contribution():
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_large_message_is_applied_and_non_finite_one_is_rejected(packs):
-    center = agn_optax.LocalCenter(shared.downpour(), message(0.0), packs=packs)
+    center = (PackedCenter if packs else LocalCenter)(shared.downpour(), message(0.0))
     assert (center.core.store.packing is not None) == packs
     sent = message(1e25)
     answer = sessions.exchange(center, sent, anchor_version=0, worker="a")

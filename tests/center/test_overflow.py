@@ -16,7 +16,7 @@ from helpers.support import assert_identical
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax._internal import in_background
-from agn_optax.center import Submission
+from agn_optax.center import LocalCenter, PackedCenter, Submission
 from agn_optax.center._reach import Reach, extremes, reach_of
 from agn_optax.center._store import Store
 
@@ -66,7 +66,7 @@ def assert_applies(center, number, worker="a", dtype="float32"):
 @pytest.mark.parametrize("harm", HARMFUL)
 def test_message_that_would_overflow_the_center_is_rejected(harm, packs, mode):
     rule, (*good, bad) = HARMFUL[harm]
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs, mode=mode)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0), mode=mode)
     for number in good:
         assert_applies(center, number)
     assert_rejects(center, bad)
@@ -79,8 +79,8 @@ def test_message_that_would_overflow_the_center_is_rejected(harm, packs, mode):
 def test_round_whose_norms_exceed_float32_is_rejected(packs):
     """NumPy must not warn, because the warning as an error would fail the round."""
     mode = agn_optax.center.Synchronous()
-    center = agn_optax.LocalCenter(
-        shared.downpour(), times(0.0), packs=packs, mode=mode
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(), times(0.0), mode=mode
     )
     sessions = [center.join(name) for name in "abc"]
     for session in sessions:
@@ -275,7 +275,7 @@ def test_message_computed_from_the_center_has_no_bound():
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypatch):
     rule = shared.agn(BOUNDED[name])
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0))
     assert_applies(center, 1.0)
 
     def looks(*args):

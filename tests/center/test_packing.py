@@ -19,7 +19,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import service
-from agn_optax.center import Journal
+from agn_optax.center import Journal, LocalCenter, PackedCenter
 from agn_optax.center._packing import Packing, packing_of
 from agn_optax.center._store import Store
 from agn_optax.service.wire import _trees
@@ -206,11 +206,13 @@ def test_checkpoint_does_not_depend_on_packing(then):
         assert_identical(everything(first), everything(second))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_journal_does_not_depend_on_packing(tmp_path, before):
+@pytest.mark.parametrize(
+    "kinds", [(PackedCenter, LocalCenter), (LocalCenter, PackedCenter)]
+)
+def test_journal_does_not_depend_on_packing(tmp_path, kinds):
     rule = shared.agn(shared.adam(1e-2))
     settings = {"durability": Journal(tmp_path)}
-    center = agn_optax.LocalCenter(rule, arrays(0), packs=before, **settings)
+    center = kinds[0](rule, arrays(0), **settings)
     for version in range(3):
         sessions.exchange(
             center, arrays(version), anchor_version=version, worker="anna"
@@ -221,7 +223,7 @@ def test_journal_does_not_depend_on_packing(tmp_path, before):
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
     center.close()
     settings = {"durability": Journal(tmp_path / "copy")}
-    again = agn_optax.LocalCenter(rule, arrays(0), packs=not before, **settings)
+    again = kinds[1](rule, arrays(0), **settings)
     assert again.version == 3
     assert_identical(jax.tree.map(np.asarray, again.pull().params), there)
     again.close()
@@ -229,11 +231,11 @@ def test_journal_does_not_depend_on_packing(tmp_path, before):
 
 def test_worker_of_an_embedded_packed_center_gets_equal_numbers():
     ends = []
-    for packs in (True, False):
-        center = agn_optax.LocalCenter(shared.easgd(0.3), packs=packs)
+    for kind in (PackedCenter, LocalCenter):
+        center = kind(shared.easgd(0.3))
         worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         loop = worker.start(arrays(0), chief=True)
-        assert (center.core.store.packing is not None) == packs
+        assert (center.core.store.packing is not None) == (kind is PackedCenter)
         loop = run_worker(worker, *loop, feeds(loop[0], 6))
         ends.append((loop, center.pull().params))
     assert_identical(*ends)

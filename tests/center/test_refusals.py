@@ -16,7 +16,9 @@ from agn_optax import codecs, errors, service
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
+    Limits,
     LocalCenter,
+    PackedCenter,
     Refuse,
     ShardedCenter,
     Submission,
@@ -52,8 +54,6 @@ def send(center, value, worker="anna", behind=0):
         ("element", -1.0, "element must be"),
         ("staleness", -1, "staleness must be a whole number >= 0"),
         ("staleness", 1.5, "staleness must be a whole number"),
-        ("share", 0.0, "share must be a number in \\(0, 1"),
-        ("share", 1.0, "share must be less than 1"),
         ("in_a_row", 0, "in_a_row must be a whole number >= 1"),
         ("in_a_row", None, "in_a_row must be"),
         ("nonfinite", 1, "nonfinite must be True or False"),
@@ -65,8 +65,8 @@ def test_invalid_limits_are_rejected(setting, value, expected):
 
 
 def test_limits_must_be_a_refuse_object():
-    with pytest.raises(errors.InvalidTypeError, match=r"refuse must be Refuse"):
-        LocalCenter(shared.downpour(), ZEROS, refuse=True)
+    with pytest.raises(errors.InvalidTypeError, match=r"messages must be Refuse"):
+        Limits(messages=True)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -88,8 +88,11 @@ def test_limits_must_be_a_refuse_object():
     ],
 )
 def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, packs):
-    center = LocalCenter(
-        shared.downpour(), ZEROS, refuse=Refuse(**settings), mode=mode, packs=packs
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(),
+        ZEROS,
+        mode=mode,
+        limits=Limits(messages=Refuse(**settings)),
     )
     for _ in range(10):
         assert send(center, good).refused == ""
@@ -106,20 +109,26 @@ def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, pack
 
 
 def test_element_limit_does_not_limit_the_norm():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(element=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(element=1.0))
+    )
     ones = jax.tree.map(np.ones_like, ZEROS)
     assert sessions.exchange(center, ones, anchor_version=0, worker="anna").applied
 
 
 def test_non_finite_message_is_applied_if_allowed():
     """The center then becomes infinite, as configured."""
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(nonfinite=False))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(nonfinite=False))
+    )
     assert send(center, np.inf).applied
     assert np.isinf(center.pull().params["b"]).any()
 
 
 def test_median_is_that_of_the_last_messages():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(times_median=4))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=4))
+    )
     for norm in (1.0, 100.0, 1e4, 3.0, 1e-3, 1.0, 1.0, 1.0, 1.0):
         assert send(center, norm).applied  # these are too few to compare with
     assert send(center, 1.0).applied
@@ -131,14 +140,18 @@ def test_median_is_that_of_the_last_messages():
 
 
 def test_zero_messages_set_no_limit():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(times_median=2))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=2))
+    )
     for _ in range(20):
         send(center, 0.0)
     assert send(center, 5.0).applied
 
 
 def test_message_that_is_too_stale_is_rejected():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(staleness=2))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(staleness=2))
+    )
     send(center, 1.0, "slow")
     for _ in range(2):
         send(center, 1.0, "fast")
@@ -152,7 +165,7 @@ def test_message_that_is_too_stale_is_rejected():
 
 def test_too_many_rejections_in_a_row_raise():
     refuse = Refuse(norm=1.0, in_a_row=3)
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
+    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
     for _ in range(2):
         assert send(center, 2.0).refused
     assert send(center, 1.0).applied  # this ends the row of rejections
@@ -170,7 +183,9 @@ def test_too_many_rejections_in_a_row_raise():
 
 
 def test_worker_may_start_again_after_too_many_rejections():
-    center = LocalCenter(shared.downpour(), jnp.zeros(2), refuse=Refuse(in_a_row=3))
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(in_a_row=3))
+    )
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
     loop = worker.start()
     for _ in range(2):
@@ -216,7 +231,9 @@ def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overla
 
 
 def test_finite_inner_state_is_kept_after_a_rejection():
-    center = LocalCenter(shared.downpour(), jnp.zeros(2), refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(norm=1.0))
+    )
     worker = agn_optax.Worker(center, shared.adam(10.0), period=1)
     params, state = worker.start()
     params, state = local(worker)(params, state, 1.0)
@@ -256,7 +273,10 @@ def test_dropped_message_is_not_a_rejection():
 def test_round_continues_without_rejected_messages():
     """A rejected worker starts from the result of the others, as if it took part."""
     center = LocalCenter(
-        shared.average(), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
+        shared.average(),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
     )
     members = {name: center.join(name) for name in ("anna", "bert", "carl")}
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
@@ -279,7 +299,10 @@ def test_round_continues_without_rejected_messages():
 
 def test_rejected_worker_adopts_the_round_also_under_easgd():
     center = LocalCenter(
-        shared.easgd(0.5), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
+        shared.easgd(0.5),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
     )
     anna, bert = center.join("anna"), center.join("bert")
     anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
@@ -292,7 +315,9 @@ def test_rejected_worker_adopts_the_round_also_under_easgd():
 
 def test_rejected_round_counts_for_waiting_workers():
     mode = BoundedStaleness(rounds=0)
-    center = LocalCenter(shared.downpour(), ZEROS, mode=mode, refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, mode=mode, limits=Limits(messages=Refuse(norm=1.0))
+    )
     for name in ("anna", "bert"):
         sessions.join(center, name)
     assert send(center, 2.0, "anna").refused
@@ -308,7 +333,9 @@ def test_rejected_round_counts_for_waiting_workers():
 
 @pytest.mark.parametrize("acknowledges", [False, True])
 def test_repeated_message_is_rejected_once(acknowledges):
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(norm=1.0))
+    )
     session = center.join("anna")
     for _ in range(3):
         session.submit(Submission(1, message_of_norm(2.0), anchor_version=0))
@@ -321,7 +348,7 @@ def test_repeated_message_is_rejected_once(acknowledges):
 
 def test_journal_restores_the_data_of_limits(tmp_path):
     settings = {
-        "refuse": Refuse(times_median=3, in_a_row=3),
+        "limits": Limits(messages=Refuse(times_median=3, in_a_row=3)),
         "durability": Journal(tmp_path),
     }
 
@@ -368,7 +395,9 @@ def test_journal_restores_the_data_of_limits(tmp_path):
 def test_shards_apply_their_limits_separately():
     """A message that is not finite in one shard is rejected by all."""
     refuse = Refuse(norm=1.0)
-    kept = [LocalCenter(shared.downpour(), refuse=refuse) for _ in "ab"]
+    kept = [
+        LocalCenter(shared.downpour(), limits=Limits(messages=refuse)) for _ in "ab"
+    ]
     center = ShardedCenter(kept)
     center.initialize({"a": jnp.zeros(8), "b": jnp.zeros(8)}, worker="")
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
@@ -387,8 +416,10 @@ def test_shards_apply_their_limits_separately():
 
 def test_site_continues_from_a_parent_that_rejects_its_message():
     rule = shared.downpour()
-    parent = LocalCenter(rule, {"w": jnp.zeros(2)}, refuse=Refuse(norm=10.0))
-    with service.serve(rule, parent=parent, parent_period=1) as site:
+    parent = LocalCenter(
+        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=Refuse(norm=10.0))
+    )
+    with service.serve(rule, parent=service.Parent(parent, period=1)) as site:
         assert site.uplink.ready.wait(60)
         session = site.center.join("anna")
 
@@ -422,7 +453,9 @@ def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
     Once the parameters themselves become NaN, which no scale could repair.
     """
     start = {"w": jnp.zeros(4)}
-    center = LocalCenter(RULES[rule](), start, refuse=Refuse(times_median=100))
+    center = LocalCenter(
+        RULES[rule](), start, limits=Limits(messages=Refuse(times_median=100))
+    )
     scaling = functools.partial(
         agn_optax.loss_scaling, initial_scale=2.0**24, growth_interval=6
     )

@@ -9,7 +9,13 @@ from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import codecs, errors
-from agn_optax.center import BoundedStaleness, ShardedCenter, Submission, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Limits,
+    ShardedCenter,
+    Submission,
+    Synchronous,
+)
 
 PARAMS = {"a": jnp.zeros((6, 2)), "b": jnp.zeros(5), "c": jnp.zeros(())}
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
@@ -135,7 +141,7 @@ def test_message_that_one_shard_would_reject_reaches_no_shard():
 
 
 def test_worker_that_cannot_join_one_shard_joins_none():
-    center = shards(max_workers=1)
+    center = shards(limits=Limits(max_workers=1))
     first = center.centers[1].join("bert")
     with pytest.raises(errors.CenterFullError, match="'anna'"):
         center.join("anna")
@@ -146,7 +152,7 @@ def test_worker_that_cannot_join_one_shard_joins_none():
 
 
 def test_disconnect_reaches_all_shards():
-    center = shards(lease=0.0)
+    center = shards(limits=Limits(lease=0.0))
     center.join("anna").disconnect()
     assert not any(shard.workers for shard in center.centers)
 
@@ -154,7 +160,9 @@ def test_disconnect_reaches_all_shards():
 def test_after_an_error_of_one_shard_the_session_rejects_messages():
     """Another shard would treat the next message as a repetition of an applied one."""
     strict = agn_optax.center.Refuse(norm=3.0, in_a_row=1)
-    center = shards(params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, refuse=strict)
+    center = shards(
+        params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, limits=Limits(messages=strict)
+    )
     small = {"a": jnp.ones(4), "b": jnp.ones(4)}
     session = center.join("anna")
     with pytest.raises(errors.MessageRefusedError):

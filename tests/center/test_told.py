@@ -436,8 +436,8 @@ def test_service_rejects_invalid_extras(said, message, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["local", "server"])
 def test_center_limits_steps_and_weight(kind):
-    refuse = Refuse(steps=10, weight=100.0)
-    with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), refuse=refuse) as c:
+    limits = Refuse(steps=10, weight=100.0)
+    with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), messages=limits) as c:
         session = c.join("w")
         one = jnp.ones(3)
         answer = session.exchange(

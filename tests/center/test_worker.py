@@ -27,6 +27,7 @@ from helpers.support import (
 import agn_optax
 from agn_optax import errors
 from agn_optax import round as rounds
+from agn_optax.center import Limits
 
 
 def test_chief_initializes_and_others_wait_and_adopt():
@@ -127,7 +128,9 @@ def test_exchange_within_a_period_returns_its_arguments():
 def test_exchange_does_not_block_on_the_device(rule, donate):
     """A whole round is dispatched while its first step still computes."""
     refuse = agn_optax.center.Refuse(nonfinite=False)  # otherwise it waits for norms
-    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3), refuse=refuse)
+    center = agn_optax.LocalCenter(
+        RULES[rule](), jnp.ones(3), limits=Limits(messages=refuse)
+    )
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
     params, state = worker.start()

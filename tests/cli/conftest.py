@@ -31,7 +31,7 @@ def new_server():
 def serving():
     params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
     with (
-        service.serve(RULE, params, calls=None) as server,
+        service.serve(RULE, params, limits=service.Limits(calls=None)) as server,
         service.connect(server.address, RULE) as center,
     ):
         worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name="worker-0")

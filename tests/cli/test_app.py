@@ -1,7 +1,10 @@
 """The command itself: help, exit codes, records of options."""
 
 import dataclasses
+import os
+import pathlib
 import re
+from typing import Literal
 
 import pytest
 import typer
@@ -159,14 +162,14 @@ def test_docstring_gives_the_help_of_options():
 
         kind: str | None = None
         quick: bool | None = _options.switch()
-        count: int = _options.at_least(1)
+        count: int
 
     kind, quick, count = Record.__options__.values()
     assert (kind.metavar, kind.show_default) == ("NAME", "a")
     assert kind.help == "One of a, b, with a help that is longer than a line."
     assert kind.rich_help_panel == quick.rich_help_panel == "Panel"
     assert (quick.help, quick.param_decls) == ("How: at once.", ("--quick",))
-    assert (count.default, count.min, count.help) == (..., 1, None)
+    assert (count.default, count.help) == (..., None)
 
 
 def test_docstring_entry_without_a_field_is_rejected():
@@ -179,6 +182,123 @@ def test_docstring_entry_without_a_field_is_rejected():
             Panel:
               speed: Of no field.
             """
+
+
+@dataclasses.dataclass(kw_only=True)
+class Base:
+    """A base class with an argument of its own.
+
+    Args:
+      size: size in `bytes`, whose description is longer than a
+        line; None for any size. It may be 0.
+    """
+
+    size: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Source(Base):
+    """A class whose arguments become options.
+
+    Args:
+      folder: where it is. The rest is no help.
+      rate: number in a second. None for no limit.
+      kind: one of two.
+      is_fast: be fast.
+      is_safe: be safe.
+      inner: what no text can give.
+    """
+
+    folder: str | os.PathLike[str]
+    rate: float | None = 20.0
+    kind: Literal["a", "b"] = "a"
+    is_fast: bool = False
+    is_safe: bool = True
+    inner: Base | None = None
+
+
+GROUP = _options.Group(
+    Source,
+    prefix="my_",
+    names={"folder": "folder DIRECTORY", "size": "size [much]"},
+    needs="--folder",
+)
+
+
+@_options.record(groups={"source": GROUP})
+class Grouped:
+    """A record with a group.
+
+    First:
+      kind: Another one.
+
+    Second:
+      *source
+      last: The last one.
+    """
+
+    kind: int | None = None
+    last: int | None = None
+
+
+def test_group_takes_types_defaults_and_help_from_the_library():
+    options = Grouped.__options__
+    names = ["kind", "size", "folder", "my_rate", "my_kind", "my_is_fast", "my_is_safe"]
+    assert list(options) == [*names, "last"]
+    assert [field.name for field in dataclasses.fields(Grouped)] == list(options)
+    assert _options.given(Grouped()) == {}
+    shown = {
+        name: (each.help, each.metavar, each.show_default, each.rich_help_panel)
+        for name, each in options.items()
+        if name in GROUP.names.values()
+    }
+    assert shown == {
+        "size": (
+            "With --folder: size in bytes, whose description is longer than a line.",
+            None,
+            "much",
+            "Second",
+        ),
+        "folder": ("Where it is.", "DIRECTORY", False, "Second"),
+        "my_rate": ("With --folder: number in a second.", None, "20", "Second"),
+        "my_kind": ("With --folder: one of two.", "a|b", "a", "Second"),
+        "my_is_fast": ("With --folder: be fast.", None, False, "Second"),
+        "my_is_safe": ("With --folder: be safe.", None, "my-is-safe", "Second"),
+    }
+    assert options["my_is_fast"].param_decls == ("--my-is-fast",)
+
+
+def test_clause_on_none_is_shown_as_the_default():
+    (_, _, said), *_ = _options.Group(Base).fields.values()
+    assert said["show_default"] == "any size"
+
+
+def test_group_builds_its_class_from_options():
+    made = []
+
+    def take(options: Grouped) -> None:
+        made.append((options, GROUP.given(options)))
+
+    app = _app_of(take)
+    app(["--folder=a", "--my-rate=3", "--no-my-is-safe"], standalone_mode=False)
+    options, arguments = made[0]
+    assert arguments == {"folder": pathlib.Path("a"), "rate": 3.0, "is_safe": False}
+    assert GROUP.made(options, size=3) == Source(**arguments, size=3)
+    with pytest.raises(errors.InvalidArgumentError, match=r"^--my-rate needs --folder"):
+        GROUP.refuse(Grouped(my_rate=1.0))
+    with pytest.raises(errors.InvalidArgumentError, match=r"^--my-kind is too much"):
+        GROUP.refuse(Grouped(my_kind="b"), "is too much")
+    GROUP.refuse(Grouped(kind=1))
+
+
+def test_everyday_options_come_first():
+    panels = [
+        option.rich_help_panel
+        for record in (RuleOptions, CenterOptions)
+        for option in record.__options__.values()
+    ]
+    everyday = ["Rule", "Center optimizer", "Center", "Durability", "Mode", "Access"]
+    assert list(dict.fromkeys(panels))[:7] == [*everyday, "TLS"]
 
 
 @pytest.mark.parametrize(

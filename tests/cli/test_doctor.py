@@ -62,7 +62,7 @@ def test_doctor_checks_timeouts(server):
     assert "give connect() a timeout above 3" in found["timeouts"][1]
     found = checks(server.address, "--client-timeout=15", code=0)
     assert found["timeouts"][0] == "warning"
-    with service.serve(RULE, lease=1.0) as hasty:
+    with service.serve(RULE, limits=service.Limits(lease=1.0)) as hasty:
         found = checks(hasty.address, code=0)
         assert "--lease" in found["timeouts"][1]
         assert found["schema"][0] == "warning"
@@ -209,7 +209,10 @@ def test_doctor_names_the_slow_direction(transport, slow):
 
 @pytest.mark.slow
 def test_doctor_fails_for_a_connection_that_is_far_too_slow():
-    with service.serve(RULE, jnp.zeros(3), direct=False) as own, Network(own) as net:
+    with (
+        service.serve(RULE, jnp.zeros(3), direct_address=False) as own,
+        Network(own) as net,
+    ):
         net.there.rate = 8e3
         result, said = checks(net.address, code=1)["rates"]
     assert result == "failed"
@@ -251,7 +254,7 @@ def test_doctor_warns_of_rounds_that_close_too_soon():
 
 
 def test_doctor_warns_of_a_short_lease():
-    with service.serve(RULE, jnp.zeros(3), lease=4.0) as own:
+    with service.serve(RULE, jnp.zeros(3), limits=service.Limits(lease=4.0)) as own:
         result, said = checks(own.address, code=0)["timeouts"]
     assert result == "warning"
     assert "workers are back within 5 s, when they are given up" in said
@@ -263,7 +266,9 @@ def test_doctor_warns_when_its_token_may_not_measure(tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("0123456789abcdef\n")
     access = service.Access(tokens)
-    with service.serve(RULE, jnp.zeros(3), access=access) as own:
+    with service.serve(
+        RULE, jnp.zeros(3), security=service.Security(access=access)
+    ) as own:
         found = checks(own.address, f"--token-file={mine}", code=0)
     assert found["rates"][0] == "warning"
     assert "Probe needs the role reader or worker" in found["rates"][1]

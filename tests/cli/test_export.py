@@ -149,7 +149,9 @@ def test_export_of_a_running_center(tmp_path, params):
     reads, looks = "reader-0123456789", "observer-0123456789"
     access = service.Access(f"reader * {reads}\nobserver * {looks}".encode())
     to = tmp_path / "checkpoint"
-    with service.serve(RULE, params, access=access) as server:
+    with service.serve(
+        RULE, params, security=service.Security(access=access)
+    ) as server:
         now = moved(server.center, params)
         (tmp_path / "token").write_text(looks)
         token = f"--token-file={tmp_path / 'token'}"

@@ -36,7 +36,9 @@ def test_center_and_clients_work_with_the_made_keys(made, way, by):
     mutual = tls(made, "center")
     access = Access(*[made / "tokens"] * (by != "certificate"))
     mine = mutual if by != "token" else mutual._replace(ca=None)
-    with service.serve(RULE, tls=mine, access=access) as server:
+    with service.serve(
+        RULE, security=service.Security(tls=mine, access=access)
+    ) as server:
 
         def connect(name):
             shown = tls(made, name)
@@ -87,7 +89,9 @@ def test_keys_can_be_added_later(made):
     names = [line.split()[:2] for line in (made / "tokens").read_text().splitlines()]
     assert ["worker", "carl"] in names
     assert ["chief", "anna"] in names
-    with service.serve(RULE, jnp.zeros(3), tls=tls(made, "center")) as server:
+    with service.serve(
+        RULE, jnp.zeros(3), security=service.Security(tls=tls(made, "center"))
+    ) as server:
         service.connect(server.address, RULE, tls=tls(made, "carl")).close()
 
 

@@ -349,7 +349,9 @@ def test_launch_runs_a_module(here):
     ("arguments", "message"),
     [
         (["train.py"], "--workers"),
-        (["--workers=0", ELSEWHERE, "train.py"], "--workers"),
+        (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
+        (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
+        (["--workers=1", ELSEWHERE, "--start-delay=-1", "t.py"], "start_delay must"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),
         (["--workers=1", "train.py"], "the embedded center has no rule: give --rule"),
         (["--workers=1", "--b1=0.5", "train.py"], "the embedded center has no rule"),

@@ -19,6 +19,7 @@ from helpers.commands import PATIENCE, command, fails, python, serve
 import agn_optax
 from agn_optax import codecs, errors, rules, service
 from agn_optax.center import (
+    Asynchronous,
     BoundedStaleness,
     Journal,
     Refuse,
@@ -193,11 +194,50 @@ def test_mode_is_made_from_options(options, mode):
 
 def test_message_limits_are_made_from_options():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
-    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
+    own |= {"staleness": 4, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
-    assert _center_options.settings(options)["refuse"] == Refuse(**own)
-    assert _center_options.settings(CenterOptions())["refuse"] == Refuse()
+    assert _center_options.settings(options)["limits"].messages == Refuse(**own)
+
+
+def test_defaults_are_those_of_the_library():
+    assert _center_options.settings(CenterOptions()) == {
+        "page": None,
+        "mode": Asynchronous(),
+        "durability": None,
+        "limits": service.Limits(messages=Refuse()),
+        "security": service.Security(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"max_workers": 3, "lease": 2.0}, service.Limits(max_workers=3, lease=2.0)),
+        ({"memory": 10, "calls": 0.5}, service.Limits(memory=10, calls=0.5)),
+    ],
+)
+def test_options_of_limits_become_limits(options, limits):
+    made = _center_options.settings(CenterOptions(**options))["limits"]
+    assert dataclasses.replace(made, messages=None) == limits
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"address": "a:1", "barrier": 2}, {"address": "a:1", "barrier": 2}),
+        ({"dtype": "float32", "device": "gpu"}, {"dtype": "float32", "device": "gpu"}),
+        ({"direct_address": "a:1"}, {"direct_address": "a:1"}),
+        ({"direct_address": "a:1", "direct": True}, {"direct_address": "a:1"}),
+        ({"direct": False}, {"direct_address": False}),
+        ({"health_address": "a:1"}, {"health_address": "a:1"}),
+        ({"insecure": True}, {"security": service.Security(insecure=True)}),
+        ({"reflection": False}, {"security": service.Security(reflection=False)}),
+    ],
+)
+def test_options_become_arguments_of_serve(options, settings):
+    made = _center_options.settings(CenterOptions(**options))
+    assert made == _center_options.settings(CenterOptions()) | settings
 
 
 def test_serve_applies_message_limits(address):
@@ -308,6 +348,7 @@ def test_serve_combines_a_round_with_krum(address):
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
         (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
+        (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--parent-period=3"], "--parent-period needs --parent"),
         (["--parent-name=a"], "--parent-name needs --parent"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
@@ -387,8 +428,8 @@ def test_serve_connects_to_its_parent(monkeypatch, address):
     given = {}
     real = service.serve
 
-    def serve_without_parent(rule, *, parent, parent_period, **settings):
-        given.update(status=parent.status(), period=parent_period)
+    def serve_without_parent(rule, *, parent, **settings):
+        given.update(status=parent.center.status(), period=parent.period)
         return real(rule, **settings)
 
     monkeypatch.setattr(service, "serve", serve_without_parent)

@@ -30,7 +30,7 @@ def tree(root=None, sites=("site-a", "site-b")):
             address = getattr(root, "address", root)
             parent = stack.enter_context(service.connect(address, RULE))
             site = stack.enter_context(
-                service.serve(RULE, parent=parent, parent_period=1, name=name)
+                service.serve(RULE, parent=service.Parent(parent, period=1, name=name))
             )
             assert site.uplink.ready.wait(30)
             servers.append(site)
@@ -161,7 +161,10 @@ def test_site_with_a_sharded_parent_is_shown_once():
         with service.connect(both, RULE) as center:
             center.initialize({"a": jnp.zeros(2), "b": jnp.zeros(2)}, worker="")
         parent = service.connect(both, RULE)
-        with parent, service.serve(RULE, parent=parent, name="site") as site:
+        with (
+            parent,
+            service.serve(RULE, parent=service.Parent(parent, name="site")) as site,
+        ):
             assert site.uplink.ready.wait(30)
             said = succeeds("status", site.address, "--tree")
             assert shown(said) == [

@@ -89,7 +89,9 @@ def served() -> int:
         service.connect("127.0.0.1:1", rule, timeout=0.5)
     except errors.AgnOptaxError as error:
         assert_type(error, errors.AgnOptaxError)
-    with service.serve(rule, mode=mode, refuse=center.Refuse(norm=10.0)) as server:
+    with service.serve(
+        rule, mode=mode, limits=service.Limits(messages=center.Refuse(norm=10.0))
+    ) as server:
         assert_type(server, service.Server)
         assert_type(server.address, str)
         with service.connect(server.address, rule) as remote:
@@ -111,7 +113,7 @@ def wrong() -> None:
     for call in (
         lambda: agn_optax.Worker(rule, optax.sgd(0.1), period=1),  # type: ignore[arg-type]
         lambda: agn_optax.Worker(where, optax.sgd(0.1)),  # type: ignore[call-arg]
-        lambda: agn_optax.LocalCenter(rule, refuse=10.0),  # type: ignore[arg-type]
+        lambda: center.Limits(messages=10.0),  # type: ignore[arg-type]
         lambda: center.Synchronous(late="never"),  # type: ignore[arg-type]
         lambda: rules.easgd(),  # type: ignore[call-arg]
     ):

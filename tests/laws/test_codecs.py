@@ -20,7 +20,7 @@ from helpers.support import assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules
-from agn_optax.center import Journal, Synchronous
+from agn_optax.center import Journal, Limits, PackedCenter, Synchronous
 
 PERIOD = 2
 WORKERS = 2
@@ -632,7 +632,7 @@ def test_13_rejected_message_is_restored_to_the_residual(overlap):
     """A message rejected only for its staleness is sent again with a later one."""
     rule = observed_rule("error_feedback")
     refuse = agn_optax.center.Refuse(staleness=0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop = worker.start()
     for i in range(3):
@@ -657,7 +657,7 @@ def first(count, begin=0):
 def test_message_rejected_twice_is_discarded(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     refuse = agn_optax.center.Refuse(norm=1000.0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop, norms = worker.start(), []
     for i in range(4):
@@ -694,7 +694,7 @@ def test_packed_center_gives_the_same_numbers(codec):
         "w": jnp.ones((3, 2)),
     }  # without scalars, which are not packed
     plain = agn_optax.LocalCenter(rule, params)
-    packed = agn_optax.LocalCenter(rule, params, packs=True)
+    packed = PackedCenter(rule, params)
     assert (packed.core.store.packing is not None) == ("cast" in codec)
     for center in (plain, packed):
         worker = agn_optax.Worker(center, INNER, period=PERIOD, name="worker")

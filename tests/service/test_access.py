@@ -1,6 +1,7 @@
 """Access control by roles, names, tokens and certificates, over every transport."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -71,16 +72,17 @@ TOKENS = "\n".join(
 @contextlib.contextmanager
 def served(way, folder, authority, access):
     """Serve a center; yield it and the settings to connect over one transport."""
-    settings, client = {}, {"timeout": LIMIT}
+    settings, tls, client = {}, None, {"timeout": LIMIT}
     client["transports"] = ["grpc" if way == "grpc" else "socket"]
     if way == "unix":
         settings["address"] = f"unix:{folder}/center"
     elif way == "tls":
-        settings["tls"] = authority.issue("/CN=center")._replace(ca=None)
+        tls = authority.issue("/CN=center")._replace(ca=None)
         client["tls"] = Tls(authority.ca)
     elif way == "memory":
         client["transports"] = ["memory"]
-    with service.serve(RULE, params(), access=access, **settings) as server:
+    security = service.Security(tls=tls, access=access)
+    with service.serve(RULE, params(), security=security, **settings) as server:
         yield server, client
 
 
@@ -149,7 +151,9 @@ def test_error_without_valid_token_says_what_is_missing(
 
 
 def test_error_names_the_roles_or_the_name_that_are_needed():
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         with service.connect(
             server.address, RULE, token=token("observer", "anna")
         ) as center:
@@ -182,7 +186,9 @@ def test_other_grpc_clients_get_status_codes():
     status, health = f"/{SERVICE}/Status", "/grpc.health.v1.Health/Check"
     channels = "/grpc.channelz.v1.Channelz/GetServers"
     unknown = grpc.StatusCode.UNAUTHENTICATED
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         for path in (status, health, channels):
             assert code_of(server.address, path) == unknown
             wrong = ("authorization", "Bearer " + "x" * 20)
@@ -212,7 +218,9 @@ def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
     file = tmp_path / "tokens"
     anna, bert = token("worker", "anna"), token("worker", "bert")
     file.write_text(f"worker anna {anna}\nworker bert {bert}\n")
-    with service.serve(RULE, params(), access=Access(file)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(file))
+    ) as server:
         door = server._servicer.door
         keys = [door.ticket(door.caller(t.encode())) for t in (anna, bert)]
         assert keys[0] != keys[1]
@@ -239,7 +247,9 @@ def wait_until_unknown(door, gone):
 
 def test_number_of_keys_is_bounded():
     lines = b"\n".join(b"reader * %020d" % i for i in range(1100))
-    with service.serve(RULE, params(), access=Access(lines)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(lines))
+    ) as server:
         door = server._servicer.door
         keys = [door.ticket(door.caller(b"%020d" % i)) for i in range(1100)]
         assert len(door._tickets) == len(door._holders) == 1024
@@ -259,7 +269,9 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
     file.write_text(f"worker anna {old}\n")
     own.write_text(old + "\n")
     with (
-        service.serve(RULE, params(), access=Access(file)) as server,
+        service.serve(
+            RULE, params(), security=service.Security(access=Access(file))
+        ) as server,
         service.connect(
             server.address, RULE, token=own, timeout=LIMIT, transports=[way]
         ) as center,
@@ -295,7 +307,9 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
 def test_broken_token_file_keeps_the_known_tokens(tmp_path, caplog):
     file, known = tmp_path / "tokens", token("reader")
     file.write_text(f"reader * {known}\n")
-    with service.serve(RULE, params(), access=Access(file)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(file))
+    ) as server:
         door = server._servicer.door
         for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
             file.unlink() if broken is None else file.write_text(broken)
@@ -475,7 +489,9 @@ def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
     file.write_text(f"observer anna {secret}")
     told = []
     access = Access(file, f"reader * other-{secret}".encode())
-    with service.serve(RULE, params(), access=access) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=access)
+    ) as server:
         told += [repr(access), repr(access.caller(secret.encode())), repr(server)]
         with service.connect(server.address, RULE, token=secret) as center:
             told.append(repr(center))
@@ -502,7 +518,9 @@ def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
 def test_token_is_read_from_the_environment(monkeypatch, tmp_path):
     own, file = token("observer"), tmp_path / "token"
     file.write_text(f"{token('reader')}\n")
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         monkeypatch.setenv("AGN_OPTAX_TOKEN_FILE", str(file))
         assert allowed(server.address, {}) == ALLOWED["reader"]
         monkeypatch.setenv("AGN_OPTAX_TOKEN", own)
@@ -585,7 +603,9 @@ def test_tokens_file_can_have_comments_and_several_roles():
 @pytest.mark.parametrize("way", ["grpc", "socket"])
 def test_certificate_gives_name_and_role_of_the_caller(way, authority):
     client = {"timeout": LIMIT, "transports": [way]}
-    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=authority.issue("/CN=center"))
+    ) as server:
         for subject, expected in (
             ("/CN=anna", "worker"),
             ("/CN=*", "worker"),
@@ -610,16 +630,17 @@ def test_certificate_gives_name_and_role_of_the_caller(way, authority):
 @pytest.mark.parametrize("way", ["grpc", "socket", WAYS[3]])
 def test_token_and_certificate_must_both_allow_a_call(way, authority):
     client = {"timeout": LIMIT, "transports": [way], "tls": authority.issue("/CN=anna")}
-    settings = {"tls": authority.issue("/CN=center"), "access": Access(TOKENS)}
+    both = service.Security(tls=authority.issue("/CN=center"), access=Access(TOKENS))
     bert = {"token": token("worker", "bert")}
-    with service.serve(RULE, params(), **settings) as server:
+    with service.serve(RULE, params(), security=both) as server:
         assert allowed(server.address, client) == ALLOWED["worker"]
         for role in ("worker", "chief", "reader"):  # the intersection is allowed
             found = allowed(server.address, client, token=token(role))
             assert found == ALLOWED["worker" if role == "chief" else role]
-    settings["access"] = Access(f"worker bert {bert['token']}".encode())
+    access = Access(f"worker bert {bert['token']}".encode())
+    both = dataclasses.replace(both, access=access)
     with (
-        service.serve(RULE, params(), **settings) as server,
+        service.serve(RULE, params(), security=both) as server,
         pytest.raises(
             errors.NotAllowedError, match=r"to different workers: .*bert.*anna"
         ),
@@ -628,7 +649,9 @@ def test_token_and_certificate_must_both_allow_a_call(way, authority):
 
 
 def test_key_over_tls_needs_the_certificate_of_its_caller(authority):
-    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=authority.issue("/CN=center"))
+    ) as server:
         anna, bert = authority.issue("/CN=anna"), authority.issue("/CN=bert")
         assert allowed(server.address, {"tls": anna}) == ALLOWED["worker"]
         door = server._servicer.door
@@ -659,7 +682,9 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         files[end] = Tls(*(tmp_path / f"{end}.{part}" for part in Tls._fields))
         replace(files[end], tls)
     address = ports.free_address()
-    server = service.serve(RULE, params(), tls=files["center"], address=address)
+    server = service.serve(
+        RULE, params(), security=service.Security(tls=files["center"]), address=address
+    )
     client = {"timeout": LIMIT, "tls": files["anna"]}
     with (
         server,
@@ -679,7 +704,10 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         assert allowed(server.address, client) == ALLOWED["worker"]
         server.stop()
         with service.serve(
-            RULE, params(), tls=files["center"], address=address
+            RULE,
+            params(),
+            security=service.Security(tls=files["center"]),
+            address=address,
         ):  # a client connected before reconnects with the new certificate
             assert center.pull().version == 0
 
@@ -701,32 +729,34 @@ def wait_until_refused(address, tls):
 
 
 def test_public_address_needs_access_settings(authority):
-    elsewhere = {"address": "0.0.0.0:0"}
+    elsewhere = "0.0.0.0:0"
     tls = authority.issue("/CN=center")
+    alone = service.Security(tls=tls._replace(ca=None))
     with pytest.raises(errors.InvalidArgumentError, match="give access=Access"):
-        service.serve(RULE, tls=tls._replace(ca=None), **elsewhere)
+        service.serve(RULE, address=elsewhere, security=alone)
     with pytest.raises(errors.InvalidArgumentError, match="access must be an Access"):
-        service.serve(RULE, access="tokens")
-    for settings in (
-        {"tls": tls},
-        {"tls": tls._replace(ca=None), "access": Access(TOKENS)},
-        {"insecure": True},
-        {"insecure": True, "access": Access(TOKENS)},
+        service.Security(access="tokens")
+    for security in (
+        service.Security(tls=tls),
+        dataclasses.replace(alone, access=Access(TOKENS)),
+        service.Security(insecure=True),
+        service.Security(insecure=True, access=Access(TOKENS)),
     ):
-        service.serve(RULE, **settings, **elsewhere).stop()
+        service.serve(RULE, address=elsewhere, security=security).stop()
 
 
 @pytest.mark.parametrize(
-    ("settings", "tells"),
+    ("address", "settings", "tells"),
     [
-        ({}, True),
-        ({"reflection": False}, False),
-        ({"address": "0.0.0.0:0", "insecure": True}, False),
-        ({"address": "0.0.0.0:0", "insecure": True, "reflection": True}, True),
+        ("127.0.0.1:0", {}, True),
+        ("127.0.0.1:0", {"reflection": False}, False),
+        ("0.0.0.0:0", {"insecure": True}, False),
+        ("0.0.0.0:0", {"insecure": True, "reflection": True}, True),
     ],
 )
-def test_reflection_is_served_to_this_machine_only_by_default(settings, tells):
-    with service.serve(RULE, **settings) as server:
+def test_reflection_is_served_to_this_machine_only_by_default(address, settings, tells):
+    security = service.Security(**settings)
+    with service.serve(RULE, address=address, security=security) as server:
         port = server.address.rpartition(":")[2]
         for path in (
             "/grpc.channelz.v1.Channelz/GetServers",

@@ -98,7 +98,7 @@ def placed(stack, place, codec, tmp_path):
         return center
     if place == "site":
         parent = agn_optax.LocalCenter(rule(codec), start())
-        server = serve(start(), parent=parent, parent_period=1000)
+        server = serve(start(), parent=service.Parent(parent, period=1000))
         assert server.uplink.ready.wait(60)
         return connect(server.address)
     if place == "journal":

@@ -245,7 +245,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
 @shares
 def test_site_forwards_messages_from_shared_memory():
     parent = agn_optax.LocalCenter(RULE)
-    with made("memory", parent=parent, parent_period=4) as (server, center):
+    with made("memory", parent=service.Parent(parent, period=4)) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         for i in range(8):
@@ -262,10 +262,8 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
     rule = shared.agn(shared.sgd(1.0))
     parent = agn_optax.LocalCenter(rule)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
-    with made("memory", rule=rule, params=params, parent=parent, parent_period=8) as (
-        server,
-        center,
-    ):
+    above = service.Parent(parent, period=8)
+    with made("memory", rule=rule, params=params, parent=above) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         assert server.center.core.store.packing is not None
         server._servicer._talking += 1  # as if others were about to send something
@@ -624,7 +622,7 @@ def test_grpc_is_used_without_direct_connections(caplog):
                 pytest.raises(errors.CenterUnreachableError, match="no way to the ce"),
             ):
                 center.join("anna")
-    with made(direct=False) as (server, center):
+    with made(direct_address=False) as (server, center):
         assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
         center.join("anna")
@@ -711,7 +709,7 @@ def test_direct_address_can_be_chosen():
     [
         ({"direct_address": "here"}, "an address must be"),
         ({"direct_address": "unix:/tmp/x"}, 'must be "host:port"'),
-        ({"direct_address": "127.0.0.1:0", "direct": False}, "do not go together"),
+        ({"direct_address": True}, "an address must be"),
         ({"direct_address": "8.8.8.8:0"}, "plain text"),
         ({"direct_address": "127.0.0.1:0", "address": "unix:x"}, "one is at unix:x"),
     ],
@@ -811,8 +809,9 @@ def test_reason_of_a_closed_center_reaches_the_worker(way_of):
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
     """At once, although its thread at the server is blocked in the round."""
+    hasty = service.Limits(lease=0.1)
     with (
-        made("grpc", mode=Synchronous(), lease=0.1) as (server, other),
+        made("grpc", mode=Synchronous(), limits=hasty) as (server, other),
         connect(server, way_of) as center,
     ):
         other.join("other")

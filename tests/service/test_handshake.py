@@ -32,7 +32,9 @@ def other(tmp_path_factory):
 
 @contextlib.contextmanager
 def center(tls):
-    with service.serve(RULE, jnp.zeros(3), tls=tls) as server:
+    with service.serve(
+        RULE, jnp.zeros(3), security=service.Security(tls=tls)
+    ) as server:
         yield server.address
 
 
@@ -103,7 +105,7 @@ def test_missing_tls_settings_raise_over_a_unix_socket(authority, tmp_path):
     tls = authority.issue("/CN=center")._replace(ca=None)
     address = f"unix:{tmp_path}/center"
     with (
-        service.serve(RULE, address=address, tls=tls),
+        service.serve(RULE, address=address, security=service.Security(tls=tls)),
         pytest.raises(errors.EncryptionError, match="speaks TLS"),
     ):
         service.connect(address, RULE, timeout=LIMIT)
@@ -137,7 +139,7 @@ def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
         with pytest.raises(errors.InvalidArgumentError, match=message):
             service.tls(**made._asdict())
         with pytest.raises(errors.InvalidArgumentError, match=message):
-            service.serve(RULE, tls=made)
+            service.serve(RULE, security=service.Security(tls=made))
         with pytest.raises(errors.InvalidArgumentError, match=message):
             service.connect("127.0.0.1:1", RULE, tls=made)
     assert service.tls(**mine._asdict()) == mine
@@ -150,7 +152,8 @@ def test_grpc_logs_nothing_about_failed_handshakes(authority, other, tmp_path):
         "from agn_optax import errors, rules, service\n"
         "ca, certificate, key, other = sys.argv[1:]\n"
         "tls = service.tls(None, certificate, key)\n"
-        "with service.serve(rules.downpour(), tls=tls) as server:\n"
+        "security = service.Security(tls=tls)\n"
+        "with service.serve(rules.downpour(), security=security) as server:\n"
         "    for tls in (service.tls(other), None):\n"
         "        try:\n"
         "            service.connect(server.address, rules.downpour(), tls=tls)\n"

@@ -21,8 +21,10 @@ def server(tmp_path):
     """A server whose other calls need a certificate and a token."""
     tls = certificates.Authority(tmp_path).issue("/CN=*/OU=chief")
     access = Access(b"chief * 0123456789abcdef")
-    settings = {"tls": tls, "access": access, "health_address": "127.0.0.1:0"}
-    with service.serve(RULE, jnp.zeros(3), **settings) as server:
+    security = service.Security(tls=tls, access=access)
+    with service.serve(
+        RULE, jnp.zeros(3), health_address="127.0.0.1:0", security=security
+    ) as server:
         yield server
 
 

@@ -22,7 +22,9 @@ LIMIT = 20  # s, generous: no test should come near it
 def address():
     """Host and port of the page of an open center without rate limits."""
     start = np.zeros(3, np.float32)
-    with service.serve(RULE, start, page="127.0.0.1:0", calls=None) as server:
+    with service.serve(
+        RULE, start, page="127.0.0.1:0", limits=service.Limits(calls=None)
+    ) as server:
         host, _, port = server.page_address.strip("/").rpartition("/")[2].partition(":")
         yield host, int(port)
 

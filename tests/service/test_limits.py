@@ -1,6 +1,7 @@
 """Limits on peers: memory, time, connections and calls that one of them may take."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
@@ -41,7 +42,7 @@ transports = pytest.mark.parametrize("transport", ["grpc", "socket"])
 
 @pytest.fixture
 def server():
-    with service.serve(RULE, START, max_workers=4) as made:
+    with service.serve(RULE, START, limits=service.Limits(max_workers=4)) as made:
         yield made
 
 
@@ -276,7 +277,7 @@ def test_worker_beyond_the_memory_limit_is_rejected():
     size = START.nbytes
     memory = (2 + 4 + 2) * size + 3 * _servicer._OVERHEAD
     with (
-        service.serve(RULE, START, memory=memory) as server,
+        service.serve(RULE, START, limits=service.Limits(memory=memory)) as server,
         service.connect(server.address, RULE) as center,
     ):
         ones = np.ones(SIZE, np.float32)
@@ -293,7 +294,7 @@ def test_worker_beyond_the_memory_limit_is_rejected():
 
 def test_parameters_beyond_the_memory_limit_are_not_sent():
     with (
-        service.serve(RULE, memory=SIZE) as server,
+        service.serve(RULE, limits=service.Limits(memory=SIZE)) as server,
         service.connect(server.address, RULE) as center,
     ):
         with pytest.raises(errors.CenterFullError, match=f"{4 * SIZE} bytes"):
@@ -406,6 +407,8 @@ def test_one_caller_cannot_take_all_pulls(server, center):
 
 SMALL = np.zeros(10, np.float32)
 TOKENS = b"worker anna 0123456789abcdef\nobserver * fedcba9876543210"
+GUARDED = service.Security(access=service.Access(TOKENS))
+FEW = service.Limits(max_workers=1, calls=1e-3)
 READERS = TOKENS.replace(b"observer", b"reader")
 ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 
@@ -414,7 +417,7 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 def little(monkeypatch):
     """A function that serves with so few calls that 50 at once block for hours."""
     monkeypatch.setattr(_servicer, "SPARE", 45.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 @contextlib.contextmanager
@@ -433,7 +436,9 @@ def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
     calls, free = 10.0, 3 + _rate_limits.JOIN
     with (
-        service.serve(RULE, SMALL, max_workers=1, calls=calls) as server,
+        service.serve(
+            RULE, SMALL, limits=service.Limits(max_workers=1, calls=calls)
+        ) as server,
         service.Observer(server.address) as eve,
     ):
         begin, made = time.monotonic(), 0
@@ -446,7 +451,7 @@ def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
 
 def test_rate_limit_of_one_caller_does_not_affect_others(little):
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         service.Observer(server.address, token=EVE) as eve,
         service.connect(server.address, RULE, token=ANNA) as center,
     ):
@@ -464,7 +469,7 @@ def test_rate_limit_of_one_caller_does_not_affect_others(little):
 def test_rate_limited_host_loses_no_worker(little):
     """At a center without tokens, callers are only known by their host."""
     with (
-        little(lease=1.5) as server,
+        little(limits=dataclasses.replace(FEW, lease=1.5)) as server,
         service.Observer(server.address) as eve,
         service.connect(server.address, RULE) as center,
     ):
@@ -482,7 +487,7 @@ def test_rate_limited_host_loses_no_worker(little):
 
 
 def test_guessing_tokens_is_rate_limited(little):
-    with little(access=service.Access(TOKENS)) as server:
+    with little(security=GUARDED) as server:
         with service.Observer(server.address, token="0" * 16) as eve, too_many():
             again_and_again(eve.status, [errors.NotAllowedError])
         with service.Observer(server.address, token=EVE) as known:
@@ -526,7 +531,7 @@ def open_call(address, path, token="", messages=()):
 def test_silent_call_without_token_is_rejected_at_once(path):
     access = service.Access(TOKENS)
     with (
-        service.serve(RULE, SMALL, access=access) as server,
+        service.serve(RULE, SMALL, security=service.Security(access=access)) as server,
         open_call(server.address, path) as call,
     ):
         assert call.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -557,7 +562,11 @@ def test_number_of_reflection_streams_per_caller_is_limited():
     observers = "".join(f"observer * {token}\n" for token in (EVE, "f" * 20))
     with (
         contextlib.ExitStack() as stack,
-        service.serve(RULE, SMALL, access=service.Access(observers.encode())) as server,
+        service.serve(
+            RULE,
+            SMALL,
+            security=service.Security(access=service.Access(observers.encode())),
+        ) as server,
     ):
 
         def asks(token=EVE):
@@ -595,7 +604,7 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
     monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
     with (
-        service.serve(RULE, SMALL, max_workers=1) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
         service.Observer(server.address) as observer,
     ):
@@ -621,7 +630,9 @@ def test_calls_of_a_start_are_not_delayed(caplog, monkeypatch):
     """For all workers at once, and for a large model."""
     workers = 100
     monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
-    with service.serve(RULE, SMALL, max_workers=workers, calls=1e-9) as server:
+    with service.serve(
+        RULE, SMALL, limits=service.Limits(max_workers=workers, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(workers):
             for call, tokens in STARTS:
@@ -631,7 +642,9 @@ def test_calls_of_a_start_are_not_delayed(caplog, monkeypatch):
 
 def test_start_is_not_delayed_after_calls_before_initialization(caplog, monkeypatch):
     """The number of calls allowed at once grows with the model."""
-    with service.serve(RULE, max_workers=8, calls=1e-9) as server:
+    with service.serve(
+        RULE, limits=service.Limits(max_workers=8, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(8):
             servicer.admit(caller, "Describe")
@@ -665,13 +678,14 @@ def dear(monkeypatch):
     """A function that serves with pulls and snapshots that cost all tokens."""
     for name in ("MOVED", "SAVED"):
         monkeypatch.setattr(_servicer, name, 1e-3)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 def test_rate_limited_operator_can_still_read_status_and_drain(dear, tmp_path):
     access = service.Access(b"operator * " + EVE.encode())
+    security = service.Security(access=access)
     with (
-        dear(access=access, durability=Journal(tmp_path)) as server,
+        dear(security=security, durability=Journal(tmp_path)) as server,
         service.connect(server.address, RULE, token=EVE) as center,
         service.Observer(server.address, token=EVE) as eve,
     ):
@@ -781,7 +795,7 @@ def junk(center):
 def test_rejected_calls_are_rate_limited(little, what):
     refused = errors.NotAllowedError, errors.ProtocolError
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         asking(server, what) as call,
         too_many(),
     ):
@@ -792,7 +806,11 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
     """Each has a thread, and one caller cannot take all threads."""
     monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.1)
     with (
-        service.serve(RULE, max_workers=1, access=service.Access(READERS)) as server,
+        service.serve(
+            RULE,
+            limits=service.Limits(max_workers=1),
+            security=service.Security(access=service.Access(READERS)),
+        ) as server,
         contextlib.ExitStack() as stack,
     ):
         places = server._servicer._pulling
@@ -865,13 +883,13 @@ def test_traffic_of_workers_that_left_is_forgotten(server, center):
 @pytest.mark.parametrize("calls", [0.0, -1.0, float("inf"), float("nan")])
 def test_calls_must_be_a_positive_number(calls):
     with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, inf\), got"):
-        service.serve(RULE, SMALL, calls=calls)
+        service.Limits(calls=calls)
 
 
 def test_calls_of_none_is_no_limit(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", -1.0)
     with (
-        service.serve(RULE, SMALL, calls=None) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
     ):
         for _ in range(20):
@@ -882,7 +900,7 @@ def test_calls_of_none_is_no_limit(monkeypatch):
 def full(monkeypatch):
     """A function that serves with two new connections per host, for hours."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 def is_refused(end):
@@ -919,10 +937,10 @@ def test_connections_of_a_host_beyond_its_limit_use_no_thread(full, monkeypatch)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
-@pytest.mark.parametrize("access", [None, service.Access(TOKENS)])
-def test_worker_joins_from_a_host_with_too_many_connections(full, transport, access):
+@pytest.mark.parametrize("security", [None, GUARDED])
+def test_worker_joins_from_a_host_with_too_many_connections(full, transport, security):
     """The worker's key is read before a rejection; open connections continue."""
-    with full(access=access) as server:
+    with full(security=security) as server:
         options = {"token": ANNA, "transports": [transport], "timeout": LIMIT}
         port = int(server.direct_address.rpartition(":")[2])
         with service.connect(server.address, RULE, **options) as center:
@@ -951,7 +969,7 @@ def test_silent_calls_beyond_their_limit_end_sooner(full, monkeypatch):
 def test_accepting_connections_is_slowed_down(monkeypatch):
     """For the connections of all hosts together; more wait in the system's queue."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    with service.serve(RULE, SMALL, max_workers=1) as server:
+    with service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server:
         begin, port = time.monotonic(), server.direct_address
         for _ in range(40):
             server._servicer.pace(port)
@@ -977,9 +995,11 @@ def test_limiter_takes_back_no_more_tokens_than_it_gave():
 
 def test_checks_at_the_health_port_are_rate_limited(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 5.0)
-    settings = {"health_address": "127.0.0.1:0", "calls": 1e-3}
+    limits = service.Limits(calls=1e-3)
     with (
-        service.serve(RULE, SMALL, **settings) as server,
+        service.serve(
+            RULE, SMALL, health_address="127.0.0.1:0", limits=limits
+        ) as server,
         service.Observer(server.health_address) as eve,
         service.Observer(server.address) as friend,
     ):
@@ -1010,7 +1030,7 @@ def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
 ):
     """Also if the request is rejected: a page may still have an old token."""
     access = service.Access(TOKENS.replace(b"0123456789abcdef", b"0" * 16))
-    with full(page="127.0.0.1:0", access=access) as server:
+    with full(page="127.0.0.1:0", security=service.Security(access=access)) as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
         text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
         assert all(asked(port, text) for _ in range(20))

@@ -179,7 +179,9 @@ ACTS = ["exchange", "come_back", "crash", "crash_in_an_exchange", "reconnect"]
 )
 def test_each_message_counts_once_with_random_crashes(mode, lease):
     start = np.zeros(WORKERS * MESSAGES, np.float32)
-    with service.serve(RULE, start, mode=mode, lease=lease) as server:
+    with service.serve(
+        RULE, start, mode=mode, limits=service.Limits(lease=lease)
+    ) as server:
         lives = live(server, ACTS)
         assert not members(server)
         end = server.center.pull()
@@ -259,7 +261,8 @@ def wait_until_it_waits(server, worker):
 
 def test_new_session_does_not_get_the_answer_of_an_earlier_one():
     """The new session counts its exchanges from 1 again."""
-    with served(mode=Synchronous(), lease=60.0) as (server, connected):
+    limits = service.Limits(lease=60.0)
+    with served(mode=Synchronous(), limits=limits) as (server, connected):
         anna, first = connected(), connected()
         sessions.join(anna, "anna")
         sessions.join(first, "bert")
@@ -284,7 +287,7 @@ def test_new_session_does_not_get_the_answer_of_an_earlier_one():
 def test_repeated_exchange_learns_that_it_was_dropped():
     """Although its answer was discarded when the worker was given up."""
     mode = BoundedStaleness(versions=0)
-    with served(mode=mode, lease=0.0) as (server, connected):
+    with served(mode=mode, limits=service.Limits(lease=0.0)) as (server, connected):
         anna, bert = connected(), connected()
         sessions.join(anna, "anna")
         session = sessions.join(bert, "bert")
@@ -459,7 +462,7 @@ def test_round_counts_message_of_a_killed_process_within_its_lease(workers):
             assert answer["sum"] == [float(e in elements) for e in range(8)]
 
     # With a long lease the worker may come back, so its message counts.
-    with served(mode=Synchronous(), lease=600.0) as (server, _):
+    with served(mode=Synchronous(), limits=service.Limits(lease=600.0)) as (server, _):
         for process, name in zip(workers, names, strict=True):
             process.ask(do="join", address=server.address, worker=name)
         meet(carl, "carl", 0)
@@ -481,7 +484,7 @@ def test_round_counts_message_of_a_killed_process_within_its_lease(workers):
         assert not members(server)
 
     # Without a lease the worker is given up at once, and so is its message.
-    with served(mode=Synchronous(), lease=0.0) as (server, _):
+    with served(mode=Synchronous(), limits=service.Limits(lease=0.0)) as (server, _):
         for process, name in zip((anna, bert, carl), names, strict=True):
             process.ask(do="join", address=server.address, worker=name)
         meet(anna, "anna", 0)
@@ -608,7 +611,7 @@ def test_signs_of_life_continue_after_one_that_raises(monkeypatch, caplog):
         return unary(connection, name, *args, **kwargs)
 
     monkeypatch.setattr(_connection.Connection, "unary", fails_once)
-    with served(lease=1.0) as (_, connected):
+    with served(limits=service.Limits(lease=1.0)) as (_, connected):
         connected().join("anna")
         assert again.wait(LIMIT)
     assert "thread 'agn-optax heartbeat' failed, and goes on" in caplog.text

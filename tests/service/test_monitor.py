@@ -144,7 +144,7 @@ def test_repeated_exchange_is_counted_once():
 
 
 def test_joining_losing_and_leaving_are_events():
-    with watched(lease=LIMIT) as (server, monitor, center):
+    with watched(limits=service.Limits(lease=LIMIT)) as (server, monitor, center):
         monitor.look()
         session = center.join("anna")
         center.join("carl").leave()
@@ -206,7 +206,7 @@ def test_workers_in_the_server_process_are_shown():
 
 
 def test_rejections_are_events_with_their_reason():
-    with watched(max_workers=1) as (_, monitor, center):
+    with watched(limits=service.Limits(max_workers=1)) as (_, monitor, center):
         session = center.join("anna")
         for _ in range(2):
             with pytest.raises(errors.CenterFullError):
@@ -292,7 +292,7 @@ def test_rejected_callers_do_not_displace_other_events():
 
 
 def test_workers_that_left_last_are_shown():
-    with watched(max_workers=None) as (server, monitor, _):
+    with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
             server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")

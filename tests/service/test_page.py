@@ -241,7 +241,9 @@ def test_foreign_host_name_is_rejected(open_server):
 
 
 def test_page_needs_the_tokens_of_the_center():
-    with service.serve(RULE, START, page=HERE, access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, START, page=HERE, security=service.Security(access=Access(TOKENS))
+    ) as server:
         for path in ("/state.json", "/metrics"):
             status, headers, body = ask(server, path)
             assert (status, headers["WWW-Authenticate"]) == (
@@ -269,7 +271,10 @@ def test_page_needs_the_tokens_of_the_center():
 
 def test_rate_limited_request_gets_status_503(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
-    settings = {"access": Access(TOKENS), "calls": 0.01}
+    settings = {
+        "security": service.Security(access=Access(TOKENS)),
+        "limits": service.Limits(calls=0.01),
+    }
     with service.serve(RULE, START, page=HERE, **settings) as server:
         assert ask(server, "/state.json", **bearer(LOOKS))[0] == 200
         status, headers, _ = ask(server, "/state.json", **bearer(LOOKS))
@@ -285,8 +290,8 @@ def test_page_uses_the_tls_of_the_center(authority):
     own = authority.issue("/CN=center")
     trusts = ssl.create_default_context(cafile=str(authority.ca))
     tls = Tls(None, own.certificate, own.key)
-    settings = {"tls": tls, "page": HERE, "access": Access(TOKENS)}
-    with service.serve(RULE, START, **settings) as server:
+    security = service.Security(tls=tls, access=Access(TOKENS))
+    with service.serve(RULE, START, page=HERE, security=security) as server:
         assert server.page_address.startswith("https://127.0.0.1:")
         assert ask(server, "/", context=trusts)[0] == 200
         assert ask(server, "/state.json", context=trusts)[0] == 401
@@ -301,7 +306,9 @@ def test_page_uses_the_tls_of_the_center(authority):
 
 def test_page_needs_certificates_if_the_center_does(authority):
     own, mine = authority.issue("/CN=center"), authority.issue("/CN=anna/OU=observer")
-    with service.serve(RULE, START, tls=own, page=HERE) as server:
+    with service.serve(
+        RULE, START, security=service.Security(tls=own), page=HERE
+    ) as server:
         bare = ssl.create_default_context(cafile=str(authority.ca))
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
             ask(server, "/", context=bare)
@@ -320,8 +327,10 @@ def test_bad_addresses_of_the_page_are_rejected(open_server):
             service.serve(RULE, START, page=page)
     tls = Tls(None, b"-----BEGIN", b"-----BEGIN")
     with pytest.raises(errors.InvalidArgumentError, match="give access="):
-        service.serve(RULE, START, page="0.0.0.0:0", tls=tls)
-    with service.serve(RULE, START, page="0.0.0.0:0", insecure=True) as server:
+        service.serve(RULE, START, page="0.0.0.0:0", security=service.Security(tls=tls))
+    with service.serve(
+        RULE, START, page="0.0.0.0:0", security=service.Security(insecure=True)
+    ) as server:
         assert ask(server, "/state.json", Host="center.example")[0] == 200
         assert server.page_address.startswith("http://0.0.0.0:")
 

@@ -147,7 +147,10 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
     monkeypatch.setenv("AGN_OPTAX_TOKEN", WORKS)  # of the process
     program = pathlib.Path(__file__).with_name("durable_worker.py")
     # A lost connection is noticed by the monitor, which looks once a second.
-    settings = {"access": Access(TOKENS), "lease": 3.0}
+    settings = {
+        "security": service.Security(access=Access(TOKENS)),
+        "limits": service.Limits(lease=3.0),
+    }
     shown = Shown(browser)
     with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
         server = service.serve(RULE, START, page="127.0.0.1:0", **settings)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("patient_dials")
 
 @pytest.fixture(scope="module")
 def server():
-    with service.serve(RULE, jnp.zeros(3), calls=None) as server:
+    with service.serve(RULE, jnp.zeros(3), limits=service.Limits(calls=None)) as server:
         yield server
 
 
@@ -126,7 +126,7 @@ def test_number_of_concurrent_measurements_is_limited(server, monkeypatch):
 
 def test_measuring_an_unavailable_transport_raises():
     with (
-        service.serve(RULE, jnp.zeros(3), direct=False) as server,
+        service.serve(RULE, jnp.zeros(3), direct_address=False) as server,
         service.Observer(server.address) as observer,
         pytest.raises(errors.CenterUnreachableError, match="no way by socket"),
     ):

@@ -86,7 +86,7 @@ def test_nonfinite_message_reaches_no_shard():
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_message_in_flight_does_not_bring_back_a_worker_that_left(transport):
     with (
-        service.serve(RULE, ZEROS, lease=0.5) as server,
+        service.serve(RULE, ZEROS, limits=service.Limits(lease=0.5)) as server,
         network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=10) as center,
     ):
@@ -175,7 +175,7 @@ def swallow(net):
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_worker_joins_soon_after_an_outage(transport, outage):
     with (
-        service.serve(RULE, ZEROS, lease=60.0) as server,
+        service.serve(RULE, ZEROS, limits=service.Limits(lease=60.0)) as server,
         network.Network(server, transport) as net,
         service.connect(
             net.address, RULE, transports=[transport], timeout=60
@@ -204,7 +204,7 @@ def test_exchanges_while_a_site_joins_its_parent_are_kept():
     met = threading.Event()
     parent = Slow(RULE)
     with (
-        service.serve(RULE, parent=parent, parent_period=100) as site,
+        service.serve(RULE, parent=service.Parent(parent, period=100)) as site,
         service.connect(site.address, RULE) as center,
     ):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
@@ -258,7 +258,9 @@ def tree(tmp_path, monkeypatch, lively):
             service.connect(address, RULE, timeout=1.0, transports=["grpc"])
         )
         made.site = stack.enter_context(
-            service.serve(RULE, parent=made.above, parent_period=2, page="127.0.0.1:0")
+            service.serve(
+                RULE, parent=service.Parent(made.above, period=2), page="127.0.0.1:0"
+            )
         )
         assert made.site.uplink.ready.wait(LIMIT)
         made.center = stack.enter_context(service.connect(made.site.address, RULE))
@@ -341,7 +343,7 @@ def test_stopping_site_sends_its_updates_if_parent_returns_in_grace():
         network.Network(parent) as net,
         service.connect(net.address, RULE, transports=["grpc"], timeout=1.0) as above,
     ):
-        site = service.serve(RULE, parent=above, parent_period=1000)
+        site = service.serve(RULE, parent=service.Parent(above, period=1000))
         assert site.uplink.ready.wait(60)
         with service.connect(site.address, RULE, timeout=60) as center:
             sessions.exchange(center, ONES, anchor_version=0, worker="anna")

@@ -147,25 +147,26 @@ def test_status_reports_exchanges_and_traffic(serve, connect):
     assert center.status()["workers"] == []
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [None, False])
 def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, direct):
     """The message is not sent again: it would be rejected a second time."""
-    server = serve(refuse=Refuse(norm=1.0, in_a_row=1), direct=direct)
+    limits = service.Limits(messages=Refuse(norm=1.0, in_a_row=1))
+    server = serve(limits=limits, direct_address=direct)
     center = connect(server.address)
     session = center.join("anna", ONES)
     session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
     wait_until(lambda: center.status()["refused"])
-    if not direct:  # gRPC notices the end by itself
+    if direct is False:  # gRPC notices the end by itself
         wait_until(lambda: session._link.done())
     with pytest.raises(errors.MessageRefusedError, match="its norm is"):
         session.collect(1)
     assert center.status()["refused"] == {"norm": 1}
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [None, False])
 def test_worker_gets_the_reason_of_a_rejection(serve, connect, direct, caplog):
     refuse = Refuse(norm=10.0, in_a_row=2)
-    server = serve(refuse=refuse, direct=direct)
+    server = serve(limits=service.Limits(messages=refuse), direct_address=direct)
     center = connect(server.address)
     worker = a_worker(center)
     params, state = worker.start()
@@ -304,6 +305,43 @@ def test_bad_addresses_are_rejected(address):
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"limits": agn_optax.center.Limits()},
+            r"limits must be agn_optax.service.Limits",
+        ),
+        ({"security": Refuse()}, r"security must be agn_optax.service.Security"),
+        ({"parent": service}, r"parent must be agn_optax.service.Parent"),
+    ],
+)
+def test_settings_of_another_type_are_rejected(settings, message):
+    with pytest.raises(errors.InvalidTypeError, match=message):
+        service.serve(shared.downpour(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda own: service.Limits(memory=0), "memory must be .* >= 1, got 0"),
+        (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
+        (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
+        (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
+        (lambda own: service.Parent(own, period=0), "period must be a positive int"),
+    ],
+)
+def test_invalid_groups_of_settings_are_rejected(call, message):
+    own = agn_optax.LocalCenter(shared.downpour(), ONES)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        call(own)
+
+
+def test_local_center_rejects_limits_of_a_service():
+    with pytest.raises(errors.InvalidTypeError, match=r"must be agn_optax.center.Lim"):
+        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(memory=1))
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda: service.connect("10.1.2.3:50051", shared.downpour()),
@@ -374,7 +412,7 @@ def test_second_worker_of_the_same_name_is_rejected(serve, connect):
 
 
 def test_worker_beyond_max_workers_is_rejected(serve, connect):
-    server = serve(max_workers=2)
+    server = serve(limits=service.Limits(max_workers=2))
     workers = [a_worker(connect(server.address), str(i)) for i in range(3)]
     for worker in workers[:2]:
         worker.start()
@@ -611,7 +649,7 @@ def test_synchronous_rounds_apply_the_mean(serve, connect):
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_round_does_not_wait_for_a_worker_with_expired_lease(serve, connect, transport):
-    server = serve(mode=Synchronous(), lease=0.3)
+    server = serve(mode=Synchronous(), limits=service.Limits(lease=0.3))
     net = network.Network(server, transport)
     with net:
         anna = a_worker(connect(server.address), "anna")
@@ -661,9 +699,7 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
     sites = [
         serve(
             params=None,
-            parent=connect(parent.address),
-            parent_period=2,
-            name=f"site-{i}",
+            parent=service.Parent(connect(parent.address), period=2, name=f"site-{i}"),
         )
         for i in range(2)
     ]
@@ -686,7 +722,9 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
 def test_site_of_agn_sends_the_mean_of_its_messages(serve, connect):
     rule = shared.agn(shared.sgd(1.0))
     parent = serve(rule)
-    site = serve(rule, None, parent=connect(parent.address, rule), parent_period=1000)
+    site = serve(
+        rule, None, parent=service.Parent(connect(parent.address, rule), period=1000)
+    )
     assert site.uplink.ready.wait(20)
     worker = a_worker(connect(site.address, rule), period=2)
     params, state = worker.start()
@@ -697,7 +735,7 @@ def test_site_of_agn_sends_the_mean_of_its_messages(serve, connect):
     # The mean of the site's messages, each a mean gradient of 1.
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
-        serve(shared.easgd(0.5), parent=connect(parent.address, rule))
+        serve(shared.easgd(0.5), parent=service.Parent(connect(parent.address, rule)))
 
 
 def test_worker_that_waits_for_a_chief_logs_it_repeatedly(

@@ -55,7 +55,9 @@ def test_stopped_worker_is_given_up_after_its_lease(process, transport, mode):
     """The others wait until its lease is over; afterwards it can come back."""
     start = np.zeros(8, np.float32)
     with (
-        service.serve(RULE, start, mode=mode, lease=1.0) as server,
+        service.serve(
+            RULE, start, mode=mode, limits=service.Limits(lease=1.0)
+        ) as server,
         connect(server) as center,
     ):
         join = {"address": server.address, "worker": "anna", "transports": [transport]}
@@ -104,7 +106,7 @@ def test_stop_ends_within_a_second_after_the_grace(process, transport):
     """Also if workers are stopped, or do not read their answers."""
     start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
     ones = {name: np.ones(LARGE, np.float32) for name in start}
-    server = service.serve(RULE, start, lease=LIMIT)
+    server = service.serve(RULE, start, limits=service.Limits(lease=LIMIT))
     with connect(server, transport) as silent:
         join = {"address": server.address, "worker": "bert", "transports": [transport]}
         process.ask(do="join", **join)

@@ -75,7 +75,9 @@ def exchanged(server, tls, *transports, **settings):
 def test_every_transport_gives_identical_results(server_tls, pem, codec):
     numbers, rule = [], dataclasses.replace(RULE, codec=codec)
     for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
-        with service.serve(rule, params(), tls=server_tls) as server:
+        with service.serve(
+            rule, params(), security=service.Security(tls=server_tls)
+        ) as server:
             made = exchanged(server, Tls(pem[0]), name, rule=rule)
         numbers.append(made[0])
         assert made[1] == name
@@ -87,7 +89,9 @@ def test_every_transport_gives_identical_results(server_tls, pem, codec):
 def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
     leaves = [jnp.full(i % 7, float(i)) for i in range(500)]
     with (
-        service.serve(RULE, leaves, tls=server_tls) as server,
+        service.serve(
+            RULE, leaves, security=service.Security(tls=server_tls)
+        ) as server,
         connected(server, Tls(pem[0]), "socket") as center,
     ):
         answer = sessions.exchange(center, leaves, anchor_version=0, worker="anna")
@@ -97,7 +101,7 @@ def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
 
 
 def test_mutual_tls_needs_certificates_on_every_transport(mutual, pem):
-    with service.serve(RULE, params(), tls=mutual) as server:
+    with service.serve(RULE, params(), security=service.Security(tls=mutual)) as server:
         assert exchanged(server, mutual, "socket")[1] == "socket"
         # The direct socket needs a client certificate, too, besides the key.
         for tls, error in ((Tls(pem[0]), OSError), (None, OSError)):
@@ -120,7 +124,9 @@ def dial(server, tls):
 
 def test_center_with_another_host_name_is_not_trusted(tmp_path):
     certificate, key = certificates.make(tmp_path, "DNS:elsewhere.example.org")
-    with service.serve(RULE, params(), tls=Tls(None, certificate, key)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=Tls(None, certificate, key))
+    ) as server:
         with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
             dial(server, Tls(certificate))
         with pytest.raises(errors.CenterUnreachableError):
@@ -130,14 +136,18 @@ def test_center_with_another_host_name_is_not_trusted(tmp_path):
 def test_center_of_an_unknown_authority_is_not_trusted(server_tls, tmp_path):
     other, _ = certificates.make(tmp_path)
     with (
-        service.serve(RULE, params(), tls=server_tls) as server,
+        service.serve(
+            RULE, params(), security=service.Security(tls=server_tls)
+        ) as server,
         pytest.raises(ssl.SSLCertVerificationError),
     ):
         dial(server, Tls(other))
 
 
 def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
-    with service.serve(RULE, params(), tls=server_tls) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=server_tls)
+    ) as server:
         host, _, port = server.direct_address.rpartition(":")
         listener = server._listeners["socket"]
         with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
@@ -155,7 +165,9 @@ def test_grpc_credentials_disable_direct_connections(pem, caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     certificate, key = (path.read_bytes() for path in pem)
     credentials = grpc.ssl_server_credentials([(key, certificate)])
-    with service.serve(RULE, params(), credentials=credentials) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(credentials=credentials)
+    ) as server:
         assert "cannot encrypt" in caplog.text
         assert server.direct_address is None
         theirs = grpc.ssl_channel_credentials(certificate)
@@ -168,20 +180,26 @@ def test_grpc_credentials_disable_direct_connections(pem, caplog):
         ):
             center.join("anna")
     with pytest.raises(errors.InvalidArgumentError, match="direct_address needs tls"):
-        service.serve(RULE, credentials=credentials, direct_address="127.0.0.1:0")
+        service.serve(
+            RULE,
+            security=service.Security(credentials=credentials),
+            direct_address="127.0.0.1:0",
+        )
 
 
 def test_certificates_can_be_given_as_bytes(pem):
     certificate, key = (path.read_bytes() for path in pem)
     tls = Tls(certificate, certificate, key)
-    with service.serve(RULE, params(), tls=tls) as server:
+    with service.serve(RULE, params(), security=service.Security(tls=tls)) as server:
         assert exchanged(server, tls, "socket")[1] == "socket"
     assert b"PRIVATE" not in repr(tls).encode()
 
 
 def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     with (
-        service.serve(RULE, params(), tls=server_tls) as server,
+        service.serve(
+            RULE, params(), security=service.Security(tls=server_tls)
+        ) as server,
         connected(server, Tls(pem[0]), "socket") as center,
     ):
         for version in range(4):
@@ -204,7 +222,7 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
 )
 def test_bad_settings_are_rejected(settings, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
-        service.serve(RULE, **settings)
+        service.serve(RULE, security=service.Security(**settings))
 
 
 def test_public_address_needs_tls():

@@ -51,12 +51,13 @@ class Snapshots:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
-      seconds: time between two snapshots; none is written if nothing has changed. None
-        for no limit.
+      directory: directory of this center alone, to which snapshots are written. It is
+        created if necessary; a center that is found in it continues.
+      seconds: seconds between two snapshots; none is written if nothing has changed.
+        None for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
       keep: number of snapshots to keep.
-      keep_seconds: younger snapshots are also kept, whatever their number.
+      keep_seconds: age in seconds up to which snapshots are kept, whatever ``keep`` is.
 
     Raises:
       InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
@@ -111,16 +112,19 @@ class Journal:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
+      directory: directory of this center alone, to which every exchange is written
+        before it is answered. It is created if necessary; a center that is found in it
+        continues.
       size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
         for the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
-      interval: maximum time between two syncs, in seconds; None syncs every exchange
+      interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
-      on_failure: what to do if the disk is full or fails, or if the directory is moved.
-        ``"stop"`` closes the center, which answers no further exchange. ``"go on"``
-        continues in memory, with a message in the status and in the log, and tries to
-        write a snapshot once a minute and at the end.
+      on_failure: whether to ``"stop"`` if the disk is full or fails, or if the
+        directory is moved, or to ``"go on"`` in memory and report it. ``"stop"`` closes
+        the center, which answers no further exchange. ``"go on"`` has a message in the
+        status and in the log, and tries to write a snapshot once a minute and at the
+        end.
 
     Raises:
       InvalidArgumentError: a value is out of range.

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
@@ -37,12 +38,19 @@ class LocalSettings:
       logs: folder for the output of each program, in a file such as ``worker-0.log``,
         in addition to what is printed; None for no files. Existing files are appended
         to.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
     """
 
     restart_delay: float = 1.0
     start_delay: float = 0.0
     on_failure: str = "stop"
     logs: pathlib.Path | None = None
+
+    def __post_init__(self) -> None:
+        check.seconds(self.restart_delay, "restart_delay")
+        check.seconds(self.start_delay, "start_delay")
 
 
 class Local(Engine):
@@ -130,7 +138,7 @@ class Local(Engine):
             ended = launch.run(
                 programs,
                 output=output,
-                grace=run.grace,
+                grace=run.stop_grace,
                 restart_delay=settings.restart_delay,
                 on_failure=cast(Any, settings.on_failure),  # `run` checks it
             )

@@ -230,7 +230,7 @@ class Center(Supervisor):
         )
         lines = {tokens.TOKENS: self._access()} if self._key else {}
         program = Program(CENTER, command, lines, restarts=run.center_restarts)
-        self._begin(program, run.grace)
+        self._begin(program, run.stop_grace)
 
     def _access(self) -> str:
         """Return the callers' lines: each worker by name, and the owner of the key."""
@@ -318,7 +318,7 @@ class Process(Supervisor):
             run.worker_command(sys.executable),
             run.worker_environment(self._rank, **told),
         )
-        return self._begin(program, run.grace)
+        return self._begin(program, run.stop_grace)
 
 
 def reserved(host: str) -> socket.socket:

@@ -85,7 +85,7 @@ class Driver:
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
         self._give_up = give_up
-        self._limit = run.grace + _MARGIN  # seconds to end after being told to
+        self._limit = run.stop_grace + _MARGIN  # seconds to end after being told to
         self._claim: Any = None
         self._center: Any = None
         self._center_node = ""

@@ -164,7 +164,8 @@ class SlurmSettings:
       goes_on: whether a worker is queued again at its time limit. Its program must then
         continue from a checkpoint of its own. A center is always queued again.
       patience: seconds that a worker waits for the center's address.
-      wait: whether `launch` returns only when the run is over, with its exit code.
+      wait: return only when the run is over, with the exit code of the first task that
+        failed; without it, as soon as the jobs are submitted.
     """
 
     partition: str | None = None
@@ -585,7 +586,7 @@ class Slurm(Engine):
             "output": self._folder / "logs" / f"{log}.log",
             "open_mode": "append",
             "requeue": True,
-            "signal": f"B:USR1@{math.ceil(self.run.grace) + _MARGIN}",
+            "signal": f"B:USR1@{math.ceil(self.run.stop_grace) + _MARGIN}",
             "partition": settings.partition,
             "account": settings.account,
             "qos": settings.qos,

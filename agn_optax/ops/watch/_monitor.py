@@ -313,7 +313,7 @@ class Monitor:
 
     @property
     def _lease(self) -> float:
-        return self._servicer.core.ledger.lease
+        return self._servicer.limits.lease
 
     def _went(self, known: _Known, how: str) -> None:
         """Mark a worker as gone, and make it the most recent of the gone ones."""

@@ -108,7 +108,7 @@ class _Grant(NamedTuple):
 
 
 class Access:
-    """Access control of a center: `agn_optax.service.serve(access=...)`.
+    """Access control of a center: `agn_optax.service.Security(access=...)`.
 
     A caller is authenticated by a token, by its certificate of mutual TLS, or by both;
     with both, it may do only what both allow. A certificate's subject holds the
@@ -142,7 +142,8 @@ class Access:
       >>> import agn_optax, agn_optax.service
       >>> access = agn_optax.service.Access(b"reader * 0123456789abcdef")
       >>> rule = agn_optax.rules.downpour()
-      >>> with agn_optax.service.serve(rule, access=access) as server:
+      >>> security = agn_optax.service.Security(access=access)
+      >>> with agn_optax.service.serve(rule, security=security) as server:
       ...     center = agn_optax.service.connect(
       ...         server.address, rule, token="0123456789abcdef"
       ...     )

@@ -26,16 +26,16 @@ KEY = "AGN_OPTAX_TLS_KEY"
 
 
 class Tls(NamedTuple):
-    """The TLS settings of one end: `serve(tls=...)`, `connect(tls=...)`.
+    """The TLS settings of one end: `Security(tls=...)`, `connect(tls=...)`.
 
     Each field is the path of a PEM file, or the bytes of one. With all three at both
     ends, workers must have certificates, too (mutual TLS). Files are read again when
     they change. `tls` makes such a record and checks it.
 
     Args:
-      ca: certificate authorities that the other end's certificate is checked against. A
-        worker without it uses those of its operating system; a center without it does
-        not ask workers for certificates.
+      ca: CA certificates to verify the other end with; workers of a center that has
+        them must have certificates. A worker without them uses those of its operating
+        system.
       certificate: this end's certificate, with any intermediate certificates. A center
         needs one.
       key: the certificate's private key.
@@ -174,7 +174,8 @@ def tls(
       key: the certificate's private key.
 
     Returns:
-      The settings, for `serve(tls=...)` and `connect(tls=...)`, which check them again.
+      The settings, for `Security(tls=...)` and `connect(tls=...)`. They are checked
+      again when they are used.
 
     Raises:
       InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;

@@ -52,6 +52,7 @@ from agn_optax.service.security._rate_limits import (
     Limiter,
     Places,
 )
+from agn_optax.service.server._settings import Limits
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
@@ -126,12 +127,10 @@ class Servicer:
       door: the authenticator of callers.
       dtype: the floating dtype that was chosen for the center; "" if none was.
       parent: address of the center that this one is a worker of; "" if none.
-      memory: maximum number of bytes for the center and all messages together; None for
-        no limit.
-      calls: calls per second that one caller may make in addition to its exchanges;
-        None for no limit.
+      limits: the limits of the service.
 
     Attributes:
+      limits: the limits of the service.
       transfers: frames that are being sent or received.
       workers: maximum number of workers.
     """
@@ -140,18 +139,17 @@ class Servicer:
         self,
         core: Core,
         door: Door,
-        dtype: str = "",
-        parent: str = "",
-        memory: int | None = None,
-        calls: float | None = None,
+        dtype: str,
+        parent: str,
+        limits: Limits,
     ) -> None:
         self.core = core
         self.door = door
         self.transfers = Transfers()
-        self.workers = core.ledger.max_workers or _MANY
-        self._limiter = Limiter(calls)
-        self._ports = Limiter(None if calls is None else ACCEPTED)
-        self._memory = memory
+        self.limits = limits
+        self.workers = limits.max_workers or _MANY
+        self._limiter = Limiter(limits.calls)
+        self._ports = Limiter(None if limits.calls is None else ACCEPTED)
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
         self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
         self._initializations = Places(1, 1)
@@ -164,7 +162,7 @@ class Servicer:
         # which on a busy machine could take longer than the timeout of their retries.
         self._rule = fingerprint(core.rule)
         self._started = time.monotonic()
-        lease = core.ledger.lease
+        lease = limits.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
         self._idle = threading.Condition()
@@ -349,7 +347,7 @@ class Servicer:
             rule=self._rule,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
-            lease=self.core.ledger.lease,
+            lease=self.limits.lease,
             heartbeat=self._heartbeat,
             waiting_interval=WAITING_INTERVAL + LONGEST,
             mode=repr(self.core.ledger.mode),
@@ -425,10 +423,10 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        if self._memory is not None and schema.size > self._memory:
+        if self.limits.memory is not None and schema.size > self.limits.memory:
             raise errors.CenterFullError(
                 f"the parameters have {schema.size} bytes, and this center may use "
-                f"{self._memory}: serve it with more memory="
+                f"{self.limits.memory}: serve it with more memory="
             )
         if not self._next(reader, context).HasField("parameters"):
             raise errors.ProtocolError("parameters were expected, got another packet")
@@ -735,14 +733,14 @@ class Servicer:
         written. If answers are differences, a version is as large as two centers, and
         the recent differences together are smaller than one center.
         """
-        if self._memory is None or not self.core.is_initialized:
+        if self.limits.memory is None or not self.core.is_initialized:
             return None
         versions = (2 + _MOST_PULLS) * self._travels.center.size
         if self._travels.differences is not None:  # plus the broadcast parameters
             versions = 2 * versions + self._travels.center.size
         taken = versions + self.core.store.state_bytes
         each = self._travels.message.size + _OVERHEAD
-        return max(0, (self._memory - taken) // each)
+        return max(0, (self.limits.memory - taken) // each)
 
     @contextmanager
     def _receiving(
