@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
+from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,

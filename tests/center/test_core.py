@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.waiting import wait_until
+from helpers.waiting import in_background, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,7 +33,6 @@ from hypothesis.stateful import (
 )
 
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,

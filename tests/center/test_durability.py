@@ -24,10 +24,10 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import RULES, assert_identical, tree
+from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     BoundedStaleness,
     Journal,

@@ -12,10 +12,10 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import assert_identical
+from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax._internal import in_background
 from agn_optax.center import LocalCenter, PackedCenter, Submission
 from agn_optax.center._reach import Reach, extremes, reach_of
 from agn_optax.center._store import Store

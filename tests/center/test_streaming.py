@@ -17,11 +17,10 @@ from helpers.support import (
     step,
     tree,
 )
-from helpers.waiting import LIMIT
+from helpers.waiting import LIMIT, in_background
 
 import agn_optax
 from agn_optax import codecs, errors
-from agn_optax._internal.background import in_background
 from agn_optax.center import Journal, ShardedCenter, Synchronous
 
 PERIOD = 4

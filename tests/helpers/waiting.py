@@ -1,5 +1,6 @@
-"""Wait for conditions with generous timeouts."""
+"""Wait for conditions with generous timeouts, and run calls on other threads."""
 
+import concurrent.futures
 import threading
 import time
 
@@ -26,3 +27,19 @@ def returned(monkeypatch, owner, name):
 
     monkeypatch.setattr(owner, name, noted)
     return event
+
+
+def in_background(call, name):
+    """Run ``call`` on a new daemon thread with a name, and return its future."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -23,11 +23,10 @@ import optax
 import pytest
 from helpers import network, ports, sessions, shared
 from helpers.support import RULES, assert_identical, shares, tree
-from helpers.waiting import BUSY, wait_until
+from helpers.waiting import BUSY, in_background, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, service
-from agn_optax._internal.background import in_background
 from agn_optax.center import Submission, Synchronous
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from helpers import sessions, shared
-from helpers.waiting import returned, wait_until
+from helpers.waiting import in_background, returned, wait_until
 
 from agn_optax import errors, service
-from agn_optax._internal.background import in_background
 from agn_optax.center import Journal, Submission
 from agn_optax.ops.watch import _http
 from agn_optax.service import _address, _watchdog

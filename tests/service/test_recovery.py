@@ -13,11 +13,10 @@ import numpy as np
 import optax
 import pytest
 from helpers import commands, network, ports, sessions, shared
-from helpers.waiting import BUSY, LIMIT, wait_until
+from helpers.waiting import BUSY, LIMIT, in_background, wait_until
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax._internal.background import in_background
 from agn_optax.center import Snapshots, Synchronous
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
