@@ -7,8 +7,7 @@ import pytest
 from helpers import sessions, shared
 from helpers.support import nothing_compiles
 
-from agn_optax.center import LocalCenter, PackedCenter
-from agn_optax.center._store import Store
+from agn_optax.center import LocalCenter, PackedCenter, Store
 
 SIZES = [0.0, 1e-36, 1e-30, 1e-19, 1.0, 1e4, 2e19, 1e30, 3e38]
 

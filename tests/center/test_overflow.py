@@ -16,9 +16,8 @@ from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import LocalCenter, PackedCenter, Submission
+from agn_optax.center import LocalCenter, PackedCenter, Store, Submission
 from agn_optax.center._reach import Reach, extremes, reach_of
-from agn_optax.center._store import Store
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
 

@@ -18,9 +18,8 @@ from helpers.support import (
 )
 
 import agn_optax
-from agn_optax.center import Submission
+from agn_optax.center import Store, Submission
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._store import Store
 
 WORKERS = 3
 

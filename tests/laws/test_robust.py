@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import leaf_groups, shared
 from helpers.support import assert_close, assert_identical
 from traffic import traffic
 
@@ -18,13 +18,12 @@ from agn_optax import codecs, errors, robust, rules
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Core,
     Journal,
+    ShardedCenter,
     Submission,
     Synchronous,
 )
-from agn_optax.center._core import Core
-from agn_optax.center._sharded import ShardedCenter
-from agn_optax.round import _leafwise
 from agn_optax.worker import Uplink
 
 WORKERS, PERIOD, ROUNDS = 8, 2, 2
@@ -269,7 +268,7 @@ def test_mesh_sends_pieces_by_all_to_all():
 
 def test_krum_uses_the_whole_tree_with_leaf_groups(monkeypatch):
     expected = over_vmap(rule("krum"))
-    monkeypatch.setattr(_leafwise, "LEAST", 1)
+    leaf_groups.allow(monkeypatch)
     again = dataclasses.replace(rule("krum"), name="again")
     assert_close(over_vmap(again), expected, tolerance=1e-6)
 

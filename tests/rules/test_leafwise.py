@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import support
+from helpers import leaf_groups, support
 
 import agn_optax
-from agn_optax.round import _leafwise
 
 # AGN's message needs no parameters, so its updates are never kept in memory.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
@@ -18,17 +17,8 @@ DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
 @pytest.fixture
 def groups(monkeypatch):
     """Allow every leaf to be a group; return the groups of each traced exchange."""
-    made = []
-
-    def planned(*args):
-        if (found := plan(*args)) is not None:
-            made.append([{piece.leaf for piece in group} for group in found.groups])
-        return found
-
-    plan = _leafwise._plan
-    monkeypatch.setattr(_leafwise, "LEAST", 1)
-    monkeypatch.setattr(_leafwise, "_plan", planned)
-    return made
+    leaf_groups.allow(monkeypatch)
+    return leaf_groups.recorded(monkeypatch)
 
 
 def trained(tx, dtype="float32"):
@@ -42,7 +32,7 @@ def trained(tx, dtype="float32"):
 def test_drop_in_is_equal_by_groups_and_whole(name, dtype, groups, monkeypatch):
     found = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
     assert groups == [[{0}, {1}, {2}]]
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     whole = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
     support.assert_close(found, whole, dtype, tolerance=1e-6)
     assert len(groups) == 1
@@ -58,7 +48,7 @@ def test_exchange_is_equal_by_groups_and_whole(rule, groups, monkeypatch):
 
     found = run()
     assert groups == ([[{0}, {1}, {2}]] if "easgd" in rule else [])
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run())
 
 
@@ -95,7 +85,7 @@ def test_several_workers_are_equal_by_groups_and_whole(groups, monkeypatch):
 
     found = run()
     assert len(groups) == 1
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run())
 
 
@@ -144,7 +134,7 @@ def test_elastic_exchange_on_a_mesh_is_equal_by_groups_and_whole(
 
     found = exchanged()
     assert groups == [[{0}, {1}, {2}]]
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, exchanged())
 
 
@@ -160,7 +150,7 @@ def test_masked_center_optimizer_is_equal_by_groups_and_whole(
 
     found = run()
     assert bool(groups) == (momentum is None)
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run(), tolerance=1e-6)
 
 

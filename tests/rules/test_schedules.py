@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import support
+from helpers import leaf_groups, support
 
 import agn_optax
 from agn_optax import errors, rules
-from agn_optax.round import _leafwise
 
 RATES = jnp.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02])
 
@@ -81,8 +80,8 @@ def test_by_local_steps_is_equal_in_leaf_groups(monkeypatch):
     feeds = support.feeds(params, 6)
     by_steps = rules.by_local_steps(optax.adam(rate))
     found = []
-    for least in (1, 1 << 40):
-        monkeypatch.setattr(_leafwise, "LEAST", least)
+    for choose in (leaf_groups.allow, leaf_groups.forbid):
+        choose(monkeypatch)
         tx = agn_optax.diloco(optax.sgd(0.1), 3, center=by_steps)
         _, _, state = support.run(tx, params, feeds)
         found.append(agn_optax.center_params(state))

@@ -7,8 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import certificates, shared
 
 from agn_optax import errors, service
-from agn_optax.service import Access, center_pb2
-from agn_optax.service import _address as address
+from agn_optax.service import Access, address, center_pb2
 
 RULE = shared.downpour()
 LIMIT = 20  # s, generous: no test should come near it
