@@ -10,7 +10,6 @@ from orbax.checkpoint import v1 as ocp
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.round._forms import find_state
 
 RULE = shared.agn(shared.adam(0.05))
 
@@ -260,7 +259,7 @@ def test_towers_are_restored_exactly_or_elastically(tmp_path):
     back = load_elastic(tmp_path / "2", four, tx)
     support.assert_identical(jax.device_get(four.center_params(back[1])), center)
     # The shards of the center's optimizer are equal, except for their padding.
-    first, last = (find_state(each[1]) for each in (state, back))
+    first, last = (support.find_state(each[1]) for each in (state, back))
     support.assert_identical(last.center, first.center)
     support.assert_identical(*(_whole(each.center_state) for each in (last, first)))
 

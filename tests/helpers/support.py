@@ -15,16 +15,26 @@ import pytest
 
 import agn_optax
 from agn_optax.center import Submission
-from agn_optax.round.placements._host import _stays_on_host
-from agn_optax.service.transports import _memory
 from helpers import ports, shared
 
-# JAX 0.10.0 moves host-memory outputs of a program to the device.
+
+def leaves_on_the_host():
+    """Return whether this JAX leaves outputs of programs in host memory.
+
+    JAX 0.10.0 moves them to the device.
+    """
+    program = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))
+    compiled = program.lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    return compiled.output_shardings.memory_kind == "pinned_host"
+
+
 needs_host = pytest.mark.skipif(
-    not _stays_on_host(), reason="this JAX leaves nothing on the host"
+    not leaves_on_the_host(), reason="this JAX leaves nothing on the host"
 )
+# Sealed memory files, which two processes of a user may share, are a part of Linux.
+SHARES_MEMORY = hasattr(os, "memfd_create")
 shares = pytest.mark.skipif(
-    not _memory.IS_SUPPORTED, reason="no processes share memory on this system"
+    not SHARES_MEMORY, reason="no processes share memory on this system"
 )
 MEMORIES = ["device", pytest.param("host", marks=needs_host)]
 
@@ -232,6 +242,17 @@ def nothing_compiles():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled, compiled
+
+
+def find_state(opt_state):
+    """Return the one `ExchangeState` of an optimizer state, inside any wrappers."""
+
+    def is_found(node):
+        return isinstance(node, agn_optax.ExchangeState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_found)
+    (found,) = filter(is_found, nodes)
+    return found
 
 
 def assert_close(actual, expected, dtype=None, tolerance=None):

@@ -9,13 +9,19 @@ import numpy as np
 import optax
 import pytest
 from helpers import problem, shared
-from helpers.support import assert_close, assert_identical, feeds, needs_host, step
+from helpers.support import (
+    assert_close,
+    assert_identical,
+    feeds,
+    find_state,
+    needs_host,
+    step,
+)
 from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
 from agn_optax.round import OwnCenter
-from agn_optax.round._forms import find_state
 
 P = jax.sharding.PartitionSpec
 PLAIN, FAST = shared.sgd(1.0), shared.sgd(0.7, momentum=0.5)

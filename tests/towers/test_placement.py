@@ -13,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import problem, support
+from helpers.support import find_state
 from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
 from agn_optax.round import OnHost
-from agn_optax.round._forms import find_state
 from agn_optax.round.placements import _host
 
 # The axes to shard over: workers, the towers of a worker, or both.
