@@ -14,8 +14,7 @@ import threading
 import pytest
 
 from agn_optax import errors
-from agn_optax.ops.launch import _process
-from agn_optax.ops.launch._launch import Program, run
+from agn_optax.ops.launch import Program, run
 
 PATIENCE = 30.0  # s, generous: no wait should come near it, even on a busy machine
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -173,19 +172,24 @@ def test_output_is_split_into_lines(written, expected):
 
 
 def test_line_longer_than_the_limit_is_split():
-    longest = _process.LONGEST_LINE
+    longest = 1 << 16  # characters
     program = f"import os, sys; sys.stdout.write('x' * {3 * longest + 7})"
     lines, _ = launch(python("a", program))
     assert [len(line) for line in lines.of("a")] == [longest] * 3 + [7]
 
 
 def test_characters_and_line_ends_are_reassembled():
-    lines = _process._Lines()
+    """Each byte is written after the one before has been read from the pipe."""
     data = "é\r\nü\rx".encode()
-    parts = [data[i : i + 1] for i in range(len(data))]
-    said = [list(lines.feed(part, final=False)) for part in parts]
-    said.append(list(lines.feed(b"", final=True)))
-    assert [line for part in said for line in part] == ["é", "ü", "x"]
+    program = (
+        "import fcntl, os, termios, time\n"
+        f"for byte in {data!r}:\n"
+        "    os.write(1, bytes([byte]))\n"
+        "    while fcntl.ioctl(1, termios.FIONREAD, bytes(4)) != bytes(4):\n"
+        "        time.sleep(0.001)\n"
+    )
+    lines, _ = launch(python("a", program))
+    assert lines.of("a") == ["é", "ü", "x"]
 
 
 def test_much_output_of_several_programs_is_complete():
@@ -524,7 +528,7 @@ LAUNCHER = """
 import signal, sys, types
 sys.modules["agn_optax"] = types.ModuleType("agn_optax")
 sys.modules["agn_optax"].__path__ = [PACKAGE]
-from agn_optax.ops.launch._launch import Program, run
+from agn_optax.ops.launch import Program, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
