@@ -12,8 +12,6 @@ from helpers.commands import PATIENCE, ROOT, command, fails, python, serve, succ
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Submission
-from agn_optax.ops.cli import _center_options
-from agn_optax.ops.cli._center_options import CenterOptions
 
 RULE = rules.downpour()
 READS, DRAINS = "observer-0123456789", "operator-0123456789"
@@ -99,17 +97,26 @@ def test_token_of_the_page_is_for_observers_only(runtime, address, monkeypatch):
     )
 
 
-def test_page_address_follows_from_the_options():
+def test_page_address_follows_from_the_options(monkeypatch):
+    found = []
+
+    def serve_nothing(rule, *, page, **settings):
+        found.append(page)
+        raise errors.CenterError("this is only a test")
+
+    monkeypatch.setattr(service, "serve", serve_nothing)
     for options, page in [
-        ({}, None),
-        ({"page": True}, "127.0.0.1:0"),
-        ({"page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
-        ({"page": True, "page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
-        ({"page": False}, None),
+        ([], None),
+        (["--page"], "127.0.0.1:0"),
+        (["--page-address=127.0.0.1:80"], "127.0.0.1:80"),
+        (["--page", "--page-address=127.0.0.1:80"], "127.0.0.1:80"),
+        (["--no-page"], None),
     ]:
-        assert _center_options.settings(CenterOptions(**options))["page"] == page
-    with pytest.raises(errors.InvalidArgumentError, match="--no-page exclude"):
-        _center_options.settings(CenterOptions(page=False, page_address="a:1"))
+        fails("serve", "--rule=downpour", "--open", *options, code=1)
+        assert found.pop() == page
+    said = fails("serve", "--rule=downpour", "--no-page", "--page-address=a:1", code=2)
+    assert "--no-page exclude" in said
+    assert not found
 
 
 def test_token_of_a_random_port_is_removed_with_its_center(runtime):

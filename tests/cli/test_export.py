@@ -15,9 +15,8 @@ from helpers.support import assert_identical
 from orbax.checkpoint import v1 as ocp
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import rules, service
 from agn_optax.center import Journal, Snapshots, Submission, read
-from agn_optax.ops.cli import _export
 
 RULE = rules.agn(optax.adam(0.1))
 AGN = ["--rule=agn", "--center-optimizer=adam", "--learning-rate=0.1"]
@@ -95,7 +94,10 @@ def test_directory_that_cannot_be_made_is_found_before_anything_starts(tmp_path,
 
 
 def test_directory_that_can_be_made_is_not_left_behind(tmp_path):
-    _export.check(tmp_path / "new/folder/to")
+    """The target is checked first; the export fails because there is no center."""
+    (tmp_path / "empty").mkdir()
+    said = fails("export", tmp_path / "empty", tmp_path / "new/folder/to", code=1)
+    assert "there is no center in" in said
     assert list((tmp_path / "new/folder").iterdir()) == []
 
 
@@ -103,10 +105,19 @@ def test_orbax_is_not_called_where_no_directory_can_be_made(
     tmp_path, params, monkeypatch
 ):
     """Orbax's threads would wait for that directory, and the process for them."""
+    kept, to = tmp_path / "kept", tmp_path / "folder/to"
+
+    def loses_the_folder(*arguments):
+        found = read(*arguments)
+        to.parent.rmdir()
+        to.parent.write_text("in the way")
+        return found
+
     monkeypatch.setattr(ocp, "save", lambda *_: pytest.fail("Orbax was called"))
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(errors.DurabilityError, match="cannot write"):
-        _export.write(params, tmp_path / "file/to")
+    monkeypatch.setattr(agn_optax.center, "read", loses_the_folder)
+    with agn_optax.LocalCenter(RULE, params, durability=Journal(kept)) as center:
+        center.write_snapshot()
+        assert f"cannot write {to}" in fails("export", kept, to, code=1)
 
 
 LOSES_ITS_FOLDER = """
