@@ -6,15 +6,12 @@ import re
 
 import jax.numpy as jnp
 import optax
-import pytest
 from helpers import shared
 from helpers.commands import command, fails, succeeds
 from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import service
-from agn_optax.service.security._access import EVERYBODY, Caller
-from agn_optax.service.server import _servicer
 
 RULE = shared.downpour()
 
@@ -200,21 +197,3 @@ def test_bad_addresses_are_rejected():
     assert "must be" in fails("status", "nowhere,127.0.0.1:1", code=2)
     twice = "127.0.0.1:1,127.0.0.1:1"
     assert "several different ones expected" in fails("watch", twice, code=2)
-
-
-@pytest.mark.parametrize(
-    ("said", "host", "seen"),
-    [
-        ("10.0.0.5:5000", "10.0.0.9", "10.0.0.5:5000"),
-        ("0.0.0.0:5000", "10.0.0.9", "10.0.0.9:5000"),
-        ("[::]:5000", "10.0.0.9", "10.0.0.9:5000"),
-        ("0.0.0.0:5000", "this machine", "127.0.0.1:5000"),
-        ("0.0.0.0:5000", "fd00::/64", "0.0.0.0:5000"),
-        ("unix:/tmp/center", "this machine", "unix:/tmp/center"),
-        ("", "10.0.0.9", ""),
-        ("whatever this is", "10.0.0.9", ""),
-    ],
-)
-def test_parent_derives_the_address_of_a_site(said, host, seen):
-    caller = Caller("a site", EVERYBODY.calls, host=host)
-    assert _servicer._seen_from_here(said, caller) == seen

@@ -6,8 +6,6 @@ import pytest
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.service import center_pb2 as pb
-from agn_optax.service.wire._submission import submission_of
 
 RULE = agn_optax.rules.downpour()
 PARAMS = {"w": jnp.ones(3)}
@@ -51,10 +49,3 @@ def test_report_of_other_than_numbers_is_rejected_by_name():
     worker.report(n0=1.0)
     with pytest.raises(errors.InvalidArgumentError, match="64 numbers at most"):
         worker.report(another=1.0)
-
-
-def test_center_keeps_at_most_64_reported_numbers():
-    said = pb.Message(reported={f"{i:03}" + "x" * 100: float(i) for i in range(100)})
-    kept = submission_of(said, None).reported
-    assert len(kept) == 64
-    assert {len(name) for name in kept} == {64}

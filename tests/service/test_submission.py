@@ -49,3 +49,10 @@ def test_pulled_snapshot_has_a_version_and_answers_nothing():
 def test_answer_of_a_center_that_leaves_fields_out_has_defaults():
     came = answer_of(pb.Snapshot(version=7, sequence=3, applied=True), None, 0)
     assert plain(came) == plain(Answer(None, 7, 3))
+
+
+def test_center_keeps_at_most_64_reported_numbers():
+    said = pb.Message(reported={f"{i:03}" + "x" * 100: float(i) for i in range(100)})
+    kept = submission_of(said, None).reported
+    assert len(kept) == 64
+    assert {len(name) for name in kept} == {64}
