@@ -17,9 +17,8 @@ from helpers.support import RULES, step, tree
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center.durability import _keeper
 from agn_optax.ops import planning
-from agn_optax.ops.planning import Cluster, Disk, Machine, Tree, _cluster
+from agn_optax.ops.planning import Cluster, Disk, Machine, Tree
 from agn_optax.rules import codecs
 
 PATIENCE = 60.0  # s
@@ -293,10 +292,10 @@ def test_only_the_root_of_a_tree_keeps_a_journal():
 
 
 def test_planned_journal_size_is_that_of_the_journal():
-    """The default size is that of `agn_optax.center.Journal`."""
-    assert _cluster.JOURNAL_SIZE == _keeper._JOURNAL_SIZE
-    assert _cluster.SNAPSHOTS == _keeper._SNAPSHOTS
-    assert _cluster.RECORDS == _keeper._RECORDS
+    """It has at most 1 GiB or four snapshots, and 100,000 records.
+
+    tests/center/test_durability.py compares these with the constants of the journal.
+    """
     disk = Disk(bandwidth=1.0)
     assert disk.journal(snapshot=4e6, message=4e6) == 2**30
     assert disk.journal(snapshot=4e9, message=4e9) == 16e9

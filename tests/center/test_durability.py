@@ -45,6 +45,7 @@ from agn_optax.center.durability import (
     _records,
     _writer,
 )
+from agn_optax.ops import planning
 
 DOWNPOUR = shared.downpour()
 LIMIT = 60  # s, generous: no test should come near it
@@ -687,6 +688,14 @@ def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
         send(center)
     wait_until_saved(center)
     center.close()
+
+
+def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
+    """The planner has constants of its own, because it does not import this layer."""
+    disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
+    assert disk.journal(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
+    assert disk.journal(snapshot=large, message=large) == _keeper._SNAPSHOTS * large
+    assert disk.journal(snapshot=1.0, message=1.0) == _keeper._RECORDS
 
 
 @contextlib.contextmanager
