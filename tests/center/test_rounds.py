@@ -18,8 +18,7 @@ from helpers.support import (
 )
 
 import agn_optax
-from agn_optax.center import Store, Submission
-from agn_optax.center._ledger import Ledger
+from agn_optax.center import Store, Submission, Synchronous
 
 WORKERS = 3
 
@@ -111,23 +110,22 @@ def test_late_message_is_scaled_equally_alone_and_in_a_round(rule, late, alone):
         **{name: RULES[name]() for name in ("downpour", "dynsgd")},
         "told": dataclasses.replace(shared.downpour(), center=told),
     }[rule]
-    ledger = Ledger(agn_optax.center.Synchronous(quorum=1, late=late))
-    kept = store(made, np.zeros(1, np.float32))
+    mode = Synchronous(quorum=1, late=late)
+    center = agn_optax.LocalCenter(made, np.zeros(1, np.float32), mode=mode)
+    sessions = {worker: center.join(worker) for worker in ("fast", "slow")}
 
     def settles(*sent):
         """Exchange for some workers, with messages of 1; return the displacement."""
-        before = float(kept.current.params[0])
+        before = center.pull()
+        with center.core.atomically():  # so that the round has all these messages
+            center.core.ledger.mode = dataclasses.replace(mode, quorum=len(sent))
         for worker, sequence, anchor in sent:
-            ledger.submit(worker, "", Submission(sequence, None, anchor), 0.0)
-        batch = ledger.due(0.0)
-        assert len(batch.entries) == len(sent)
-        messages = [np.ones(1, np.float32)] * len(sent)
-        kept.apply(submissions(*messages), batch.staleness, batch.weights)
-        ledger.settle(batch, 0.0)
-        return before - float(kept.current.params[0])
+            message = np.ones(1, np.float32)
+            sessions[worker].submit(Submission(sequence, message, anchor))
+        for worker, sequence, _ in sent:
+            assert sessions[worker].collect(sequence).version == before.version + 1
+        return float(before.params[0] - center.pull().params[0])
 
-    for worker in ("fast", "slow"):
-        ledger.join(worker, "", 0.0)
     for version in range(3):
         assert settles(("fast", version + 1, version)) == 1.0
     counts = 1 / 4 if rule == "dynsgd" or late == "weighted" else 1.0
