@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import shared, tuning
 from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import accumulate, elastic_pull, errors, rules
 from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
 from agn_optax.rules import codecs
-from agn_optax.worker import Uplink, _tree
+from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
 
@@ -208,7 +208,7 @@ def fails():
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(_tree, "_POLL", 0.01)
+    tuning.set_parent_pauses(monkeypatch, 0.01)
 
 
 @pytest.mark.usefixtures("soon")

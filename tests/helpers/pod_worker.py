@@ -14,11 +14,11 @@ import zlib
 import jax
 import numpy as np
 import optax
+import pytest
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.worker import _processes
-from helpers import problem
+from helpers import problem, tuning
 
 RULES = {
     "agn": agn_optax.rules.agn(optax.adam(0.05)),
@@ -103,7 +103,7 @@ def main():
     )
     part = jax.process_index(), jax.process_count()
     assert is_refused("1")  # the job would have processes of several workers
-    _processes._PAUSE = 0.05  # s
+    tuning.set_broadcast_pause(pytest.MonkeyPatch(), 0.05)
     with contextlib.closing(center):
         loop = Loop(
             center,

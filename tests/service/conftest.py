@@ -1,10 +1,7 @@
 """Fixtures that several tests of the service use."""
 
 import pytest
-from helpers import sessions
-
-from agn_optax.service.server import _servicer
-from agn_optax.service.transports import _socket
+from helpers import sessions, tuning
 
 
 @pytest.fixture(autouse=True)
@@ -16,11 +13,10 @@ def patient_farewells(monkeypatch):
 @pytest.fixture
 def patient_dials(monkeypatch):
     """Raise the timeout of the greeting, for a busy machine."""
-    monkeypatch.setattr(_socket, "_DIALLING", 20.0)
+    tuning.set_greeting_timeout(monkeypatch, 20.0)
 
 
 @pytest.fixture
 def lively(monkeypatch):
     """Make centers tell waiting workers ten times a second to keep waiting."""
-    monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.1)
-    monkeypatch.setattr(_servicer, "LONGEST", 0.05)
+    tuning.set_waiting_interval(monkeypatch, 0.1, longest=0.05)

@@ -16,15 +16,13 @@ import time
 import grpc
 import jax.numpy as jnp
 import pytest
-from helpers import certificates, ports, sessions, shared
+from helpers import certificates, ports, sessions, shared, tuning
 from helpers.support import shares
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls
+from agn_optax.service import Access, Tls, sockets, tokens
+from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import SERVICE
-from agn_optax.service.security import _files, _token
-from agn_optax.service.transports import _socket
 
 RULE = shared.downpour()
 LIMIT = 20  # s, generous: no test should come near it
@@ -46,7 +44,7 @@ WAYS = [
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr(_files, "_LOOK", 0.01)
+    tuning.set_file_checks(monkeypatch, 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +181,7 @@ def code_of(address, path, *metadata):
 
 def test_other_grpc_clients_get_status_codes():
     """Health and channelz need the same tokens."""
-    status, health = f"/{SERVICE}/Status", "/grpc.health.v1.Health/Check"
+    status, health = f"/{addresses.SERVICE}/Status", "/grpc.health.v1.Health/Check"
     channels = "/grpc.channelz.v1.Channelz/GetServers"
     unknown = grpc.StatusCode.UNAUTHENTICATED
     with service.serve(
@@ -196,7 +194,7 @@ def test_other_grpc_clients_get_status_codes():
             right = ("authorization", f"bearer {token('observer')}")
             assert code_of(server.address, path, right) == grpc.StatusCode.OK
         right = ("authorization", f"Bearer {token('observer')}")
-        pull = f"/{SERVICE}/Leave"
+        pull = f"/{addresses.SERVICE}/Leave"
         denied = grpc.StatusCode.PERMISSION_DENIED
         assert code_of(server.address, pull, right) == denied
         basic = ("authorization", "Basic " + token("observer"))
@@ -210,8 +208,8 @@ def heard(server, key, worker):
     """Return whether a center greets a connection with this key."""
     host, _, port = server.direct_address.rpartition(":")
     with socket.create_connection((host, int(port)), LIMIT) as end:
-        end.sendall(_socket.GREETING + key)
-        return end.recv(100) == _socket.GREETING
+        end.sendall(sockets.GREETING + key)
+        return end.recv(100) == sockets.GREETING
 
 
 def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
@@ -337,7 +335,7 @@ def test_broken_tokens_file_is_ignored_after_a_timeout(
     broken, tmp_path, caplog, monkeypatch
 ):
     """Other files stay valid, and so does this file once it can be read again."""
-    monkeypatch.setattr(_files, "PATIENCE", LIMIT)
+    tuning.set_file_patience(monkeypatch, LIMIT)
     file, other = tmp_path / "tokens", tmp_path / "others"
     lines = f"reader * {token('reader')}\n"
     file.write_text(lines)
@@ -350,7 +348,7 @@ def test_broken_tokens_file_is_ignored_after_a_timeout(
     file.unlink() if broken is None else file.write_text(broken)
     seen(caplog, f"stays valid for at most {LIMIT} s", look)
     assert access.caller(token("reader").encode())
-    monkeypatch.setattr(_files, "PATIENCE", 0.0)  # the timeout is over
+    tuning.set_file_patience(monkeypatch, 0.0)  # the timeout is over
     seen(caplog, "its previous content is no longer valid", look)
     with pytest.raises(errors.NotAllowedError, match="does not know that token"):
         access.caller(token("reader").encode())
@@ -363,15 +361,15 @@ def test_broken_tokens_file_is_ignored_after_a_timeout(
 
 def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monkeypatch):
     """Only the center has a timeout: it decides whether a token is valid."""
-    monkeypatch.setattr(_files, "PATIENCE", 0.0)
+    tuning.set_file_patience(monkeypatch, 0.0)
+    read_at_once(monkeypatch)
     file = tmp_path / "token"
     file.write_text(token("reader"))
-    known = _token.of(file, lambda: "127.0.0.1:1")
+    known = tokens.of(file, lambda: "127.0.0.1:1")
     file.unlink()
     seen(caplog, "its previous content stays valid", known)
     for _ in range(10):  # looks that log nothing more
         assert known() == token("reader")
-        time.sleep(2 * _files._LOOK)
     assert caplog.text.count("its previous content stays valid") == 1
 
 
@@ -402,7 +400,7 @@ def test_token_file_readable_by_every_user_is_warned_about(
     link.symlink_to(file)
     for content, read in (
         (f"reader * {token('reader')}\n", Access),
-        (token("reader"), lambda path: _token.of(path, lambda: "127.0.0.1:1")),
+        (token("reader"), lambda path: tokens.of(path, lambda: "127.0.0.1:1")),
     ):
         file.write_text(content)
         file.chmod(mode)
@@ -417,7 +415,7 @@ def test_token_file_readable_by_every_user_is_warned_about(
 
 def read_at_once(monkeypatch):
     """Make token files be checked at every use."""
-    monkeypatch.setattr(_files, "_LOOK", 0.0)
+    tuning.set_file_checks(monkeypatch, 0.0)
 
 
 def known(access, *names):
@@ -468,18 +466,20 @@ def test_token_in_two_files_is_valid_while_its_lines_agree(
         Access(file, file)
 
 
-def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch):
+def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch, caplog):
     """It may have become unreadable."""
+    caplog.set_level(logging.INFO)
     read_at_once(monkeypatch)
-    file, reads = tmp_path / "tokens", []
-    file.write_text("a")
-    read = _files.Reread([file], lambda: reads.append(file.stat().st_mode & 0o777))
+    file = tmp_path / "tokens"
+    file.write_text(f"reader * {token('reader')}\n")
+    access = Access(file)
     file.chmod(0o400)
-    time.sleep(0.02)  # a file system's clock may tick every ten milliseconds
+    # No condition: a file system's clock may tick every ten milliseconds only.
+    time.sleep(0.02)
     file.chmod(0o440)
-    read()
-    read()
-    assert reads[1:] == [0o440]
+    for _ in range(2):
+        access.caller(token("reader").encode())
+    assert caplog.text.count("was read again") == 1
 
 
 def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
@@ -664,8 +664,8 @@ def test_key_over_tls_needs_the_certificate_of_its_caller(authority):
                 socket.create_connection((host, int(port)), LIMIT) as plain,
                 context.wrap_socket(plain, server_hostname=host) as end,
             ):
-                end.sendall(_socket.GREETING + key)
-                return end.recv(100) == _socket.GREETING
+                end.sendall(sockets.GREETING + key)
+                return end.recv(100) == sockets.GREETING
 
         assert greets(anna)
         assert greets(authority.issue("/CN=anna"))  # her renewed certificate
@@ -780,7 +780,7 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "end = socket.socket(socket.AF_UNIX)\n"
         "end.connect('\\0' + sys.argv[1])\n"
-        f"end.sendall({_socket.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
+        f"end.sendall({sockets.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
         "print(end.recv(100).decode())\n"
     )
     with service.serve(RULE, params(), address=f"unix:{tmp_path}/center") as server:
