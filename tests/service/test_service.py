@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from grpc._server import _RPCState
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from helpers import network, ports, shared
+from helpers import network, ports, shared, tuning
 from helpers.support import RULES, assert_close, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
 
@@ -32,14 +33,11 @@ from agn_optax.center import (
     Submission,
     Synchronous,
 )
-from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client import _client, _session
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._packets import HEAD
 
 PACKAGE = pathlib.Path(service.__file__).parent
 ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
+HEAD = struct.Struct("<IQ")  # of a frame: sizes of its control message and buffer
 
 
 @pytest.fixture
@@ -360,7 +358,7 @@ def test_port_in_use_is_reported(serve):
 
 def test_client_with_another_protocol_is_rejected(serve, connect, monkeypatch):
     server = serve()
-    monkeypatch.setattr("agn_optax.service._address.PROTOCOL", 7)
+    monkeypatch.setattr(service.address, "PROTOCOL", 7)
     with pytest.raises(errors.ProtocolError, match=r"speaks version 2.*got 7"):
         connect(server.address)
 
@@ -429,8 +427,9 @@ def test_wrong_sizes_and_hostile_frames_are_rejected(serve, size):
         return HEAD.pack(len(control), follows) + control + rest
 
     server = serve()
-    schema = _trees.schema_of(ONES)
-    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", incarnation="1")
+    with service.Observer(server.address) as observer:
+        schema = service.wire.from_bytes(observer.describe().schema)
+    join = pb.Join(protocol=service.address.PROTOCOL, worker="eve", incarnation="1")
     joining = packet(pb.Frame(join=join), 0)
     message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
     other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
@@ -465,7 +464,8 @@ def test_lost_answer_is_sent_again_without_applying_twice(
     serve, connect, transport, monkeypatch
 ):
     """The retry of an applied message gets its answer, and is not applied again."""
-    monkeypatch.setattr(_session, "SOON", LIMIT)  # also if the network is mended late
+    # Also if the network is mended late.
+    tuning.set_session_patience(monkeypatch, LIMIT)
     server = serve()
     with network.Network(server, transport) as net:
         center = connect(net.address)
@@ -742,8 +742,7 @@ def test_worker_that_waits_for_a_chief_logs_it_repeatedly(
     serve, connect, monkeypatch, caplog
 ):
     """The log names the center, and the call that is missing."""
-    monkeypatch.setattr(_client, "_COMES", 0.01)
-    monkeypatch.setattr(_client, "_WAITS", 0.02)
+    tuning.set_chief_warnings(monkeypatch, 0.01, 0.02)
     center = connect(serve(params=None).address)
     worker = a_worker(center, name="second")
     running = threading.Thread(
@@ -806,7 +805,7 @@ def calls_that_are_kept():
 def test_malformed_request_is_rejected_and_released(serve, name):
     server, before = serve(), calls_that_are_kept()
     with grpc.insecure_channel(server.address) as channel:
-        path = f"/{_address.SERVICE}/{name}"
+        path = f"/{service.address.SERVICE}/{name}"
         call = channel.unary_stream(path)  # works for unary methods, too
         for _ in range(20):
             with pytest.raises(grpc.RpcError, match="not a request") as raised:
