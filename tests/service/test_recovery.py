@@ -12,19 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import commands, network, ports, sessions, shared
+from helpers import commands, links, network, ports, sessions, shared, tuning
 from helpers.waiting import BUSY, LIMIT, in_background, wait_until
 
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.center import Snapshots, Synchronous
-from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import GrpcLink
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, of_bytes
-from agn_optax.worker import _tree
 
 RULE = shared.downpour()
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
@@ -221,8 +215,7 @@ def test_exchanges_while_a_site_joins_its_parent_are_kept():
 @pytest.fixture
 def tree(tmp_path, monkeypatch, lively):
     """A site below a parent that can be killed and restarted from a snapshot."""
-    monkeypatch.setattr(_tree, "_POLL", 0.05)
-    monkeypatch.setattr(_tree, "_LONGEST", 0.2)
+    tuning.set_parent_pauses(monkeypatch, 0.05, longest=0.2)
     address, killed = ports.free_address(), tmp_path / "killed"
 
     class Tree:
@@ -373,16 +366,7 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
         service.connect(server.address, RULE) as first,
         service.connect(server.address, RULE) as second,
     ):
-        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
-        described = np.frombuffer(_trees.to_bytes(schema), np.uint8)
-        start = pb.Start(
-            protocol=_address.PROTOCOL,
-            worker="first",
-            schema_hash=schema.hash,
-            schema_size=described.size,
-        )
-        link = GrpcLink(first._connection, "Initialize", Buffers())
-        link.send(Parcel(pb.Frame(start=start), of_bytes(described.size), [described]))
+        link, frame = links.begin_to_initialize(first, params, "first")
         wait_until(lambda: server._servicer._initializations._taken)
         asked = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
@@ -393,7 +377,7 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
             link.cancel()
             np.testing.assert_array_equal(asked.result(LIMIT).params, params + 1)
             return
-        link.send(Parcel(pb.Frame(parameters=pb.Parameters()), schema, arrays))
+        link.send(frame)
         link.end()
         with pytest.raises(errors.AlreadyInitializedError, match="'first'"):
             asked.result(LIMIT)

@@ -11,19 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import certificates, sessions, shared
-from helpers.support import assert_identical
+from helpers import certificates, links, sessions, shared
+from helpers.support import SHARES_MEMORY, assert_identical
 
 from agn_optax import codecs, errors, service
 from agn_optax.service import Tls
-from agn_optax.service.transports import TRANSPORTS, Target, _memory
-from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire._buffers import Buffers
 
 RULE = shared.downpour()
 SIZE = 300_000  # elements: more than a socket takes at once
 LIMIT = 20  # s, generous: no test should come near it
-MEMORY, SOCKET, GRPC = TRANSPORTS
 pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
@@ -74,7 +70,7 @@ def exchanged(server, tls, *transports, **settings):
 @pytest.mark.parametrize("codec", [codecs.identity(), codecs.cast("bfloat16")], ids=str)
 def test_every_transport_gives_identical_results(server_tls, pem, codec):
     numbers, rule = [], dataclasses.replace(RULE, codec=codec)
-    for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
+    for name in ("grpc", "socket", *["memory"] * SHARES_MEMORY):
         with service.serve(
             rule, params(), security=service.Security(tls=server_tls)
         ) as server:
@@ -113,13 +109,12 @@ def test_mutual_tls_needs_certificates_on_every_transport(mutual, pem):
 
 def dial(server, tls):
     """Connect to a center's direct socket with a known key."""
-    offer = sessions.offer(server, "socket")
-    connection = Connection(server.address, LIMIT, tls)
-    link = SOCKET.dial(Target(connection, offer, Buffers()))
-    try:
-        link.control()  # a missing certificate raises here
-    finally:
-        link.cancel()
+    with service.Observer(server.address, timeout=LIMIT, tls=tls) as observer:
+        link = links.dialled(observer, server, "socket")
+        try:
+            link.control()  # a missing certificate raises here
+        finally:
+            link.cancel()
 
 
 def test_center_with_another_host_name_is_not_trusted(tmp_path):
