@@ -1,12 +1,13 @@
-"""Private pauses and timeouts that tests change, each named only here.
+"""Private pauses, timeouts and a call of the system that tests change.
 
 Tests use a public setting instead where there is one.
 """
 
+from agn_optax.center.durability import _writer
 from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _files
 from agn_optax.service.server import _servicer
-from agn_optax.service.transports import _socket
+from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes, _tree
 
 
@@ -29,6 +30,11 @@ def set_stall_timeout(monkeypatch, seconds):
 def set_session_patience(monkeypatch, seconds):
     """Set for how long a session retries to send a message or to get its answer."""
     monkeypatch.setattr(_session, "SOON", seconds)
+
+
+def set_call_patience(monkeypatch, seconds):
+    """Set for how long a call insists on a center that did not answer before."""
+    monkeypatch.setattr(_connection, "SOON", seconds)
 
 
 def set_chief_warnings(monkeypatch, first, others):
@@ -57,3 +63,9 @@ def set_parent_pauses(monkeypatch, first, longest=None):
 def set_broadcast_pause(monkeypatch, seconds):
     """Set the pause between broadcasts of a worker of several processes that waits."""
     monkeypatch.setattr(_processes, "_PAUSE", seconds)
+
+
+def set_journal_sync(monkeypatch, act):
+    """Have journals call ``act(file, sync)`` where they would call ``sync(file)``."""
+    sync = _writer._sync
+    monkeypatch.setattr(_writer, "_sync", lambda file: act(file, sync))

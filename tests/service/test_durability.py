@@ -10,16 +10,14 @@ import threading
 
 import numpy as np
 import pytest
-from helpers import sessions, shared, talking
+from helpers import sessions, shared, talking, tuning
 from helpers.commands import python
+from helpers.support import SHARES_MEMORY
 from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.center import Journal, Snapshots
-from agn_optax.center.durability import _writer
-from agn_optax.service.client import _session
-from agn_optax.service.transports import _connection, _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
@@ -187,9 +185,9 @@ def test_worker_gets_an_error_at_a_center_reset_to_a_snapshot(killed):
 
 def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
     """While a sync of the journal is blocked, exchange and pull both wait."""
-    sync, may, asked = _writer._sync, threading.Event(), threading.Event()
+    may, asked = threading.Event(), threading.Event()
 
-    def slow(file):
+    def slow(file, sync):
         asked.set()
         assert may.wait(LIMIT)
         sync(file)
@@ -201,7 +199,7 @@ def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
         service.connect(server.address, RULE) as center,
     ):
         center.join("w")
-        monkeypatch.setattr(_writer, "_sync", slow)
+        tuning.set_journal_sync(monkeypatch, slow)
         said = {}
 
         def exchange():
@@ -229,9 +227,9 @@ def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
 def test_exchange_raises_same_error_over_all_transports_if_journal_failed(
     tmp_path, monkeypatch
 ):
-    for module in (_connection, _session):
-        monkeypatch.setattr(module, "SOON", 0.5)
-    transports = ["memory"] * _memory.IS_SUPPORTED + ["socket", "grpc"]
+    tuning.set_call_patience(monkeypatch, 0.5)
+    tuning.set_session_patience(monkeypatch, 0.5)
+    transports = ["memory"] * SHARES_MEMORY + ["socket", "grpc"]
     raised = {}
 
     def exchange(transport, worker, params, state):
