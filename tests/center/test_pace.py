@@ -4,18 +4,16 @@ import heapq
 import itertools
 import threading
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import center_kinds, shared
+from helpers import center_kinds, shared, tuning
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import BoundedStaleness, Journal, Submission, _core
-from agn_optax.center._ledger import Ledger
+from agn_optax.center import BoundedStaleness, Journal, Submission
 
 LIMIT = 60  # s, generous: no test should come near it
 
@@ -33,15 +31,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(_core, "time", types.SimpleNamespace(monotonic=made.monotonic))
+    tuning.set_center_clock(monkeypatch, made.monotonic)
     return made
+
+
+def new_ledger(mode=None):
+    """Return the ledger of a center that takes no calls."""
+    return agn_optax.LocalCenter(shared.downpour(), mode=mode).core.ledger
 
 
 class Workers:
     """Workers of one ledger; a test sets the seconds of each round."""
 
     def __init__(self, mode=None):
-        self.ledger, self.now = Ledger(mode), 0.0
+        self.ledger, self.now = new_ledger(mode), 0.0
         self._sequences = {}
 
     def join(self, *names, incarnation="1"):
@@ -155,7 +158,7 @@ def test_restarted_center_keeps_speeds_and_ignores_the_outage():
     memory = made.ledger.memory()
     for member in memory["members"].values():  # as saved by a release without speeds
         del member["speeds"]
-    old = Ledger()
+    old = new_ledger()
     old.recall(memory, 0.0)
     assert old.pace("a") is None
 
@@ -299,8 +302,8 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
 
 
 def test_center_without_pace_gives_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr(Ledger, "pace", lambda self, worker: None)
     center = agn_optax.LocalCenter(shared.downpour(), jnp.ones(3))
+    monkeypatch.setattr(center.core.ledger, "pace", lambda worker: None)
     period = agn_optax.dynamic_period(3, first=2)
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=period, name="w")
     loop = worker.start()

@@ -1,14 +1,22 @@
-"""Private pauses, timeouts and a call of the system that tests change.
+"""Private pauses, timeouts and calls of the system that tests change.
 
 Tests use a public setting instead where there is one.
 """
 
+import types
+
+from agn_optax.center import _core
 from agn_optax.center.durability import _writer
 from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _files
 from agn_optax.service.server import _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes, _tree
+
+
+def set_center_clock(monkeypatch, monotonic):
+    """Have centers call ``monotonic()`` for the time."""
+    monkeypatch.setattr(_core, "time", types.SimpleNamespace(monotonic=monotonic))
 
 
 def set_greeting_timeout(monkeypatch, seconds):
