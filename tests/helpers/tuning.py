@@ -1,4 +1,4 @@
-"""Private pauses, timeouts and calls of the system that tests change.
+"""Private settings of the package that tests change: pauses, timeouts and calls.
 
 Tests use a public setting instead where there is one.
 """
@@ -7,6 +7,7 @@ import types
 
 from agn_optax.center import _core
 from agn_optax.center.durability import _writer
+from agn_optax.round.placements import _host
 from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _files
 from agn_optax.service.server import _servicer
@@ -77,3 +78,8 @@ def set_journal_sync(monkeypatch, act):
     """Have journals call ``act(file, sync)`` where they would call ``sync(file)``."""
     sync = _writer._sync
     monkeypatch.setattr(_writer, "_sync", lambda file: act(file, sync))
+
+
+def set_host_support(monkeypatch, *, is_there):
+    """Set whether JAX is found to leave outputs of programs in host memory."""
+    monkeypatch.setattr(_host, "_stays_on_host", lambda: is_there)

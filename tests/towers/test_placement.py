@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import problem, support
+from helpers import problem, support, tuning
 from helpers.support import find_state
 from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
 from agn_optax.round import OnHost
-from agn_optax.round.placements import _host
 
 # The axes to shard over: workers, the towers of a worker, or both.
 SHARDS = ["workers", "towers", ("workers", "towers")]
@@ -314,7 +313,7 @@ def test_optimizer_that_depends_on_leaf_shapes_is_rejected():
 
 
 def test_host_memory_is_rejected_if_jax_does_not_support_it(monkeypatch):
-    monkeypatch.setattr(_host, "_stays_on_host", lambda: False)
+    tuning.set_host_support(monkeypatch, is_there=False)
     placement = agn_optax.Placement(memory="host")
     tx = agn_optax.phases(
         optax.sgd(0.1), agn_optax.rules.average(), placement=placement
