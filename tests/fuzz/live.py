@@ -6,6 +6,7 @@ more memory, threads or files than before.
 
 import array
 import contextlib
+import fcntl
 import os
 import pathlib
 import secrets
@@ -22,14 +23,12 @@ import numpy as np
 from chaos import model
 from chaos.processes import Held, Spares
 from fuzz import mutate
-from helpers import certificates, sessions
+from helpers import certificates, links, sessions
 
 from agn_optax import service
-from agn_optax.service import _address
+from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import _memory, _socket
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._packets import Parcel, of_bytes
+from agn_optax.service import sockets
 
 LEASE = 1.0  # seconds
 SLOTS = 64
@@ -178,7 +177,7 @@ class _Enemy:
         connection = center._connection
         said = connection.describe()
         self._offers = {offer.transport: offer for offer in said.offers}
-        travels = _trees.travelling(center.rule, model.params(SLOTS))
+        travels = center._remote.travels()
         self._whole, self._schema = travels.center, travels.message
         self._leaves = said.schema
         if tls is None:
@@ -198,11 +197,11 @@ class _Enemy:
         """Return the packets of a worker, some of them changed, missing or moved."""
         name = f"enemy {self._rng.randrange(20)}"
         join = pb.Join(
-            protocol=_address.PROTOCOL,
+            protocol=addresses.PROTOCOL,
             worker=name,
             incarnation=str(self._rng.randrange(3)),
         )
-        said = [(pb.Frame(join=join), None, None)]
+        packets = [links.as_bytes(pb.Frame(join=join))]
         for sequence in (1, 2):
             message = pb.Message(
                 sequence=sequence,
@@ -212,26 +211,23 @@ class _Enemy:
                 has_anchor=self._rng.random() < 0.5,
                 anchor_version=self._rng.choice([0, 1, 1 << 40]),
             )
-            said.append((pb.Frame(message=message), self._schema, self._tree()))
-            said.append((pb.Frame(acknowledge=sequence), None, None))
+            frame = pb.Frame(message=message)
+            packets.append(links.as_bytes(frame, self._schema, self._tree()))
+            packets.append(links.as_bytes(pb.Frame(acknowledge=sequence)))
         segment = pb.Segment(number=1, size=self._rng.choice([4096, 1 << 40, 0]))
-        said.append((pb.Frame(attach=segment), None, None))
+        packets.append(links.as_bytes(pb.Frame(attach=segment)))
         lent = pb.Frame(message=message, segment=1, answer_segment=2)
-        said.append((lent, None, None))
+        packets.append(links.as_bytes(lent))
         if self._rng.random() < 0.1:
             zeros = [np.zeros(each.shape, each.dtype) for each in self._whole.leaves]
-            said.insert(0, (pb.Frame(parameters=pb.Parameters()), self._whole, zeros))
+            frame = pb.Frame(parameters=pb.Parameters())
+            packets.insert(0, links.as_bytes(frame, self._whole, zeros))
         if self._rng.random() < 0.1:
             leaves = mutate.mutated(self._rng, [self._leaves])
-            start = pb.Start(protocol=_address.PROTOCOL, schema_size=len(leaves))
+            start = pb.Start(protocol=addresses.PROTOCOL, schema_size=len(leaves))
             start.schema_hash = self._rng.choice([self._whole.hash, b""])
             start.worker = self._rng.choice(["friend", name])
-            described = [np.frombuffer(leaves, np.uint8)]
-            said.insert(0, (pb.Frame(start=start), of_bytes(len(leaves)), described))
-        packets = [
-            b"".join(Parcel(frame, schema, arrays or []).pieces())
-            for frame, schema, arrays in said
-        ]
+            packets.insert(0, links.around(pb.Frame(start=start), leaves))
         count = self._rng.randrange(1, len(packets) + 1)
         if self._rng.random() < 0.3:
             self._rng.shuffle(packets)
@@ -262,14 +258,14 @@ class _Enemy:
         return [("authorization", f"Bearer {token}")]
 
     def _call(self):
-        path = f"/{_address.SERVICE}/{self._rng.choice(_CALLS)}"
+        path = f"/{addresses.SERVICE}/{self._rng.choice(_CALLS)}"
         sample = pb.LeaveRequest(worker="enemy 1", incarnation="1").SerializeToString()
         data = mutate.mutated(self._rng, [b"", b"\x08\x02", sample])
         call = self._channel.unary_unary(path)
         call(data, timeout=LIMIT, metadata=self._metadata())
 
     def _stream(self):
-        path = f"/{_address.SERVICE}/{self._rng.choice(_STREAMS)}"
+        path = f"/{addresses.SERVICE}/{self._rng.choice(_STREAMS)}"
         packets = self._conversation()
         call = self._channel.stream_stream(path)(
             iter(packets), timeout=LIMIT, metadata=self._metadata()
@@ -299,7 +295,7 @@ class _Enemy:
                 end = context.wrap_socket(end, server_hostname="127.0.0.1")
                 closing.enter_context(end)
                 end.settimeout(_READS)
-            greeting = _socket.GREETING + offer.key
+            greeting = sockets.GREETING + offer.key
             if self._rng.random() < 0.1:
                 greeting = mutate.mutated(self._rng, [greeting])
             end.sendall(greeting)
@@ -317,7 +313,7 @@ class _Enemy:
     def _send_file(self, end, packet):
         """Send a packet with a descriptor of another file or of an invalid segment."""
         if self._rng.random() < 0.5:
-            file, _ = _memory.create(self._rng.choice([4096, 1 << 16]))
+            file = _segment(self._rng.choice([4096, 1 << 16]))
         elif self._rng.random() < 0.5:
             file = os.memfd_create("fuzz")
         else:
@@ -328,6 +324,15 @@ class _Enemy:
             end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, data)])
         finally:
             os.close(file)
+
+
+def _segment(size):
+    """Return the descriptor of memory that a worker may share with a center."""
+    file = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, size)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
 
 
 def _settled(pid, before=None):

@@ -1,4 +1,4 @@
-"""Links to a center as its clients make them, for single frames."""
+"""Links to a center as its clients make them, and single frames."""
 
 import numpy as np
 
@@ -41,3 +41,13 @@ def begin_to_initialize(center, params, worker):
     link = GrpcLink(center._connection, "Initialize", Buffers())
     link.send(Parcel(pb.Frame(start=start), of_bytes(described.size), [described]))
     return link, Parcel(pb.Frame(parameters=pb.Parameters()), schema, arrays)
+
+
+def as_bytes(control, schema=None, arrays=()):
+    """Return a frame as it travels, with arrays of a schema if one is given."""
+    return b"".join(Parcel(control, schema, arrays).pieces())
+
+
+def around(control, data):
+    """Return a frame as it travels, with other bytes as its buffer."""
+    return as_bytes(control, of_bytes(len(data)), [np.frombuffer(data, np.uint8)])
