@@ -1,6 +1,5 @@
 """``agn-optax launch``: a center with its workers, and one exit code for the run."""
 
-import io
 import json
 import os
 import re
@@ -8,13 +7,11 @@ import shutil
 import sys
 
 import pytest
-import rich.console
 from helpers.commands import ROOT, command, fails
 
-from agn_optax.ops.cli import _launch_command
-from agn_optax.ops.engines import Local, Run, _local, reached_at, serving
+from agn_optax.ops import launch
+from agn_optax.ops.engines import Local, Run, reached_at, serving
 from agn_optax.service import Access, tokens
-from agn_optax.service.security._access import ROLES
 
 WORKER = """
 import sys, jax.numpy as jnp, optax, agn_optax
@@ -96,7 +93,7 @@ from agn_optax import service
 me = service.environment()
 del os.environ["AGN_OPTAX_TOKEN"]  # as an operator, who is this user
 cli = [sys.executable, "-m", "agn_optax.ops.cli"]
-                    drain = [*cli, "drain", me.address]
+drain = [*cli, "drain", me.address]
 subprocess.run(drain, check=True)
 time.sleep(60)
 """
@@ -383,22 +380,25 @@ def test_wrong_usage_is_rejected(arguments, message):
     assert "Traceback" not in said
 
 
-def test_prefixes_are_colored_on_a_terminal_only(monkeypatch, capsys):
-    _launch_command._Output(["center", "worker-0"], stderr=True)("center", "a\x1b[1mb")
-    assert capsys.readouterr().err == "center   | ab\n"
-    terminal = rich.console.Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
-    _launch_command._Output(["center"], stderr=False)("center", "a[red]b")
-    said = terminal.file.getvalue()
+def test_prefixes_are_colored_on_a_terminal_only(here, monkeypatch):
+    (here / "train.py").write_text("print('a\\x1b[1mb')\nprint('a[red]b')\n")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["--workers=1", ELSEWHERE, "train.py"]
+    result = command("launch", "--json", *arguments)
+    assert result.stderr == "worker-0 | ab\nworker-0 | a[red]b\n"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if the output were a terminal
+    said = command("launch", *arguments).stdout
     assert said.endswith("a[red]b\n")
-    assert "\x1b[" in said.partition("center")[0]
+    assert "\x1b[" in said.partition("worker-0")[0]
 
 
 def test_interrupt_gives_exit_code_130(here, monkeypatch):
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt  # as `run` does when all have ended
 
-    monkeypatch.setattr(_local.launch, "run", interrupted)
+    monkeypatch.setattr(launch, "run", interrupted)
     assert command("launch", "--workers=1", ELSEWHERE, "train.py").exit_code == 130
 
 
@@ -416,19 +416,24 @@ def test_address_is_read_from_the_serving_line(address, local):
     assert reached_at(serving(line)) == local
 
 
-def test_serving_line_is_printed_with_page_and_its_token(capsys):
+def test_serving_line_is_printed_with_page_and_its_token(pretend):
     serve = {"page": True}
     rule = {"rule": "downpour"}
     run = Run(name="run", program=["t.py"], workers=1, rule=rule, serve=serve)
     engine = Local(run)
     shown, access = engine.page_token, Access(engine._lines().encode())
-    assert access.caller(shown.encode()).calls == ROLES["observer"]
+    observer = Access(f"observer * {shown}".encode())
+    allowed = [each.caller(shown.encode()).calls for each in (access, observer)]
+    assert allowed[0] == allowed[1]
     page = "http://127.0.0.1:1/"
     line = json.dumps({"event": "serving", "address": "127.0.0.1:80", "page": page})
-    where = f"center | serving at 127.0.0.1:80, page at {page}"
-    for token, said in [(shown, f"{where} with token {shown}\n"), ("", f"{where}\n")]:
-        _launch_command._Output(["center"], False, token)("center", line)
-        assert capsys.readouterr().out == said
+    pretend(f"trap 'exit 0' TERM; echo '{line}'; {WAITS}", "exit 0")
+    options = ["--workers=1", "--rule=downpour", "--page", "train.py"]
+    where = re.escape(f"center   | serving at 127.0.0.1:80, page at {page}")
+    said = command("launch", *options).stdout
+    assert re.search(rf"^{where} with token \w{{64}}$", said, re.MULTILINE)
+    said = command("launch", "--open", *options).stdout
+    assert re.search(rf"^{where}$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -439,13 +444,11 @@ def test_other_lines_are_not_taken_for_the_serving_line(line):
 
 
 @pytest.mark.parametrize("line", ["done \u2713", f"\x1b[{'9' * 5000}m done"])
-def test_line_that_a_terminal_cannot_show_does_not_end_the_run(line, monkeypatch):
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding="latin-1", write_through=True)
-    terminal = rich.console.Console(file=stream, width=80)
-    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
-    output = _launch_command._Output(["worker-0"], stderr=False)
-    output("worker-0", line)
-    output("worker-0", "next")
-    assert b"done" in written.getvalue()
-    assert written.getvalue().endswith(b"worker-0 | next\n")
+def test_line_that_a_terminal_cannot_show_does_not_end_the_run(line, here):
+    written = f"{line}\nnext\n".encode()
+    (here / "train.py").write_text(f"import os; os.write(1, {written!r})\n")
+    arguments = ["--workers=1", ELSEWHERE, "train.py"]
+    result = command("launch", *arguments, charset="latin-1")
+    assert result.exit_code == 0, result.output
+    assert "done" in result.stdout
+    assert result.stdout.endswith("worker-0 | next\n")

@@ -15,9 +15,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 PATIENCE = 60.0  # s, generous: no test should come near it
 
 
-def command(*arguments):
-    """Run the command in this process."""
-    return CliRunner().invoke(_app.app, [str(each) for each in arguments])
+def command(*arguments, charset="utf-8"):
+    """Run the command in this process, with an encoding of its output."""
+    runner = CliRunner(charset=charset)
+    return runner.invoke(_app.app, [str(each) for each in arguments])
 
 
 def succeeds(*arguments):
