@@ -71,6 +71,6 @@ def test_failing_cut_does_not_block_other_connections():
         transfers.under_way(fails, 0, LIMIT),
         transfers.under_way(cancelled.set, 0, LIMIT),
     ):
-        time.sleep(0.001)
+        time.sleep(0.001)  # longer than a tick of the clock
         transfers.cut(0.0)
         assert cancelled.is_set()

@@ -24,7 +24,7 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import RULES, assert_identical, tree
-from helpers.waiting import in_background
+from helpers.waiting import in_background, wait_until
 
 import agn_optax
 from agn_optax import errors
@@ -949,10 +949,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
     waiting = center.core._keeper._writer._waiting
-    waiting_until = time.monotonic() + LIMIT
-    while waiting.qsize() < 2:  # the second message and the end marker
-        assert time.monotonic() < waiting_until
-        time.sleep(0.01)
+    wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
     for each in workers:

@@ -574,7 +574,7 @@ def _run(stack, cluster, keys):
     def exceeds(before):
         """Return the counts of all workers once each is greater; None before that."""
         job.check()
-        time.sleep(0.1)
+        time.sleep(0.1)  # as in `version`
         with contextlib.suppress(errors.CenterError):
             counts = observer.pull().params
             return counts if (counts > before).all() else None

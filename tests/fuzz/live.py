@@ -344,7 +344,7 @@ def _settled(pid, before=None):
     end = time.monotonic() + LIMIT
     held = Held.by(pid)
     while time.monotonic() < end:
-        time.sleep(0.2)
+        time.sleep(0.2)  # only time can show that nothing changes any more
         last, held = held, Held.by(pid)
         if before is None and held[1:] == last[1:]:
             return held

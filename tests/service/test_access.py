@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import certificates, ports, sessions, shared, tuning
 from helpers.support import shares
+from helpers.waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.service import Access, Tls, sockets, tokens
@@ -233,14 +234,14 @@ def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
 
 
 def wait_until_unknown(door, gone):
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
+    def is_unknown():
         try:
             door.caller(gone.encode())
         except errors.NotAllowedError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("it is still known")
+            return True
+        return False
+
+    wait_until(is_unknown, LIMIT, pause=0.01)
 
 
 def test_number_of_keys_is_bounded():
@@ -295,8 +296,7 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
             late.pull()
         own.write_text(old)
         file.write_text(f"worker bert {new}\n")
-        while door.caller(new.encode()).name != "bert":
-            time.sleep(0.01)
+        wait_until(lambda: door.caller(new.encode()).name == "bert", LIMIT)
         with pytest.raises(errors.NotAllowedError):
             exchange(center)
         assert server.center.version == 3
@@ -309,25 +309,27 @@ def test_broken_token_file_keeps_the_known_tokens(tmp_path, caplog):
         RULE, params(), security=service.Security(access=Access(file))
     ) as server:
         door = server._servicer.door
+
+        def look():
+            assert door.caller(known.encode()).name is None
+
         for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
             file.unlink() if broken is None else file.write_text(broken)
-            end = time.monotonic() + LIMIT
             caplog.clear()
-            while "cannot be used" not in caplog.text:
-                assert door.caller(known.encode()).name is None
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            seen(caplog, "cannot be used", look)
             assert known not in caplog.text
         assert allowed(server.address, {}, token=known) == ALLOWED["reader"]
 
 
 def seen(log, text, look):
     """Call ``look`` until a text is in the log."""
-    end = time.monotonic() + LIMIT
-    while text not in log.text:
-        look()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+
+    def is_there():
+        if text not in log.text:
+            look()
+        return text in log.text
+
+    wait_until(is_there, LIMIT, pause=0.01)
 
 
 @pytest.mark.parametrize("broken", ["", "king * of-nothing-0123456789\n", None])

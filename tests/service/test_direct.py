@@ -470,7 +470,8 @@ def test_exchange_behind_another_one_does_not_time_out():
             send()
             with server._servicer._turn:
                 sent = in_background(send, "anna")
-                time.sleep(4.0)  # longer than the timeout for a silent center
+                # Only time can show it: longer than the timeout for a silent center.
+                time.sleep(4.0)
             assert sent.result(LIMIT).version == 2
 
             store = server.center.core.store

@@ -221,7 +221,7 @@ def test_slow_reader_gets_its_answer_before_the_center_stops(monkeypatch):
             link._follows = 0  # bytes that the link would read by itself
             while left and (got := len(link._end.recv(min(left, 1 << 20)))):
                 left -= got
-                time.sleep(0.05)
+                time.sleep(0.05)  # as a slow reader
             return left
 
         exchange(1)
@@ -863,7 +863,7 @@ def test_slow_greeting_is_disconnected(server, monkeypatch):
         with contextlib.suppress(OSError):
             for byte in _socket.GREETING:
                 end.sendall(bytes([byte]))
-                time.sleep(0.1)
+                time.sleep(0.1)  # as a slow peer
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
     wait_until(lambda: not server._servicer.transfers._all)

@@ -573,7 +573,7 @@ def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
 
     def slow(parcel):
         found = size(parcel)
-        time.sleep(0.005)
+        time.sleep(0.005)  # so that other threads run meanwhile
         return found
 
     with served() as (_, connected):

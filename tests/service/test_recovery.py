@@ -89,7 +89,7 @@ def test_message_in_flight_does_not_bring_back_a_worker_that_left(transport):
         worker.exchange(*step(worker, *loop))
         worker.leave()
         net.mend()
-        time.sleep(3)
+        time.sleep(3)  # only time can show that it does not come back
         assert not server.center.core.members()[1]
         assert server.center.version == 1
         worker.start()
@@ -134,7 +134,8 @@ def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
         center._connection.timeout = 3.0
 
         def hiccup():
-            time.sleep(4.0)  # longer than the timeout without a sign of life
+            # Only time can show it: longer than the timeout without a sign of life.
+            time.sleep(4.0)
             net.cut()
             net.mend()
             sessions.exchange(other, ONES, anchor_version=0, worker="other")
@@ -191,10 +192,11 @@ def test_worker_joins_soon_after_an_outage(transport, outage):
 def test_exchanges_while_a_site_joins_its_parent_are_kept():
     class Slow(agn_optax.LocalCenter):
         def join(self, *args, **settings):
+            joins.set()
             assert met.wait(20)
             return super().join(*args, **settings)
 
-    met = threading.Event()
+    joins, met = threading.Event(), threading.Event()
     parent = Slow(RULE)
     with (
         service.serve(RULE, parent=service.Parent(parent, period=100)) as site,
@@ -202,9 +204,8 @@ def test_exchanges_while_a_site_joins_its_parent_are_kept():
     ):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         loop = worker.start(ZEROS, chief=True)
-        while not parent.core.is_initialized:
-            time.sleep(0.05)
-        time.sleep(0.2)
+        assert joins.wait(20)
+        assert parent.core.is_initialized
         worker.exchange(*step(worker, *loop))
         met.set()
         assert site.uplink.ready.wait(20)

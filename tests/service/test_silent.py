@@ -88,10 +88,8 @@ def test_worker_that_does_not_read_its_answer_blocks_no_others(unread, transport
     ):
         anna = silent.join("anna")
         anna.submit(Submission(1, ones, anchor_version=0))
-        end = time.monotonic() + LIMIT
-        while server.center.version < 1:  # its answer is in flight from now on
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        # Its answer is in flight from then on.
+        wait_until(lambda: server.center.version == 1, LIMIT)
         for version in range(1, 5):
             answer = sessions.exchange(
                 center, ones, anchor_version=version, worker="bert"
