@@ -70,7 +70,7 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         said |= {"kind": part.kind, "leaves": _tree.describe(tree)}
         about[name], saved[name] = said, _tree.nested(tree)
     whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, ABOUT: _About(json.dumps(whole))}
+    return {**saved, ABOUT: _Metadata(json.dumps(whole))}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -244,7 +244,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
       DurabilityError: there is no checkpoint, or agn_optax did not write it.
     """
     try:
-        kept = orbax().load_checkpointables(folder, {ABOUT: _About()})
+        kept = orbax().load_checkpointables(folder, {ABOUT: _Metadata()})
         whole = json.loads(kept[ABOUT].text)
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
@@ -289,7 +289,7 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
     return None
 
 
-class _About:
+class _Metadata:
     """The description in a checkpoint; Orbax calls it to write and to read the file."""
 
     def __init__(self, text: str = "") -> None:

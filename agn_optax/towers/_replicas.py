@@ -21,16 +21,16 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import (
     HOST_SHAPE,
+    CenterShards,
     ExchangeState,
     OnHost,
     OwnCenter,
-    ShardedCenter,
     collectives,
     piece_length,
     rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
-from agn_optax.towers._way import OnTheWay
+from agn_optax.towers._transfer import OnTheWay
 
 PyTree = Any
 
@@ -72,7 +72,7 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (ShardedCenter, OwnCenter, OnHost, OnTheWay, PerTower):
+    for kind in (CenterShards, OwnCenter, OnHost, OnTheWay, PerTower):
         field = dataclasses.fields(kind)[0].name  # the field of arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -147,7 +147,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
                 center=rewrapped(center, stored),
                 center_state=Mean(node.center_state, of_workers=True),
             )
-        if not isinstance(center, ShardedCenter):
+        if not isinstance(center, CenterShards):
             return node
         within, across = center.axes
         axes = (*within, *across)
@@ -228,7 +228,7 @@ def check_centers(state: PyTree) -> None:
       InvalidArgumentError: they have different centers, and would keep them.
     """
     for path, node in trees.nodes(state, ExchangeState):
-        if isinstance(node.center, ShardedCenter | OnHost):
+        if isinstance(node.center, CenterShards | OnHost):
             continue
         found = agreement(node.center, 1)
         if not found:
@@ -269,13 +269,13 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """Set the ``cut`` of each sharded center to that of a mesh of these sizes."""
 
-    def cut(center: ShardedCenter) -> ShardedCenter:
+    def cut(center: CenterShards) -> CenterShards:
         return dataclasses.replace(center, cut=_counts(center, sizes))
 
-    return trees.map_nodes(cut, state, ShardedCenter)
+    return trees.map_nodes(cut, state, CenterShards)
 
 
-def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
+def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the number of pieces of a center along each of its two groups of axes."""
     within, across = center.axes
     return (
@@ -294,7 +294,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     def cut(node: ExchangeState) -> ExchangeState:
         on_host = isinstance(node.center, OnHost)
         center = node.center.tree if on_host else node.center
-        if not (isinstance(center, ShardedCenter) and is_per_tower(center.pieces)):
+        if not (isinstance(center, CenterShards) and is_per_tower(center.pieces)):
             return node
         within, across = center.axes
         here = tuple(sizes.get(name, 0) for name in (*within, *across))
@@ -335,7 +335,7 @@ class _Cut:
         has the elements of several pieces.
     """
 
-    def __init__(self, within: int, across: int, center: ShardedCenter) -> None:
+    def __init__(self, within: int, across: int, center: CenterShards) -> None:
         leaves = tree_flatten_with_path(center.pieces.rows)[0]
         self.pieces: _Lengths = {}
         self.parts: _Lengths = {}

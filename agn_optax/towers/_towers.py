@@ -417,7 +417,7 @@ class Towers:
         train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         *,
         donate: bool = True,
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a training step for all towers.
 
         Args:
@@ -457,7 +457,7 @@ class Towers:
 
     def apply(
         self, function: Callable[[PyTree], PyTree], *, donate: bool = True
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a function of the state alone for all towers.
 
         Use it for functions that are not train steps, such as the exchange of `phases`
@@ -489,7 +489,7 @@ class Towers:
         unroll: int | bool = 1,
         fragments: Fragments | None = None,
         donate: bool = True,
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a whole round for all towers: local steps, then the exchange.
 
         Args:

@@ -319,7 +319,7 @@ def test_page_needs_certificates_if_the_center_does(authority):
 def test_bad_addresses_of_the_page_are_rejected(open_server):
     for page, why in [
         ("0.0.0.0:0", "is not for this machine only"),
-        ("unix:/tmp/page", "browsers know no Unix sockets"),
+        ("unix:/tmp/page", "a browser cannot open a Unix socket"),
         ("nonsense", "an address must be"),
         (":".join(map(str, place(open_server))), "the page cannot listen at 127.0.0.1"),
     ]:

@@ -113,7 +113,7 @@ def status(
     their start.
     """
     with _centers_at(address, reached, timeout, tree=tree) as centers:
-        look = _Look(centers.look(), {})
+        look = _Poll(centers.look(), {})
     missing = look.missing(centers.addresses)
     if missing is not None and look.only(tree=tree):
         raise missing
@@ -157,7 +157,7 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Starts at a multiple of the interval, unless a look takes longer than one.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            look = _Look(centers.look(), before)
+            look = _Poll(centers.look(), before)
             before = {**(before or {}), **look.statuses()}
             missing = look.missing(centers.addresses)
             if not isinstance(missing, errors.CenterUnreachableError | None):
@@ -207,7 +207,7 @@ def drain(
         typer.echo(f"draining {address}")
 
 
-class _Look:
+class _Poll:
     """The statuses of centers at one moment, with rates since an earlier look.
 
     Args:

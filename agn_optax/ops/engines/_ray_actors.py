@@ -33,7 +33,7 @@ _PAUSE = 1.0  # seconds before a program that failed is started again
 _HANDOVER = 120.0
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """The node and the process of an actor."""
 
     node: str  # Ray's id of the node
@@ -70,12 +70,14 @@ class Supervisor:
         self._ended: Ended | None = None
         self._stopping = threading.Event()
 
-    def where(self) -> Place:
+    def where(self) -> ActorPlace:
         """Return the node and the process of this actor."""
         import ray  # noqa: PLC0415 only inside an actor
 
         context = ray.get_runtime_context()
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+        return ActorPlace(
+            context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+        )
 
     def look(self, life: str, seen: int, seconds: float) -> Said:
         """Return the new output; wait for it, or for the program's end.
@@ -160,7 +162,7 @@ class Supervisor:
             self._news.notify_all()
 
 
-class Center(Supervisor):
+class CenterActor(Supervisor):
     """The actor that serves a run's center from its storage, also when made again.
 
     Args:
@@ -282,7 +284,7 @@ class Claim:
     """
 
 
-class Process(Supervisor):
+class WorkerActor(Supervisor):
     """The actor of one process of a worker.
 
     Args:

@@ -25,11 +25,11 @@ from agn_optax._internal import handled
 from agn_optax.ops.engines._engine import Output
 from agn_optax.ops.engines._local import CENTER, exit_code
 from agn_optax.ops.engines._ray_actors import (
-    Center,
+    ActorPlace,
+    CenterActor,
     Claim,
-    Place,
-    Process,
     Said,
+    WorkerActor,
     address_file,
     is_closed,
 )
@@ -212,7 +212,7 @@ class Driver:
             is_there = True
         except ValueError:
             is_there = False
-        made = ray.remote(Center).options(
+        made = ray.remote(CenterActor).options(
             name=name,
             lifetime="detached",
             get_if_exists=True,
@@ -293,7 +293,7 @@ class Driver:
         try:
             for index in range(processes):
                 more = f"-{index}" if processes > 1 else ""
-                make = ray.remote(Process).options(
+                make = ray.remote(WorkerActor).options(
                     name=f"{run.name}-{name}{more}",
                     max_restarts=-1,
                     max_concurrency=_THREADS,
@@ -476,7 +476,7 @@ class Driver:
         *,
         is_new: bool,
         processes: int = 1,
-    ) -> Place:
+    ) -> ActorPlace:
         """Return the node and process of an actor, once there is room for it.
 
         Args:

@@ -22,9 +22,9 @@ from agn_optax.round.placements._placement import Placement
 from agn_optax.round.placements._shards import Sharded, gathered, piece_length
 from agn_optax.round.placements._stored import (
     HOST_SHAPE,
+    CenterShards,
     OnHost,
     OwnCenter,
-    ShardedCenter,
     held,
     rewrapped,
     unwrapped,
@@ -61,17 +61,17 @@ def whole_center(stored: PyTree) -> PyTree:
         center = to_device(center)
     if isinstance(center, OwnCenter):
         return mean_center(center)
-    return gathered(center) if isinstance(center, ShardedCenter) else center
+    return gathered(center) if isinstance(center, CenterShards) else center
 
 
 __all__ = [
     "HOST_SHAPE",
     "WHOLE",
+    "CenterShards",
     "Layout",
     "OnHost",
     "OwnCenter",
     "Placement",
-    "ShardedCenter",
     "held",
     "layout_of",
     "piece_length",

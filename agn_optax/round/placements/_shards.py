@@ -14,7 +14,7 @@ from agn_optax._internal import check
 from agn_optax.round import _collectives
 from agn_optax.round.placements._layout import Layout, shaped
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import ShardedCenter, unwrapped
+from agn_optax.round.placements._stored import CenterShards, unwrapped
 from agn_optax.rules import robust
 
 PyTree = Any
@@ -148,10 +148,10 @@ class Sharded(Layout):
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         like = unwrapped(like)
-        if isinstance(like, ShardedCenter):
+        if isinstance(like, CenterShards):
             return dataclasses.replace(like, pieces=center)
         shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
-        return ShardedCenter(center, shapes, *self._cut_here)
+        return CenterShards(center, shapes, *self._cut_here)
 
     @property
     def _cut_here(self) -> tuple[Any, Any]:
@@ -173,7 +173,7 @@ class Sharded(Layout):
         )
 
 
-def gathered(center: ShardedCenter) -> PyTree:
+def gathered(center: CenterShards) -> PyTree:
     """Return the whole center, whose axes must be bound here."""
     within, across = center.axes
     axes = (*within, *across)

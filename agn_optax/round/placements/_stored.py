@@ -21,7 +21,7 @@ PyTree = Any
     meta_fields=["shapes", "axes", "cut"],
 )
 @dataclasses.dataclass(frozen=True)
-class ShardedCenter:
+class CenterShards:
     """One tower's pieces of a center."""
 
     pieces: PyTree  # like the parameters; leaves [1, ..., 1, elements of a piece]
@@ -98,12 +98,12 @@ def held(stored: PyTree) -> PyTree:
     center = unwrapped(stored)
     if isinstance(center, OwnCenter):
         return center.center
-    return center.pieces if isinstance(center, ShardedCenter) else center
+    return center.pieces if isinstance(center, CenterShards) else center
 
 
 def place_of(stored: PyTree) -> str:
     """Describe where a stored center is, as `Layout.place` does."""
     center = unwrapped(stored)
-    kinds = {ShardedCenter: "in shards", OwnCenter: "each worker's own"}
+    kinds = {CenterShards: "in shards", OwnCenter: "each worker's own"}
     memory = "host" if isinstance(stored, OnHost) else "device"
     return f"{kinds.get(type(center), 'whole')}, on the {memory}"

@@ -21,7 +21,7 @@ from agn_optax.service import _address
 from agn_optax.service.security._access import Door
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
-from agn_optax.service.transports import HealthListener, Listener, Place, named
+from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
 from agn_optax.worker import Uplink
 
 PyTree = Any
@@ -223,7 +223,7 @@ def serve(
         if durability is not None:
             combinations.refuse("durability", "a center with a parent", f"{durability}")
     direct = direct_address is not False
-    place = Place(
+    settings = ListenSettings(
         address,
         None if direct_address is False else direct_address,
         security.tls,
@@ -231,10 +231,10 @@ def serve(
         page=page,
         health=health_address,
     )
-    is_local = _check_place(place, security)
+    is_local = _check_settings(settings, security)
     door = Door(security.admitted(is_local=is_local))
     reflects = is_local if security.reflection is None else security.reflection
-    place = place._replace(reflection=reflects)
+    settings = settings._replace(reflection=reflects)
     center = PackedCenter(
         rule,
         params,
@@ -252,7 +252,7 @@ def serve(
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
         servicer = Servicer(center.core, door, kept, upwards, limits)
-        server = Server(center, servicer, _listeners(servicer, place, direct=direct))
+        server = Server(center, servicer, _listeners(servicer, settings, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
             name = parent.name
@@ -267,7 +267,7 @@ def serve(
     return server
 
 
-def _check_place(place: Place, security: Security) -> bool:
+def _check_settings(settings: ListenSettings, security: Security) -> bool:
     """Check addresses; return whether they are reached only from this machine.
 
     Raises:
@@ -275,53 +275,53 @@ def _check_place(place: Place, security: Security) -> bool:
         machine.
       InvalidTypeError: an address is not a string.
     """
-    addresses = [place.address]
-    security.check(_address.check(place.address))
-    if place.direct_address is not None:
-        security.check(_address.check(place.direct_address))
-        addresses.append(place.direct_address)
-        if place.direct_address.startswith("unix:"):
+    addresses = [settings.address]
+    security.check(_address.check(settings.address))
+    if settings.direct_address is not None:
+        security.check(_address.check(settings.direct_address))
+        addresses.append(settings.direct_address)
+        if settings.direct_address.startswith("unix:"):
             raise errors.InvalidArgumentError(
-                f'direct_address must be "host:port", got {place.direct_address!r}: '
+                f'direct_address must be "host:port", got {settings.direct_address!r}: '
                 "beside a Unix socket there is another one anyway"
             )
-    if place.page is not None:
-        if _address.check(place.page).startswith("unix:"):
+    if settings.page is not None:
+        if _address.check(settings.page).startswith("unix:"):
             raise errors.InvalidArgumentError(
-                f'page must be "host:port", got {place.page!r}: browsers know no Unix '
-                "sockets"
+                f'page must be "host:port", got {settings.page!r}: a browser cannot '
+                "open a Unix socket"
             )
-        security.check(place.page, by_grpc=False)
-        addresses.append(place.page)
-    if place.health is not None and _address.check(place.health)[:5] == "unix:":
+        security.check(settings.page, by_grpc=False)
+        addresses.append(settings.page)
+    if settings.health is not None and _address.check(settings.health)[:5] == "unix:":
         raise errors.InvalidArgumentError(
-            f'health_address must be "host:port", got {place.health!r}'
+            f'health_address must be "host:port", got {settings.health!r}'
         )
     return all(map(_address.is_local, addresses))
 
 
 def _listeners(
-    servicer: Servicer, place: Place, *, direct: bool
+    servicer: Servicer, settings: ListenSettings, *, direct: bool
 ) -> dict[str, Listener]:
     """Start the service's listeners of all transports, the page and health checks."""
     made: dict[str, Listener] = {}
     with contextlib.ExitStack() as stack:
         for transport in named(None if direct else ["grpc"]):
             try:
-                listener = transport.listen(servicer, place)
+                listener = transport.listen(servicer, settings)
             except OSError as error:  # workers can still use gRPC
                 _log.warning("nobody is listened to by %s: %s", transport.name, error)
                 continue
             if listener is not None:
                 made[transport.name] = listener
                 stack.callback(listener.close, timeout=5.0)
-        if place.page is not None:
+        if settings.page is not None:
             from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
 
-            made["page"] = Page(servicer, place.page, place.tls)
+            made["page"] = Page(servicer, settings.page, settings.tls)
             stack.callback(made["page"].close, timeout=5.0)
-        if place.health is not None:
-            made["health"] = HealthListener(servicer, place.health)
+        if settings.health is not None:
+            made["health"] = HealthListener(servicer, settings.health)
             stack.callback(made["health"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]
         servicer.listens_at = made["grpc"].address

@@ -150,7 +150,7 @@ class GrpcListener(_OfServer):
       place: listening settings.
     """
 
-    def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
+    def __init__(self, servicer: Servicer, place: _transport.ListenSettings) -> None:
         super().__init__()
 
         def let_in(context: Any) -> Hashable:
@@ -228,13 +228,13 @@ class HealthListener(_OfServer):
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
         )
-        self.address = _listening(self._server, _transport.Place(address))
+        self.address = _listening(self._server, _transport.ListenSettings(address))
 
     def close(self, timeout: float) -> None:
         self._server.stop(grace=0.0).wait(timeout)
 
 
-def _listening(server: grpc.Server, place: _transport.Place) -> str:
+def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
     address, credentials = place.address, place.credentials
     _check_free(address)

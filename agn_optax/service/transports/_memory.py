@@ -297,7 +297,9 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
 # The Unix socket. Its data stays on this machine and is not encrypted.
 
 
-def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+def _listen(
+    servicer: Servicer, place: _transport.ListenSettings
+) -> _transport.Listener | None:
     """Listen for processes of the same user."""
     del place
     if not IS_SUPPORTED:

@@ -145,7 +145,7 @@ class SocketLink(_transport.Link):
 # The service's end.
 
 
-def listening_at(place: _transport.Place) -> socket.socket:
+def listening_at(place: _transport.ListenSettings) -> socket.socket:
     """Return a socket that listens at the port for direct connections.
 
     Raises:
@@ -607,7 +607,9 @@ def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
 # At a port, or at a Unix socket if gRPC uses one.
 
 
-def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+def _listen(
+    servicer: Servicer, place: _transport.ListenSettings
+) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
     if place.credentials is not None and place.tls is None:
         if place.direct_address is not None:

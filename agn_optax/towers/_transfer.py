@@ -28,13 +28,13 @@ class OnTheWay:
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
 
-def check_way(
+def check_transfer(
     axes: collectives.Axes,
     algorithm: Algorithm,
     codec: codecs.Codec | None,
     sum_dtype: Any,
-) -> Way:
-    """Return the `Way` for options of `all_reduce`; raise if they are inconsistent."""
+) -> Transfer:
+    """Return the `Transfer` for options of `all_reduce`, which must be consistent."""
     check.one_of(algorithm, "algorithm", get_args(Algorithm))
     if algorithm == "hierarchical" and len(axes) < 2:
         raise errors.InvalidArgumentError(
@@ -55,7 +55,7 @@ def check_way(
         codec, (512 * 512,)
     ):
         combinations.refuse("a codec for matrices", "all_reduce", f"{codec}")
-    return Way(axes, algorithm, codec, sum_dtype)
+    return Transfer(axes, algorithm, codec, sum_dtype)
 
 
 def _bits(codec: codecs.Codec, shape: tuple[int, ...]) -> float:
@@ -66,7 +66,7 @@ def _bits(codec: codecs.Codec, shape: tuple[int, ...]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Transfer:
     """The reduction of one array over the axes."""
 
     axes: collectives.Axes
