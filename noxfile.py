@@ -50,7 +50,7 @@ USES = {
 
 
 def make(session: nox.Session, kind: str) -> pathlib.Path:
-    """Build a wheel or an sdist of the checkout, and return its path in a new folder."""
+    """Build a wheel or an sdist of the checkout in a new folder; return its path."""
     folder = pathlib.Path(session.create_tmp()).resolve()
     shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def make(session: nox.Session, kind: str) -> pathlib.Path:
 
 
 def run_tests(session: nox.Session, *versions: str) -> None:
-    """Install the wheel with ``versions`` of other packages, and run the tests on it."""
+    """Install the wheel with ``versions`` of other packages, and run the tests."""
     wheel = make(session, "wheel")
     copy = wheel.parent / "copy"
     copy.mkdir()
@@ -98,7 +98,7 @@ def sdist(session: nox.Session) -> None:
 
 
 def use_alone(session: nox.Session, made: pathlib.Path, extra: str) -> None:
-    """Install a wheel or an sdist with an extra, and run the statements for the extra."""
+    """Install a wheel or an sdist with an extra, and run the statements for it."""
     session.install(f"{made}[{extra}]" if extra else made)
     session.run("python", "-m", "pip", "check")
     program = (
