@@ -160,7 +160,7 @@ class Drawing:
 
 
 def what_and_why() -> None:
-    """Draw the comparison of the README: when workers communicate and when they wait."""
+    """Draw the README's comparison: when workers communicate and when they wait."""
     d = Drawing(
         "what",
         "Data-parallel workers wait for the network at every step; workers of "
