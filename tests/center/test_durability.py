@@ -533,7 +533,7 @@ def wait_for(center, condition):
     for _ in range(int(LIMIT / 0.01)):
         if center.core.wait_for(condition, 0.01):
             return
-    pytest.fail("it does not come")
+    pytest.fail("the condition did not hold in time")
 
 
 def test_snapshots_are_written_by_time(tmp_path, killed):

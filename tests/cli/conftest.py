@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the command line: servers, and an unused address."""
+"""Fixtures for the tests of the command line: servers and an unused address."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def server():
 
 @pytest.fixture
 def new_server():
-    """A fresh server of the same kind: its worker has not stalled yet."""
+    """A new server of the same kind, whose worker has not stalled yet."""
     with serving() as server:
         yield server
 

@@ -10,7 +10,7 @@ KINDS = ["local", "server", "shards", "site"]
 
 @contextlib.contextmanager
 def made(kind, rule, params=None, *, messages=None, **settings):
-    """Yield a center as a worker sees it: embedded, served, in two shards, a site."""
+    """Yield a center as a worker sees it: embedded, served, in two shards or a site."""
     limits = agn_optax.center if kind == "local" else service
     settings["limits"] = limits.Limits(messages=messages)
     with contextlib.ExitStack() as stack:

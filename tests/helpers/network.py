@@ -120,7 +120,7 @@ class Proxy:
             except OSError:  # the client sees a closed connection
                 client.close()
                 continue
-            for end in (client, server):  # no delay but the configured one
+            for end in (client, server):  # so that only configured delays apply
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             pair = _Pair((client, server), target, bytearray())
             with self._lock:

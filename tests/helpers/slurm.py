@@ -69,7 +69,7 @@ class Cluster:
 
     def __call__(self, *command):
         """Return the output of one of SLURM's commands."""
-        done = subprocess.run(  # noqa: S603 SLURM's own
+        done = subprocess.run(  # noqa: S603 a command of SLURM
             command,
             env=self.environment,
             capture_output=True,
@@ -147,7 +147,7 @@ class Cluster:
     def _start(self, *command):
         with (self.folder / f"{command[0]}-{len(self._started)}.log").open("w") as log:
             self._started.append(
-                subprocess.Popen(  # noqa: S603 SLURM's own
+                subprocess.Popen(  # noqa: S603 a command of SLURM
                     command,
                     env=self.environment,
                     stdin=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ class Cluster:
     def _is_up(self):
         assert all(each.poll() is None for each in self._started), self.logs()
         said = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%T"],  # noqa: S607 of PATH
+            ["sinfo", "--noheader", "--Node", "--format=%T"],  # noqa: S607 from PATH
             env=self.environment,
             capture_output=True,
             text=True,

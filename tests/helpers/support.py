@@ -55,7 +55,7 @@ def each_inner(names=tuple(INNERS)):
     )
 
 
-# Rules, with an inner optimizer for those that take a center optimizer.
+# The rules, with a center optimizer for those that take one.
 RULES = {
     "agn": lambda: shared.agn(shared.adam(0.05)),
     "agn_window": shared.agn_window,
@@ -78,12 +78,12 @@ DROP_INS = {
     "easgd_rho": functools.partial(agn_optax.easgd, rho=0.1),
 }
 
-# After a few dozen steps, for values of about 1.
+# Relative and absolute tolerance after a few dozen steps, for values of about 1.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-2}
 
 
 def tree(dtype="float32", seed=0):
-    """Return a nested tree with a scalar, an empty leaf and a None, and few leaves."""
+    """Return a small nested tree with a scalar, an empty leaf and a None."""
     rng = np.random.default_rng(seed)
     leaf = lambda *shape: jnp.asarray(  # noqa: E731
         np.asarray(rng.normal(size=shape)).astype(jnp.dtype(dtype))
@@ -187,8 +187,8 @@ def held():
     """Yield a function that keeps the first device busy with an array until the end.
 
     Its program loops until it finds a number in memory that it shares with the host, so
-    no test has to guess how long a computation takes. Code that blocks on the array all
-    the same waits for a minute.
+    no test has to guess how long a computation takes. Code that blocks on the array
+    before the end waits for a minute.
     """
     memory = np.zeros(32, np.int32)
     aligned = (

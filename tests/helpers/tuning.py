@@ -42,12 +42,12 @@ def set_session_patience(monkeypatch, seconds):
 
 
 def set_call_patience(monkeypatch, seconds):
-    """Set for how long a call insists on a center that did not answer before."""
+    """Set the timeout of a call to a center that did not answer the last one."""
     monkeypatch.setattr(_connection, "SOON", seconds)
 
 
 def set_chief_warnings(monkeypatch, first, others):
-    """Set the pauses before warnings of a worker that waits for a chief."""
+    """Set the pauses before the first and the later warnings of a missing chief."""
     monkeypatch.setattr(_client, "_COMES", first)
     monkeypatch.setattr(_client, "_WAITS", others)
 
@@ -81,5 +81,5 @@ def set_journal_sync(monkeypatch, act):
 
 
 def set_host_support(monkeypatch, *, is_there):
-    """Set whether JAX is found to leave outputs of programs in host memory."""
+    """Set the result of the check whether JAX keeps program outputs in host memory."""
     monkeypatch.setattr(_host, "_stays_on_host", lambda: is_there)

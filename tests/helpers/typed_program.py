@@ -1,6 +1,6 @@
 """A user's program for a strict type checker, used by test_packaging.py.
 
-It also runs, so its type assertions are true.
+It also runs, so the calls that it types are valid.
 """
 
 # mypy: disallow-untyped-calls, warn-return-any

@@ -12,7 +12,7 @@ def wait_until(condition, limit=LIMIT, pause=0.002):
     """Return as soon as ``condition()`` holds; it is checked after each pause."""
     end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, "it does not come"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(pause)
 
 

@@ -18,5 +18,5 @@ def patient_dials(monkeypatch):
 
 @pytest.fixture
 def lively(monkeypatch):
-    """Make centers tell waiting workers ten times a second to keep waiting."""
+    """Have centers tell waiting workers ten times a second to keep waiting."""
     tuning.set_waiting_interval(monkeypatch, 0.1, longest=0.05)

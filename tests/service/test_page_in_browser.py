@@ -56,7 +56,7 @@ def until(condition, limit=LIMIT):
     """Wait for a condition with few checks: each is a call of the browser."""
     end = time.monotonic() + limit
     while not (found := condition()):
-        assert time.monotonic() < end, "it does not come"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.1)
     return found
 
