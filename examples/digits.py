@@ -143,7 +143,7 @@ class Trainer:
         """Train runs in the same worker processes, each with its own center."""
         due = [0] * len(runs)  # version of each center that is tested next
 
-        def hear(worker: str, line: str) -> None:
+        def receive(worker: str, line: str) -> None:
             if not line.startswith("{"):  # a warning, an error, or launcher output
                 self.console.print(f"{worker}: {line}", markup=False, highlight=False)
                 return
@@ -185,7 +185,7 @@ class Trainer:
                     self._program(runs, addresses, rank)
                     for rank in range(self.args.workers)
                 ],
-                output=hear,
+                output=receive,
             )
             for program in ended:
                 if program.returncode and not program.stopped:

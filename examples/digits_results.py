@@ -67,7 +67,7 @@ class Run:
         for worker, starts in self.starts.items():
             if len(starts) > 1:
                 reports = self.exchanges.get(worker, [])
-                last = max((r.version for r in reports if r.life == 0), default=0)
+                last = max((r.version for r in reports if r.restarts == 0), default=0)
                 return last, starts[1].version
         return None
 
@@ -386,9 +386,10 @@ def _timeline(axes: Any, result: Run, workers: Sequence[str]) -> None:
     axes.eventplot(times, colors=result.method.color, linelengths=0.7, linewidths=0.8)
     title = result.method.name
     for row, worker in enumerate(workers):
-        lives = [r.life for r in result.exchanges.get(worker, [])]
-        if 0 < lives.count(0) < len(lives):
-            died, back = times[row][lives.count(0) - 1], times[row][lives.count(0)]
+        restarts = [r.restarts for r in result.exchanges.get(worker, [])]
+        before_kill = restarts.count(0)
+        if 0 < before_kill < len(restarts):
+            died, back = times[row][before_kill - 1], times[row][before_kill]
             axes.barh(row, back - died, left=died, height=0.7, color="#DDDDDD")
             before, after = (
                 np.interp(x, result.seconds, result.accuracy) for x in (died, back)

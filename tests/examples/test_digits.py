@@ -25,11 +25,11 @@ def run_demo(*arguments):
     return results.by_method(digits.main([str(x) for x in (*quick, *arguments)]))
 
 
-def check_exchanges(run, wanted, lives=2):
-    """Check the exchanges: as many as wanted, and at most one more of each life."""
+def check_exchanges(run, wanted, extra=2):
+    """Check the exchanges: as many as wanted, or up to one more from each process."""
     made = {name: len(reports) for name, reports in run.exchanges.items()}
     assert set(made) == {"fast", "slow"}
-    assert wanted <= sum(made.values()) <= wanted + lives
+    assert wanted <= sum(made.values()) <= wanted + extra
     # Messages and centers of about 139,000 parameters, in float32.
     size = 2 * 4 * sum(x.size for x in jax.tree.leaves(run.center)) / 1e6
     assert run.megabytes[-1] == pytest.approx(size * sum(made.values()))
@@ -45,7 +45,7 @@ def check_rounds(run, wanted):
 
     The staleness of a message is the number of other messages applied meanwhile.
     """
-    check_exchanges(run, wanted, lives=3 if run.method.kills else 2)
+    check_exchanges(run, wanted, extra=3 if run.method.kills else 2)
     assert run.samples[-1] == len(run.staleness) * 10 * 32
     assert min(run.staleness) >= 0
     assert max(run.staleness) >= 1
@@ -62,7 +62,7 @@ def test_demo_trains_on_digits_and_survives_a_killed_worker(tmp_path, capsys):
 
     # Every worker sends a gradient at every step, and none is stale.
     every_step = runs["averaging"]
-    check_exchanges(every_step, wanted=2 * 60, lives=0)
+    check_exchanges(every_step, wanted=2 * 60, extra=0)
     assert {len(reports) for reports in every_step.exchanges.values()} == {60}
     assert set(every_step.staleness) == {0}
     assert every_step.samples[-1] == 2 * 60 * 32
@@ -71,11 +71,11 @@ def test_demo_trains_on_digits_and_survives_a_killed_worker(tmp_path, capsys):
     check_rounds(killed, wanted=36)
     died, back = killed.death_and_return
     assert 9 <= died <= back
-    assert {name: len(lives) for name, lives in killed.starts.items()} == {
+    assert {name: len(starts) for name, starts in killed.starts.items()} == {
         "fast": 2,
         "slow": 1,
     }
-    assert [report.life for report in killed.exchanges["fast"]][-1] == 1
+    assert [report.restarts for report in killed.exchanges["fast"]][-1] == 1
 
     output = capsys.readouterr().out
     news = [line for line in output.splitlines() if "agn-optax:" in line]
