@@ -50,9 +50,9 @@ def test_idx_file_is_read(code, dtype, shape, tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no idx file"),
-        (b"\x89PNG\r\n", "no idx file: it begins with 89 50 4e 47"),
-        (b"\0\0\x07\x01\0\0\0\1a", "no idx file"),
+        (b"", "not an idx file"),
+        (b"\x89PNG\r\n", "not an idx file: it begins with 89 50 4e 47"),
+        (b"\0\0\x07\x01\0\0\0\1a", "not an idx file"),
         (b"\0\0\x08\x03\0\0\0\1", "ends within its header of 16 bytes"),
         (b"\0\0\x08\x01\0\0\0\3ab", r"has 10 bytes, expected 11 for \[3\]"),
         (b"\0\0\x08\x01\0\0\0\1ab", r"has 10 bytes, expected 9 for \[1\]"),

@@ -53,7 +53,7 @@ def test_asyncdiloco_reproduces_its_comparisons(capsys):
     found = {row[:35].strip(): row[35:].split() for row in rows}
     assert list(found) == list(asyncdiloco.METHODS)
     # The notebook's check: equal in every printed digit.
-    assert found["rounds, SGD"] == found["buffered by 4, SGD, endless grace"]
+    assert found["rounds, SGD"] == found["buffered by 4, SGD, infinite grace"]
     last = {name: float(losses[-1]) for name, losses in found.items()}
     delayed, plain = "one by one, delayed Nesterov", "one by one, Nesterov"
     assert last[delayed] < last[plain] - 0.02
