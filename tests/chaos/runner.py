@@ -12,7 +12,7 @@ import tempfile
 import time
 
 import numpy as np
-from chaos import laws, model
+from chaos import invariants, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
 from chaos.scenario import TIMEOUT
 from chaos.tally import Tally
@@ -288,7 +288,7 @@ class Run(contextlib.ExitStack):
         self._end(outcome)
         outcome.steps = sum(tally.steps() for tally in self.tallies)
         outcome.exchanges = sum(tally["landed"] for tally in self.tallies)
-        laws.check_versions(self.tallies, chosen, outcome.broken)
+        invariants.check_versions(self.tallies, chosen, outcome.broken)
 
     def faults(self, outcome):
         """Begin and end all faults in time; return when the last one is over."""
@@ -492,16 +492,16 @@ class Run(contextlib.ExitStack):
             for number in range(chosen.workers)
             if (path := self._folder / f"end-{number}.npy").exists()
         }
-        laws.check_counts(seen, self.tallies, chosen, outcome.broken)
-        laws.check_turns(seen, self.tallies, chosen, outcome.broken)
-        laws.check_claims(params, self.tallies, chosen, outcome.broken)
-        laws.check_public(params, public, chosen, outcome.broken)
+        invariants.check_counts(seen, self.tallies, chosen, outcome.broken)
+        invariants.check_turns(seen, self.tallies, chosen, outcome.broken)
+        invariants.check_claims(params, self.tallies, chosen, outcome.broken)
+        invariants.check_public(params, public, chosen, outcome.broken)
         if chosen.conserves:
-            laws.check_conservation(seen, ends, self.tallies, outcome.broken)
+            invariants.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":
             for number, part in enumerate(parts):
                 folder = self._folder / f"kept-{number}"
-                laws.check_journal(part, folder, self._rule, outcome.broken)
+                invariants.check_journal(part, folder, self._rule, outcome.broken)
 
     def _pulled(self, served):
         """Return the parameters of one center or shard."""

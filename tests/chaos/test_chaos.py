@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from chaos import growth, laws, model, runner, scenario
+from chaos import growth, invariants, model, runner, scenario
 from chaos.processes import Spares
 from chaos.scenario import PLAIN, Fault
 from chaos.tally import Tally, in_turn
@@ -132,7 +132,9 @@ def broken_by(tally, moved, **changes):
     for element, number in moved.items():
         seen[element] = -number
     broken = []
-    laws.check_counts(seen, [tally], dataclasses.replace(PATIENT, **changes), broken)
+    invariants.check_counts(
+        seen, [tally], dataclasses.replace(PATIENT, **changes), broken
+    )
     return broken
 
 
@@ -165,7 +167,7 @@ def test_decreasing_versions_and_lost_centers_are_detected(tally):
     tally.add("backwards")
     tally.add("lost")
     broken = []
-    laws.check_versions([tally], PATIENT, broken)
+    invariants.check_versions([tally], PATIENT, broken)
     assert len(broken) == 2
 
 
@@ -174,9 +176,9 @@ def test_loss_of_elastic_averaging_is_detected(tally):
     seen = np.zeros((4, 4), np.float32)
     seen[0, :2] = -1
     broken = []
-    laws.check_conservation(seen, ends, [tally], broken)
+    invariants.check_conservation(seen, ends, [tally], broken)
     assert not broken
-    laws.check_conservation(seen / 2, ends, [tally], broken)
+    invariants.check_conservation(seen / 2, ends, [tally], broken)
     assert broken
 
 
@@ -195,7 +197,7 @@ def broken_claims(weight, steps):
     params["u"][1, 0] = -2  # two steps of the second worker, which weigh 2 each
     params["b"][:] = weight, steps, 1
     broken = []
-    laws.check_claims(params, [None, None], weighs, broken)
+    invariants.check_claims(params, [None, None], weighs, broken)
     return broken
 
 
@@ -210,7 +212,7 @@ def test_wrong_claims_of_weight_and_steps_are_detected():
 )
 def test_steps_out_of_turn_are_detected(moved, holds):
     resumes, broken = dataclasses.replace(PATIENT, resumes=True), []
-    laws.check_turns(-np.array([moved], np.float32), [None], resumes, broken)
+    invariants.check_turns(-np.array([moved], np.float32), [None], resumes, broken)
     assert bool(broken) != holds
     assert in_turn(6, 4).tolist() == [2, 2, 1, 1]
 
@@ -219,23 +221,23 @@ def test_broadcast_parameters_that_are_off_are_detected():
     two_way = dataclasses.replace(PATIENT, codec="two_way")
     exact, public, broken = model.params(4), model.params(4), []
     exact["w"][0] = 0.5
-    laws.check_public(exact, public, two_way, broken)
+    invariants.check_public(exact, public, two_way, broken)
     assert not broken
     exact["w"][0] = 5
-    laws.check_public(exact, public, two_way, broken)
+    invariants.check_public(exact, public, two_way, broken)
     assert broken
 
 
 def test_journal_of_another_center_is_detected(tmp_path):
     rule = runner.model.rule("downpour", "none")
     kept = runner.model.params(4)
-    center = laws.agn_optax.LocalCenter(
-        rule, kept, durability=laws.Journal(tmp_path / "kept")
+    center = invariants.agn_optax.LocalCenter(
+        rule, kept, durability=invariants.Journal(tmp_path / "kept")
     )
     center.close()
     broken = []
-    laws.check_journal(kept, tmp_path / "kept", rule, broken)
+    invariants.check_journal(kept, tmp_path / "kept", rule, broken)
     assert not broken
     other = {**kept, "w": kept["w"] + 1}
-    laws.check_journal(other, tmp_path / "kept", rule, broken)
+    invariants.check_journal(other, tmp_path / "kept", rule, broken)
     assert broken

@@ -1,4 +1,4 @@
-"""A worker process that trains over one epoch, run by test_kills.
+"""A worker process that trains over one epoch, run by test_killed_worker.
 
 Each sample adds one to its own element of the center, or of each fragment.
 """

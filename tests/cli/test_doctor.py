@@ -1,4 +1,4 @@
-"""``agn-optax doctor`` on one machine; test_networks.py has faulty networks."""
+"""``agn-optax doctor`` on one machine; test_doctor_networks.py has faulty networks."""
 
 import contextlib
 import json

@@ -58,7 +58,7 @@ def here(tmp_path, monkeypatch):
 
 
 def written(
-    folder, address="auto", workers=3, more="", program=HERE / "slots_worker.py"
+    folder, address="auto", workers=3, more="", program=HERE / "element_worker.py"
 ):
     text = RUN.format(program=program, folder=folder, workers=workers, address=address)
     (folder / "run.toml").write_text(more + text)
@@ -476,7 +476,7 @@ def test_needs_that_no_node_has_are_given_up_after_a_timeout(here, cluster, task
 def test_worker_of_two_processes_restarts_as_a_whole(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
     more = "restarts = 1\nstop-grace = 2\n"  # the other process ignores SIGTERM
-    written(here, cluster.address, 1, more, HERE / "joined_worker.py")
+    written(here, cluster.address, 1, more, HERE / "two_process_worker.py")
     with (here / "run.toml").open("a") as file:
         file.write("[resources.worker]\nprocesses = 2\n")
     with launched(here) as driver:

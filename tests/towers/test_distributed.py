@@ -15,12 +15,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]  # real processes, on a busy machine
-PROGRAM = pathlib.Path(__file__).with_name("processes.py")
+PROGRAM = pathlib.Path(__file__).with_name("distributed_program.py")
 
 
 def test_two_processes_equal_one_process(tmp_path):
     support.run_processes(PROGRAM, [tmp_path], count=2)
-    spec = importlib.util.spec_from_file_location("processes", PROGRAM)
+    spec = importlib.util.spec_from_file_location("distributed_program", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     expected = {

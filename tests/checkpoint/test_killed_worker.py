@@ -1,6 +1,6 @@
 """Kill a worker repeatedly and check that each sample counts exactly once.
 
-`AGN_OPTAX_KILLS=50 pytest tests/checkpoint/test_kills.py` kills it more often.
+`AGN_OPTAX_KILLS=50 pytest tests/checkpoint/test_killed_worker.py` kills it more often.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """One of several processes that train together, run by test_distributed.
 
-python processes.py OUTPUT
+python distributed_program.py OUTPUT
 """
 
 import dataclasses

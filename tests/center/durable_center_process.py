@@ -1,4 +1,4 @@
-"""A process that keeps a center on disk and exchanges with it, run by test_disk.
+"""A process that keeps a center on disk and makes exchanges, for test_disk_failures.py.
 
 It shares a file with the test that holds the last confirmed version and center id.
 """

@@ -32,9 +32,9 @@ from agn_optax.center.durability import _found, _keeper, _writer
 pytestmark = pytest.mark.slow
 
 RULE = shared.downpour()
-PROGRAM = pathlib.Path(__file__).with_name("kept_process.py")
+PROGRAM = pathlib.Path(__file__).with_name("durable_center_process.py")
 KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "2"))
-ANSWERED = struct.Struct("<q32s")  # the format of kept_process.py
+ANSWERED = struct.Struct("<q32s")  # the format of durable_center_process.py
 LIMIT = 60  # s, generous: no test should come near it
 COPIES = 4 * KILLS
 NOBODY = 65534
