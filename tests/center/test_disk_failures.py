@@ -45,7 +45,7 @@ def send(center):
     return sessions.exchange(center, message, anchor_version=0, worker="w")
 
 
-class Child:
+class CenterProcess:
     """A process that keeps a center in a directory and exchanges continuously."""
 
     def __init__(self, process, directory, answered, kind="journal", **settings):
@@ -84,7 +84,9 @@ def child(tmp_path):
             number = next(count)
             (process,) = stack.enter_context(talking.processes(PROGRAM, 1))
             directory = directory or tmp_path / f"kept-{number}"
-            return Child(process, directory, tmp_path / f"told-{number}", **settings)
+            return CenterProcess(
+                process, directory, tmp_path / f"told-{number}", **settings
+            )
 
         yield start
 

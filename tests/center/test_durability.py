@@ -818,7 +818,7 @@ def test_journal_continues_without_room_for_a_snapshot(
     assert_identical(found(Journal(killed(tmp_path / "a"))), center.save())
 
 
-class Disk:
+class ControlledSyncs:
     """Syncs that wait, fail, and are counted."""
 
     def __init__(self, monkeypatch):
@@ -839,7 +839,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    return Disk(monkeypatch)
+    return ControlledSyncs(monkeypatch)
 
 
 def test_response_waits_until_the_message_is_synced(tmp_path, disk):

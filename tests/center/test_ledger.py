@@ -47,7 +47,7 @@ IN_A_ROW = 2  # rejections; the last one raises
 
 
 @dataclasses.dataclass
-class Known:
+class KnownSession:
     """The model's state of one session of a worker."""
 
     life: str
@@ -241,7 +241,7 @@ class Commands(RuleBasedStateMachine):
             old.connection += 1
         else:
             clock = self.slowest(0, but=name)
-            self.last[name] = Known(life, self.version, clock, silence)
+            self.last[name] = KnownSession(life, self.version, clock, silence)
         self.heard(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
@@ -998,14 +998,14 @@ def test_forgotten_session_must_start_again(monkeypatch):
     assert take(made) == "a"
 
 
-class Counted(dict):
+class CountingDict(dict):
     """A dict that counts iterations over its items."""
 
     seen = 0
 
     def _count(self, items):
         for item in items:
-            Counted.seen += 1
+            CountingDict.seen += 1
             yield item
 
     def __iter__(self):
@@ -1023,14 +1023,14 @@ class Counted(dict):
 )
 def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
     made, work = ledger(mode), []
-    made._present, made._gone = Counted(), Counted()
+    made._present, made._gone = CountingDict(), CountingDict()
     for many in (10, 20_000):
         for number in range(many):
             made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
             made.leave(f"{many}-{number}", "1")
         for worker in "ab":
             made.join(worker, "1", 0.0)
-        Counted.seen = 0
+        CountingDict.seen = 0
         for worker in "ab":
             sequence = made.find(worker).sequence + 1
             made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
@@ -1039,7 +1039,7 @@ def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
             made.deadline()
             made.memory([worker])
             made.acknowledge(worker, "1", sequence)
-        work.append(Counted.seen)
+        work.append(CountingDict.seen)
     assert work[0] == work[1]
     assert len(made._gone) <= _ledger._MOST_GONE
     assert len(made.departed()) == 20_010  # the owner asks for them and gets them once

@@ -19,7 +19,7 @@ from agn_optax.center import (
 from agn_optax.center._modes import Due, Entry
 
 
-class Few:
+class PendingMessages:
     """Messages that wait: by name, versions missed and rounds ahead."""
 
     def __init__(self, is_complete=False, **told):
@@ -57,15 +57,16 @@ def due(mode, waiting, now=9.0):
     ],
 )
 def test_messages_that_are_due(mode, told, expected):
-    assert due(mode, Few(**told)) == expected
+    assert due(mode, PendingMessages(**told)) == expected
 
 
 def test_round_ends_when_all_messages_are_there_or_with_its_grace():
-    mode, waiting = Synchronous(quorum=2, grace=3.0), Few(a=(1, 0), b=(0, 0))
+    mode = Synchronous(quorum=2, grace=3.0)
+    waiting = PendingMessages(a=(1, 0), b=(0, 0))
     assert mode.deadline(waiting) == 1.0 + 3.0  # b's: a is late
     assert (due(mode, waiting, 3.9), due(mode, waiting, 4.0)) == ("", "ab")
-    assert due(mode, Few(is_complete=True, a=(0, 0))) == "a"
-    assert mode.deadline(Few(a=(0, 0))) == math.inf
+    assert due(mode, PendingMessages(is_complete=True, a=(0, 0))) == "a"
+    assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
 
 
 def test_only_rounds_have_weights_and_a_grace():
@@ -73,7 +74,7 @@ def test_only_rounds_have_weights_and_a_grace():
     assert Synchronous().weights([0, 3]) == (1.0, 1.0)
     for mode in (Asynchronous(), BoundedStaleness(rounds=1)):
         assert mode.weights([0]) is None
-        assert mode.deadline(Few(a=(0, 0))) == math.inf
+        assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
         assert mode.round_grace is None
     assert Synchronous(grace=3.0).round_grace is None
     assert Synchronous(quorum=1, grace=3.0).round_grace == 3.0

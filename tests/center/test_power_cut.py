@@ -27,7 +27,7 @@ RULE = shared.downpour()
 SECTOR = 512  # bytes that a disk writes atomically
 
 
-class Tape:
+class Recording:
     """A recording of all changes to files and directories, in order."""
 
     def __init__(self):
@@ -198,7 +198,7 @@ def put(files, root, copy):
 
 def run(durability, root, patch):
     """Run and close a center and record it; told values are center id and version."""
-    tape, disk = Tape(), Disk(root)
+    tape, disk = Recording(), Disk(root)
     with patch.context() as patched:
         tape.patch(patched)
         center = LocalCenter(RULE, jnp.zeros(2), durability=durability)

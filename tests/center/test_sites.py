@@ -198,12 +198,12 @@ def test_parent_that_sums_gradients_needs_such_a_site():
     assert not parent.workers
 
 
-class OnPurposeError(Exception):
+class DeliberateError(Exception):
     """An error after which the site has to rejoin its parent."""
 
 
 def fails():
-    raise OnPurposeError("on purpose")
+    raise DeliberateError("on purpose")
 
 
 @pytest.fixture

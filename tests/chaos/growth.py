@@ -4,7 +4,7 @@ import dataclasses
 import time
 
 from chaos import runner
-from chaos.processes import Held
+from chaos.processes import Resources
 from chaos.scenario import PLAIN
 
 _EVERY = 0.5  # seconds between two cuts
@@ -38,6 +38,6 @@ def run(count, spares):
             time.sleep(_EVERY)  # after the last cut
             own = {f"worker {n}": worker.pid for n, worker in self._own.items()}
             pids = {"center": self.centers[0].process.pid, **own}
-            return {name: Held.by(pid) for name, pid in pids.items()}
+            return {name: Resources.by(pid) for name, pid in pids.items()}
 
     return runner.run(_SCENARIO, spares, Growth)

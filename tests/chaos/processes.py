@@ -19,7 +19,7 @@ _HERE = pathlib.Path(__file__).parent
 _PATIENCE = 240.0  # s, timeout, generous for a busy machine
 
 
-class Held(NamedTuple):
+class Resources(NamedTuple):
     """The resources that a process holds."""
 
     memory: int  # bytes
@@ -151,7 +151,7 @@ class Center:
             self._said.append(line)
 
 
-class Spares(contextlib.AbstractContextManager):
+class ProcessPool(contextlib.AbstractContextManager):
     """A pool of processes that have started already.
 
     Args:

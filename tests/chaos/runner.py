@@ -63,7 +63,7 @@ def run(scenario, spares, kind=None):
     return outcome
 
 
-class Served:
+class ServedCenter:
     """A center that can be restarted at the same address.
 
     Args:
@@ -189,7 +189,7 @@ class Run(contextlib.ExitStack):
         )
 
     def _begun(self, options):
-        served = Served(options, self._spares)
+        served = ServedCenter(options, self._spares)
         served.start()
         self.callback(lambda: served.process.kill())
         return served

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from chaos import growth, invariants, model, runner, scenario
-from chaos.processes import Spares
+from chaos.processes import ProcessPool
 from chaos.scenario import PLAIN, Fault
 from chaos.tally import Tally, in_turn
 
@@ -77,7 +77,7 @@ CHOSEN |= {
 
 @pytest.fixture(scope="module")
 def spares():
-    with Spares(workers=3, centers=1) as made:
+    with ProcessPool(workers=3, centers=1) as made:
         yield made
 
 

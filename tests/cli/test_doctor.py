@@ -124,7 +124,7 @@ def test_doctor_reports_tls_options_for_a_center_without_tls(server, tmp_path):
     assert "leave --tls-ca out" in found["encryption"][1]
 
 
-class Described:
+class AlteredObserver:
     """An observer of a center whose description has some fields replaced.
 
     None clears a field, as a center of an older release would lack it.
@@ -170,7 +170,7 @@ def test_doctor_judges_the_description_of_a_center(
 ):
     checks = _checks.Checks(
         server.address,
-        lambda: Described(server, **said),
+        lambda: AlteredObserver(server, **said),
         None,
         timeout=5.0,
         client_timeout=30.0,

@@ -20,7 +20,7 @@ PATIENCE = 30.0  # s, generous: no wait should come near it, even on a busy mach
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Witness:
+class LivenessServer:
     """Knows which processes live: each holds a connection that closes at its end."""
 
     def __init__(self):
@@ -65,7 +65,7 @@ class Witness:
 
 @pytest.fixture
 def witness():
-    witness = Witness()
+    witness = LivenessServer()
     yield witness
     witness.close()  # times out while a process is alive
 

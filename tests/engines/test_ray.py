@@ -252,7 +252,7 @@ def launched(folder, *options):
             process.wait(LIMIT)
 
 
-class Watch:
+class Progress:
     """The progress of a run, read from the files of its workers."""
 
     def __init__(self, folder):
@@ -331,7 +331,7 @@ def is_running(pid):
 def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
     written(here, cluster.address)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         # There is room for the center and two workers.
         wait_until(lambda: watch.said("waits for a node with 1 CPU"))
@@ -375,7 +375,7 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
 def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO})
     written(here, cluster.address, workers=1)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         watch.wait_for_more(0)
         (first,) = watch.pids()
@@ -408,7 +408,7 @@ def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
 def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
     cluster.ask("nodes", wanted={"a": {**TWO, "num_cpus": 3}})
     written(here, cluster.address, workers=1)
-    watch, second = Watch(here), here / "second"
+    watch, second = Progress(here), here / "second"
     second.mkdir()
     (second / "run.toml").write_text((here / "run.toml").read_text())
     with launched(here) as driver:
@@ -429,7 +429,7 @@ def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
 def test_drained_center_serves_again(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO})
     written(here, cluster.address, workers=1)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         watch.wait_for_more(0)
         os.kill(center_process(cluster), signal.SIGTERM)
@@ -452,7 +452,7 @@ def test_waiting_workers_run_as_room_comes_free(here, cluster):
         assert driver.wait(LIMIT) == 0
     said = (here / "said").read_text()
     assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
-    programs = Watch(here).summary()["programs"]
+    programs = Progress(here).summary()["programs"]
     assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
 
 
@@ -501,7 +501,7 @@ def test_program_that_fails_for_good_ends_all(here, cluster):
     written(here, cluster.address, workers=2, program=program)
     with launched(here) as driver:
         assert driver.wait(LIMIT) == 3
-    programs = {each["name"]: each for each in Watch(here).summary()["programs"]}
+    programs = {each["name"]: each for each in Progress(here).summary()["programs"]}
     assert programs["worker-1"]["returncode"] == 3
     assert programs["worker-0"]["stopped"]
     assert programs["center"]["stopped"]

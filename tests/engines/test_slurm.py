@@ -359,7 +359,7 @@ def serving(folder):
     raise AssertionError("no center is served")
 
 
-class Said:
+class WorkerOutput:
     """The lines that workers have written to files."""
 
     def __init__(self, here):
@@ -388,7 +388,7 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     run = f'tls-ca = "{certificate}"\n' + RUN.replace("insecure = true", tls)
     run = run.replace('["a b"]', f'["{here}"]').replace('"kept"', '"kept here"')
     (here / "run.toml").write_text(run)
-    kept, said = here / "kept here", Said(here)
+    kept, said = here / "kept here", WorkerOutput(here)
     address, key = kept / "center", kept / "keys/operator.token"
     files, _ = planned()
     jobs = launched()

@@ -21,7 +21,7 @@ import grpc
 import jax
 import numpy as np
 from chaos import model
-from chaos.processes import Held, Spares
+from chaos.processes import ProcessPool, Resources
 from fuzz import mutate
 from helpers import certificates, links, sessions
 
@@ -70,8 +70,8 @@ class Result(NamedTuple):
       slowest: its longest wait for an answer, in seconds.
     """
 
-    before: Held
-    after: Held
+    before: Resources
+    after: Resources
     answers: int
     slowest: float
 
@@ -84,7 +84,7 @@ def fuzz(seed, count, warm=200, kind="plain"):
     """
     kind, own = KINDS[kind], {}
     with (
-        Spares(workers=0, centers=0) as spares,
+        ProcessPool(workers=0, centers=0) as spares,
         tempfile.TemporaryDirectory(prefix="agn-optax-fuzz-") as folder,
     ):
         # A short lease, so that rounds do not wait for workers that never answer.
@@ -121,8 +121,8 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         service.connect(address, rule, timeout=LIMIT, **own) as other,
     ):
         friend.initialize(model.params(SLOTS), worker="friend")
-        enemy = _Enemy(other, rng, **own)
-        friendly = _Friend(friend)
+        enemy = _MutatingClient(other, rng, **own)
+        friendly = _GoodWorker(friend)
         enemy.talk(warm)
         before = _settled(pid)
         enemy.talk(count)
@@ -133,7 +133,7 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         return Result(before, after, friendly.answers, friendly.slowest)
 
 
-class _Friend:
+class _GoodWorker:
     """A well-behaved worker that keeps exchanging in a separate thread."""
 
     def __init__(self, center):
@@ -169,7 +169,7 @@ class _Friend:
             self._failure = error
 
 
-class _Enemy:
+class _MutatingClient:
     """A client that sends mutated messages."""
 
     def __init__(self, center, rng, tls=None, token=None):
@@ -342,10 +342,10 @@ def _settled(pid, before=None):
     the process holds no more than before.
     """
     end = time.monotonic() + LIMIT
-    held = Held.by(pid)
+    held = Resources.by(pid)
     while time.monotonic() < end:
         time.sleep(0.2)  # only time can show that nothing changes any more
-        last, held = held, Held.by(pid)
+        last, held = held, Resources.by(pid)
         if before is None and held[1:] == last[1:]:
             return held
         if before is not None and not held.is_more_than(before):

@@ -157,7 +157,7 @@ def _read_description(data):
     remote._learn(_connection.description_in(said))
 
 
-class _Failed(NamedTuple):
+class _FailedCall(NamedTuple):
     """A failed call with the interface of gRPC."""
 
     metadata: Any
@@ -178,7 +178,7 @@ def _read_status(data):
     """Parse the kind, the code and the details of a failed call."""
     kind, _, details = data.partition(b"|")
     codes = list(grpc.StatusCode)
-    failed = _Failed(
+    failed = _FailedCall(
         [(_status._KIND, kind.decode(errors="replace"))],
         codes[len(data) % len(codes)],
         details.decode(errors="replace") or None,

@@ -162,13 +162,15 @@ class TestParametersThatAreOneArray:
         assert list(agn_optax.slots(state, 1.0)) == ["hyperparams/decay", "trace"]
 
 
-class _Odd(NamedTuple):
+class _UnusualState(NamedTuple):
     rows: dict  # one array for each parameter, in another tree
     calls: jax.Array
 
 
 def test_arrays_of_other_trees_are_named_by_their_paths():
-    state = _Odd({"a": jnp.ones(2), "b/c": (jnp.ones(3), jnp.ones(4))}, jnp.zeros(()))
+    state = _UnusualState(
+        {"a": jnp.ones(2), "b/c": (jnp.ones(3), jnp.ones(4))}, jnp.zeros(())
+    )
     assert list(agn_optax.slots(state, PARAMS)) == [
         "rows/a",
         "rows/b/c/0",

@@ -190,7 +190,7 @@ def differing():
     return shared.agn(shared.sgd(0.5), codec=by)
 
 
-class Taught:
+class ScriptedWorker:
     """A worker that sends given messages, and records the bytes of each answer."""
 
     def __init__(self, center, name, **settings):
@@ -224,8 +224,8 @@ def served():
 def test_answer_has_the_differences_that_a_worker_missed(transport, served):
     """All parameters are sent if they are smaller; the result is identical."""
     with service.connect(served.address, differing(), transports=[transport]) as center:
-        anna = Taught(center, "anna").start()
-        bert = Taught(center, "bert").start()
+        anna = ScriptedWorker(center, "anna").start()
+        bert = ScriptedWorker(center, "bert").start()
         for i in range(3):
             anna.send(i)
         bert.send(3)
@@ -292,7 +292,7 @@ def test_worker_that_resumes_gets_the_differences_it_missed(known, tmp_path):
         service.serve(differing(), {"w": jnp.zeros(SIZE)}, durability=kept) as server,
         service.connect(server.address, differing()) as center,
     ):
-        anna = Taught(center, "anna").start()
+        anna = ScriptedWorker(center, "anna").start()
         anna.send(1)
         saved = jax.tree.map(np.array, anna.worker.save(*anna.loop))
         life = anna.worker.life
@@ -300,7 +300,7 @@ def test_worker_that_resumes_gets_the_differences_it_missed(known, tmp_path):
         service.serve(differing(), durability=kept) as server,
         service.connect(server.address, differing()) as center,
     ):
-        anna = Taught(center, "anna")
+        anna = ScriptedWorker(center, "anna")
         anna.loop = anna.worker.restore(saved, life=life if known else None)
         anna.send(2)
         anna.send(3)

@@ -588,7 +588,7 @@ def test_fastest_transport_is_chosen():
             assert way(farther) == "socket"
 
 
-class Recorded:
+class RecordingTransport:
     """A transport that records when it is tried."""
 
     def __init__(self, transport, tried):
@@ -609,7 +609,9 @@ def test_grpc_is_used_without_direct_connections(caplog):
         ]
         with connect(server) as center:
             tried, remote = [], center._remote
-            remote._transports = [Recorded(t, tried) for t in remote._transports]
+            remote._transports = [
+                RecordingTransport(t, tried) for t in remote._transports
+            ]
             center.join("anna")
             assert way(center) == "grpc"
             assert "not by" in caplog.text

@@ -25,7 +25,7 @@ WORKERS, PROCESSES = 6, 2
 LIMIT = 60  # s, generous: no test should come near it
 
 
-class Served:
+class ServerProcess:
     """``agn-optax serve`` as a process that can be restarted at the same address."""
 
     def __init__(self, address, *options):
@@ -57,7 +57,7 @@ def test_every_step_counts_once_through_kill_and_drain(tmp_path):
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(talking.processes(PROGRAM, PROCESSES))
         # A journal so small that snapshots are written during the test.
-        served = Served(address, f"--journal={directory}", "--journal-size=1000")
+        served = ServerProcess(address, f"--journal={directory}", "--journal-size=1000")
         stack.callback(lambda: served.end(signal.SIGKILL))
         center = stack.enter_context(service.connect(address, RULE, timeout=LIMIT))
         start = np.zeros(WORKERS, np.float32)

@@ -754,14 +754,14 @@ def asking(server, what):
             ),
             "what it may not": observer.save,
             "nothing that makes sense": lambda: unary(
-                "Status", _Junk(), pb.StatusReply
+                "Status", _InvalidMessage(), pb.StatusReply
             ),
             "by no token": lambda: grpc_call(server.address, "Status", "Basic abc"),
             "joins that are none": lambda: junk(center),
         }[what]
 
 
-class _Junk:
+class _InvalidMessage:
     def SerializeToString(self):  # noqa: N802 as that of protobuf
         return b"\xff" * 9
 

@@ -75,7 +75,7 @@ def wait_until_lost(server, name):
     wait_until(lost)
 
 
-class Life:
+class RestartingWorker:
     """One of many workers, over all of its sessions."""
 
     def __init__(self, server, number, seed, acts):
@@ -148,7 +148,7 @@ class Life:
 
 def live(server, acts, seed=0):
     """Run all workers at once until they have ended."""
-    lives = [Life(server, number, seed, acts) for number in range(WORKERS)]
+    lives = [RestartingWorker(server, number, seed, acts) for number in range(WORKERS)]
     threads = [threading.Thread(target=life.run, daemon=True) for life in lives]
     for thread in threads:
         thread.start()
@@ -306,7 +306,7 @@ def test_repeated_exchange_learns_that_it_was_dropped():
         assert server.center.version == 1
 
 
-class Call:
+class CallContext:
     """The context of a call on the server, ended by hand."""
 
     def __init__(self):
@@ -344,7 +344,7 @@ def life(server, call):
 def test_end_of_an_old_call_does_not_disconnect_its_successor():
     """The server learns of the old call's end while the worker reconnects."""
     with served() as (server, _):
-        old, new = Call(), Call()
+        old, new = CallContext(), CallContext()
         first = life(server, old)
         next(first)
         ending = threading.Thread(target=old.end)
@@ -368,7 +368,7 @@ def test_end_of_an_old_call_does_not_disconnect_its_successor():
 
 def test_call_that_ended_before_its_start_disconnects_nobody():
     with served() as (server, _):
-        late, live = Call(), Call()
+        late, live = CallContext(), CallContext()
         late.end()
         next(life(server, live))
         assert list(life(server, late)) == []

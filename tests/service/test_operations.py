@@ -44,7 +44,7 @@ def said_by_the_page(section, address):
     return [shlex.split(line.replace("127.0.0.1:5000", address)) for line in lines]
 
 
-class Served(contextlib.AbstractContextManager):
+class CommandRunner(contextlib.AbstractContextManager):
     """Runs commands of the page, and ends the centers that they start."""
 
     def __init__(self):
@@ -91,7 +91,10 @@ def version(address):
 def test_workers_continue_through_an_upgrade(place):
     """Every step of every worker is in the center once."""
     names = [f"w{number}" for number in range(3)]
-    with Served() as served, talking.processes(HERE / "durable_worker.py", 1) as made:
+    with (
+        CommandRunner() as served,
+        talking.processes(HERE / "durable_worker.py", 1) as made,
+    ):
         served.follow("A center", place)
         with service.connect(place, rules.downpour(), timeout=PATIENCE) as center:
             center.initialize(np.zeros(3, np.float32), worker="")
@@ -119,7 +122,7 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
     expected = one_worker.train(undisturbed, steps, lambda number: None)
     rule = "--rule=agn", "--center-optimizer=adam", "--learning-rate=0.05"
     serve = [f"--address={place}", *rule, "--journal=center"]
-    with Served() as served, talking.processes(one_worker.__file__, 1) as made:
+    with CommandRunner() as served, talking.processes(one_worker.__file__, 1) as made:
         served._serve(serve)
         made[0].tell(do="train", address=place, steps=steps, progress=str(progress))
         for part in (1, 2, 3):
@@ -142,7 +145,7 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
 def test_backup_of_a_running_center_can_be_restored(place):
     """It has all steps acknowledged before; workers get an error about later ones."""
     rule = rules.downpour()
-    with Served() as served:
+    with CommandRunner() as served:
         served.follow("A center", place)
         with service.connect(place, rule, timeout=PATIENCE) as center:
             worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
@@ -193,7 +196,7 @@ def test_serve_notifies_systemd_of_ready_and_stopping(place, monkeypatch, tmp_pa
         listening.bind(str(tmp_path / "notify"))
         listening.settimeout(PATIENCE)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        with Served() as served:
+        with CommandRunner() as served:
             served.follow("A center", place)
             ready = listening.recv(1 << 10).decode().splitlines()
             assert ready == ["READY=1", f"STATUS=serving downpour at {place}"]

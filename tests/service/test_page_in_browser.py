@@ -61,7 +61,7 @@ def until(condition, limit=LIMIT):
     return found
 
 
-class Shown:
+class BrowserPage:
     """The page as a user sees it."""
 
     def __init__(self, browser):
@@ -151,7 +151,7 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         "security": service.Security(access=Access(TOKENS)),
         "limits": service.Limits(lease=3.0),
     }
-    shown = Shown(browser)
+    shown = BrowserPage(browser)
     with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
         server = service.serve(RULE, START, page="127.0.0.1:0", **settings)
         stack.callback(server.stop)
@@ -219,7 +219,7 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         assert not shown.complaints()
 
 
-class _Elsewhere(http.server.BaseHTTPRequestHandler):
+class _OtherSite(http.server.BaseHTTPRequestHandler):
     """A site whose name resolves to this machine, for DNS rebinding."""
 
     def do_GET(self):
@@ -253,7 +253,7 @@ const say = async (path, more) => {
 
 def test_page_of_another_origin_cannot_read_an_open_center(browser):
     """The name resolves first to the other site, then to the center's machine."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as site:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherSite) as site:
         port = site.server_address[1]
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
@@ -270,7 +270,7 @@ def test_page_of_another_origin_cannot_read_an_open_center(browser):
         assert not [text for text in heard if "downpour" in text]
         assert any(text.startswith("421 ") for text in heard)
         browser.get(f"http://localhost:{port}/")
-        until(lambda: Shown(browser).text("#title").startswith("downpour at "))
+        until(lambda: BrowserPage(browser).text("#title").startswith("downpour at "))
 
 
 def bars(shown):
@@ -287,7 +287,7 @@ def bars(shown):
 
 
 def test_staleness_histogram_has_several_bars_for_any_workers(browser):
-    rng, shown = np.random.default_rng(0), Shown(browser)
+    rng, shown = np.random.default_rng(0), BrowserPage(browser)
     few, many = [(0, 0), (3, 2), (49, 0), (49, 7)], [(499, 22), (4_000, 400), (0, 1e5)]
     for mean, spread in few + many:
         staleness = np.rint(rng.normal(mean, spread, 5000)).clip(0).astype(int)
@@ -311,7 +311,7 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
 
 
 def test_stalled_worker_is_not_shown_as_good(browser):
-    shown = Shown(browser)
+    shown = BrowserPage(browser)
     with service.serve(RULE, START, page="127.0.0.1:0") as server:
         with training(server.address, "anna"):
             browser.get(server.page_address)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = pathlib.Path(__file__).with_name("parity_worker.py")
 
 
-class Elsewhere:
+class RemoteParticipant:
     """A `parity_records.Participant` in another process."""
 
     def __init__(self, process, address, record, number):
@@ -58,7 +58,7 @@ def test_trajectory_over_processes_is_as_recorded(processes, name):
         service.connect(server.address, rule, timeout=60) as center,
     ):
         workers = [
-            Elsewhere(process, server.address, name, number)
+            RemoteParticipant(process, server.address, name, number)
             for number, process in enumerate(processes[: record["num_worker"]])
         ]
         replayed = list(parity_records.replay(record, center, workers))

@@ -39,14 +39,14 @@ class Model:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Odd:
+class UnusualNode:
     """A node whose children have keys of two kinds, or the same name twice."""
 
     def __init__(self, keys, *children):
         self.keys, self.children = keys, children
 
     def __repr__(self):
-        return f"Odd{self.keys}"
+        return f"UnusualNode{self.keys}"
 
     def tree_flatten_with_keys(self):
         return tuple(zip(self.keys, self.children, strict=True)), self.keys
@@ -78,8 +78,11 @@ TREES = [
     ([optax.EmptyState(), 1.0], [{}, 1.0]),
     ({True: 1.0, False: 2.0}, None),
     ({0.5: 1.0, 10.0: 2.0, 9.0: 3.0}, {"[0.5]": 1.0, "[10.0]": 2.0, "[9.0]": 3.0}),
-    (Odd((NAME, FIELD), 1.0, 2.0), {0: 1.0, 1: 2.0}),
-    (Odd((NAME, NUMBER), 1.0, Layer(2.0, 3.0)), {0: 1.0, 1: {"w": 2.0, "b": 3.0}}),
+    (UnusualNode((NAME, FIELD), 1.0, 2.0), {0: 1.0, 1: 2.0}),
+    (
+        UnusualNode((NAME, NUMBER), 1.0, Layer(2.0, 3.0)),
+        {0: 1.0, 1: {"w": 2.0, "b": 3.0}},
+    ),
 ]
 
 

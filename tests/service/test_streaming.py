@@ -20,7 +20,7 @@ PARAMS = {f"layer {i}": jnp.ones((64, 64)) for i in range(2 * FRAGMENTS)}
 MODEL = sum(leaf.nbytes for leaf in PARAMS.values())
 
 
-class Held:
+class HeldBytes:
     """The bytes that servers hold for messages, now and at most so far."""
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Held:
 @contextlib.contextmanager
 def served(count):
     """Yield a worker of a sharded center, the held bytes, and the bytes sent."""
-    rule, held, sent = shared.average(), Held(), []
+    rule, held, sent = shared.average(), HeldBytes(), []
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(service.serve(rule)) for _ in range(count)]
         for server in servers:

@@ -188,11 +188,11 @@ def test_batch_statistics_are_reduced_over_towers_or_kept_by_each():
     step(kept, towers.shard(data[0]))
 
 
-class DropState(TrainState):
+class DropoutState(TrainState):
     key: jax.Array
 
 
-class Dropped(nn.Module):
+class DropoutModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dropout(0.5, deterministic=False)(x)
@@ -200,7 +200,7 @@ class Dropped(nn.Module):
 
 def test_each_tower_draws_its_own_dropout_mask():
     towers = agn_optax.Towers(4)
-    model = Dropped()
+    model = DropoutModel()
 
     def step(state, batch):
         key = jax.random.fold_in(state.key, state.step)
@@ -209,7 +209,7 @@ def test_each_tower_draws_its_own_dropout_mask():
         return state.apply_gradients(grads=grads), out
 
     key = jax.random.key(7)
-    state = DropState.create(
+    state = DropoutState.create(
         apply_fn=model.apply, params={"w": jnp.zeros(())}, tx=optax.sgd(0.1), key=key
     )
     replicas = towers.replicate(state)
