@@ -13,13 +13,14 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import in_background
+from agn_optax._internal import Backoff, in_background
 from agn_optax.center import Answer, Session, Submission
 from agn_optax.worker._programs import Left
 
 PyTree = Any
 
-_PAUSE = 0.5  # s between attempts, in addition to the pauses inside an attempt
+# Between attempts, in addition to the pauses inside an attempt.
+_BACKOFF = Backoff(first=0.5)
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +88,7 @@ class Message:
         # Wait until the contribution is computed: if the worker leaves meanwhile,
         # nothing may be sent.
         jax.block_until_ready(self.submission.contribution)
+        pauses = _BACKOFF.pauses()
         while True:
             try:
                 return self.sent()
@@ -94,7 +96,8 @@ class Message:
                 raise
             except errors.CenterUnreachableError:
                 lost = lost or time.monotonic()
-                if time.monotonic() - lost >= give_up or self.abandoned.wait(_PAUSE):
+                is_over = time.monotonic() - lost >= give_up
+                if is_over or self.abandoned.wait(next(pauses)):
                     raise
 
 

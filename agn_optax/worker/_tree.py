@@ -29,7 +29,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, combinations, in_background, trees
+from agn_optax._internal import Backoff, check, combinations, in_background, trees
 from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
@@ -149,7 +149,8 @@ class Uplink:
     # The loop.
 
     def _run(self) -> None:
-        pause = _POLL
+        backoff = Backoff(_POLL, longest=_LONGEST)
+        pauses = backoff.pauses()
         try:
             while not self._is_over:
                 try:
@@ -157,14 +158,13 @@ class Uplink:
                         self._act()
                     else:
                         self._core.wait_for(lambda: self._steps >= self._period, _POLL)
-                    pause = _POLL
+                    pauses = backoff.pauses()
                 except Exception as error:  # any: a later attempt may succeed
                     self._fails(error)
                     if self._stopped.is_set():
                         self._given_up.wait(_POLL)
                     else:
-                        self._stopped.wait(pause)
-                        pause = min(2 * pause, _LONGEST)
+                        self._stopped.wait(next(pauses))
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
