@@ -58,11 +58,12 @@ class Resumable:
     and `start` raises an error.
 
     A worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each
-    fragment. The fragments in flight land before that, even if their delay is not over.
-    With a ``delay``, samples of the local steps between a message and its landing count
-    by the share ``mixing``, as they do without checkpoints, because landing replaces
-    the rest of the worker's own progress. That holds for rules that send displacements
-    and adopt the center after the message, such as downpour and diloco.
+    fragment. Answers of fragments in flight are adopted before that, even if their
+    delay is not over. With a ``delay``, samples of the local steps between a message
+    and its answer count by the share ``mixing``, as they do without checkpoints: the
+    adopted answer replaces the rest of the worker's own progress. That holds for rules
+    that send displacements and adopt the center after the message, such as downpour and
+    diloco.
 
     A power failure may destroy the last checkpoints, because not all of their files are
     synced to disk.
@@ -135,8 +136,8 @@ class Resumable:
         # The part of the last checkpoint whose exchange was not answered yet: `_ALL`,
         # or the number of a fragment.
         self._sends: Any = None
-        # Params and state for the next call, if the last one failed after a landing.
-        self._landed: tuple[PyTree, LocalState] | None = None
+        # Params and state for the next call, if the last one failed after a receive.
+        self._received: tuple[PyTree, LocalState] | None = None
         self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +176,7 @@ class Resumable:
 
         Also raises the errors of `Worker.start`.
         """
-        self._sends = self._landed = None
+        self._sends = self._received = None
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
@@ -210,9 +211,9 @@ class Resumable:
         if self.worker.fills_round(steps):
             params, state = self._finished(params, state, self._turn(steps))
         if not self.worker.fills_round(steps):
-            loop = self._landed or (params, state)
+            loop = self._received or (params, state)
             loop = self.worker.exchange(*loop, steps=steps, weight=weight)
-            self._landed = None
+            self._received = None
             if not self.worker.is_stuck:
                 self._sends = None
             return loop
@@ -239,7 +240,7 @@ class Resumable:
         """Write a checkpoint now, between two exchanges.
 
         Raises:
-          WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
+          WorkerStateError: an exchange is in flight; `Worker.receive` waits for it.
         """
         self._write(params, state, sends=False)
 
@@ -251,7 +252,7 @@ class Resumable:
 
     def close(self) -> None:
         """Leave the center; a later process may continue from the last checkpoint."""
-        self._landed = None
+        self._received = None
         self.worker.leave()
         self.checkpoints.close()
 
@@ -295,7 +296,7 @@ class Resumable:
             return params, state
         with self._sending(params, state, self._sends) as loop:
             loop = worker.finish(*loop)
-        self._landed = loop
+        self._received = loop
         return loop
 
     @contextlib.contextmanager
@@ -303,11 +304,11 @@ class Resumable:
         self, params: PyTree, state: LocalState, sends: Any, **about: Any
     ) -> Iterator[tuple[PyTree, LocalState]]:
         """Yield params and state to exchange; save them first, unless it is a retry."""
-        loop = self._landed or (params, state)
+        loop = self._received or (params, state)
         if self._sends is None:  # in a retry, the worker has the message's state
-            given, loop = loop, self.worker.land(*loop)
+            given, loop = loop, self.worker.receive(*loop)
             if loop[0] is not given[0]:  # the given ones are donated: keep these
-                self._landed = loop
+                self._received = loop
             self._write(*loop, **about)
         self._sends = sends
         try:
@@ -318,7 +319,7 @@ class Resumable:
             if not (is_lost or self.worker.is_stuck):
                 self._sends = None
             raise
-        self._sends = self._landed = None
+        self._sends = self._received = None
 
     def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
         """Write a checkpoint of a worker that sends a message next: see `_Sending`."""

@@ -21,7 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
-from agn_optax.worker._programs import InnerState, Landing, check_local, sound
+from agn_optax.worker._programs import Adoption, InnerState, check_local, sound
 from agn_optax.worker._worker import Act, Callback, Worker, WorkerState
 
 PyTree = Any
@@ -92,11 +92,11 @@ class StreamingWorker(Worker):
         self.center = center.divided_by(fragments)
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.overlap = overlap
-        landing = Landing(fragments.delay, fragments.mixing)
+        adoption = Adoption(fragments.delay, fragments.mixing)
         self._workers = [
             _FragmentWorker(
                 shard,
-                landing,
+                adoption,
                 period=fragments.periods(p, lengths),
                 name=self.name,
                 overlap=overlap,
@@ -349,10 +349,10 @@ class StreamingWorker(Worker):
     def _acting(self) -> list[int]:
         """Return the fragments of one call: one to adopt, and perhaps one to send."""
         now = [p for p in self._order if self._workers[p]._ask_if_acting()]
-        landing = [p for p in now if self._workers[p]._in_flight][:1]
-        if not landing or self._workers[landing[0]].fills_round(0):  # it sends, too
+        receiving = [p for p in now if self._workers[p]._in_flight][:1]
+        if not receiving or self._workers[receiving[0]].fills_round(0):  # it sends, too
             return now[:1]
-        return landing + [p for p in now if self._workers[p]._departs][:1]
+        return receiving + [p for p in now if self._workers[p]._sends_in_background][:1]
 
     def _give_turn_after(self, p: int) -> None:
         self._next = (p + 1) % len(self._workers)
@@ -426,21 +426,21 @@ class StreamingWorker(Worker):
         flying = [p for p in fragments if self._workers[p]._in_flight]
         yield from map(sending, fragments)
         for p in flying:
-            yield functools.partial(self._one, p, self._workers[p]._land_flying)
+            yield functools.partial(self._one, p, self._workers[p]._receive_flying)
             yield sending(p)
         for p in fragments:
             yield from self._of(p, Worker._flushing)
 
-    def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """Wait for all answers, and adopt them: see `Worker.land`.
+    def receive(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """Wait for all answers, and adopt them: see `Worker.receive`.
 
         Errors are those of `flush`.
         """
         acts = [
-            functools.partial(self._one, p, worker._land_flying)
+            functools.partial(self._one, p, worker._receive_flying)
             for p, worker in enumerate(self._workers)
         ]
-        return self._call(params, state, acts, "land")
+        return self._call(params, state, acts, "receive")
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
         """Yield the acts of one fragment's worker as acts on the whole tree."""
@@ -486,8 +486,8 @@ class StreamingWorker(Worker):
 class _FragmentWorker(Worker):
     """The worker of one fragment, without the inner optimizer of the whole tree."""
 
-    def __init__(self, shard: Center, landing: Landing, **settings: Any) -> None:
-        self._landing = landing
+    def __init__(self, shard: Center, adoption: Adoption, **settings: Any) -> None:
+        self._adoption = adoption
         super().__init__(shard, _ALONE, **settings)
 
 

@@ -31,7 +31,7 @@ from agn_optax.center import (
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message, is_settled
 from agn_optax.worker._processes import ToldMessage, ToldSession
-from agn_optax.worker._programs import AT_ONCE, Left, programs
+from agn_optax.worker._programs import AT_ONCE, Sent, programs
 
 PyTree = Any
 S = TypeVar("S", Snapshot, Answer)
@@ -152,7 +152,7 @@ class Worker:
     """
 
     fragments: Fragments | None = None
-    _landing = AT_ONCE
+    _adoption = AT_ONCE
 
     def __new__(cls, *args: Any, **settings: Any) -> Worker:
         """Make a `StreamingWorker` if there are fragments."""
@@ -189,7 +189,7 @@ class Worker:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
-        self._programs = programs(center.rule, inner, gradients, self._landing)
+        self._programs = programs(center.rule, inner, gradients, self._adoption)
         self.center = center
         self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
@@ -227,7 +227,7 @@ class Worker:
         # the next call continues from them.
         self._kept: tuple[PyTree, Any] | None = None
         # The method that raised in this way. Its steps and weight have been counted, so
-        # they are not counted again when it is repeated, even if `land` is called
+        # they are not counted again when it is repeated, even if `receive` is called
         # before.
         self._counted: str | None = None
 
@@ -334,8 +334,8 @@ class Worker:
         """
         if self._kept is not None:
             return True
-        lands = self._in_flight and self._local_steps + 1 >= self._landing.delay
-        return lands or self.fills_round(1)
+        receives = self._in_flight and self._local_steps + 1 >= self._adoption.delay
+        return receives or self.fills_round(1)
 
     def exchange(
         self,
@@ -357,7 +357,7 @@ class Worker:
         sends the same message again, and local steps made after the first attempt are
         lost when the answer is adopted. If an answer had been adopted before the error,
         the arrays have been donated but are not lost: repeat the same call, or call
-        `land` before it, to continue from the adopted parameters.
+        `receive` before it, to continue from the adopted parameters.
 
         Args:
           params: the parameters after the local step.
@@ -463,7 +463,7 @@ class Worker:
         if message is None or self.is_stuck:
             return self.fills_round(0)
         length = self._length(self.exchanges + 1)
-        delay = min(self._landing.delay, length)  # the round may be shorter
+        delay = min(self._adoption.delay, length)  # the round may be shorter
         patience = delay or length
         if self._patience is not None:
             patience = max(self._patience, delay, 1)
@@ -476,11 +476,11 @@ class Worker:
         return self._message is not None and self._message.flight is None
 
     @property
-    def _departs(self) -> bool:
+    def _sends_in_background(self) -> bool:
         """True if local steps go on while the next message is in flight."""
         if self._message is not None:
             return False
-        return bool(self._landing.delay or (self.overlap and self.exchanges))
+        return bool(self._adoption.delay or (self.overlap and self.exchanges))
 
     def _exchanging(self) -> Iterator[Act]:
         """Yield the acts of `exchange`, if it acts at all."""
@@ -490,25 +490,25 @@ class Worker:
     def _ending(self) -> Iterator[Act]:
         """Yield the acts that adopt an answer, and end the round if it is full."""
         length = self._length(self.exchanges + self._in_flight)
-        yield self._land_flying
+        yield self._receive_flying
         if self._local_steps >= length:
             self._length(self.exchanges + 1)  # raises if the next period is invalid
             yield self._exchange
 
     def _flushing(self) -> Iterator[Act]:
-        """Yield the acts of `flush`: land, send the round as it is, and land."""
-        yield self._land_flying
+        """Yield the acts of `flush`: receive, send the round as it is, and receive."""
+        yield self._receive_flying
         if self._local_steps or self.is_stuck:
             # The next period is not checked: these steps are sent in any case.
             yield self._exchange
-        yield self._land_flying
+        yield self._receive_flying
 
     def _finishing(self) -> Iterator[Act]:
         """Yield the acts that adopt an answer, or send a failed message again."""
-        yield self._land_flying
+        yield self._receive_flying
         if self.is_stuck:
             yield self._exchange
-        yield self._land_flying
+        yield self._receive_flying
 
     def report(self, **numbers: Any) -> None:
         """Report numbers of this worker, such as its loss, for monitoring.
@@ -576,7 +576,7 @@ class Worker:
         check.whole_number(steps, "steps", least=0)
         return check.weight(weight)
 
-    def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Wait for the answer of an exchange in flight, and adopt it.
 
         This is for code that needs a worker without a message in flight, such as for
@@ -584,13 +584,13 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        return self._call(params, state, [self._land_flying], "land")
+        return self._call(params, state, [self._receive_flying], "receive")
 
-    def _land_flying(
+    def _receive_flying(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
         """Adopt the answer of an exchange in flight, if there is one."""
-        return self._land(params, state) if self._in_flight else (params, state)
+        return self._receive(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
         """Leave the center, which then no longer waits for this worker.
@@ -633,7 +633,7 @@ class Worker:
         if self._message is not None:  # the center may or may not have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
-                "cannot be saved: land() or flush() before"
+                "cannot be saved: receive() or flush() before"
             )
         params, state = self._kept or (params, state)
         return WorkerState(
@@ -701,8 +701,8 @@ class Worker:
         """End a round: make its exchange, or send its message in the background."""
         self._check_loop(params, state)
         message = self._message
-        if self._departs:
-            return self._depart(params, state)
+        if self._sends_in_background:
+            return self._send(params, state)
         if message is None:
             message = self._message = self._made_message(params, state)
         if message.answer is None:
@@ -712,8 +712,8 @@ class Worker:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
                 state = state._replace(codec_state=message.codec_state)
-                left, state = self._programs.stay(params, state)
-                self._take_off(message, left)
+                sent, state = self._programs.keep_going(params, state)
+                self._send_in_background(message, sent)
                 return params, state
             except Exception as error:
                 if is_settled(error):
@@ -722,7 +722,7 @@ class Worker:
         answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
         if answer.refused:
-            return self._give_in(params, state, message, answer)
+            return self._reset(params, state, message, answer)
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
@@ -739,7 +739,7 @@ class Worker:
         """
         if self._in_flight or not (self._local_steps or self.is_stuck):
             return params, state
-        if self._departs:
+        if self._sends_in_background:
             return self._exchange(params, state)
         self._check_loop(params, state)
         if self._message is None:
@@ -756,7 +756,7 @@ class Worker:
         )
         return self._new_message(contribution, made, measured, codec_state)
 
-    def _give_in(
+    def _reset(
         self, params: PyTree, state: LocalState, message: Message, answer: Answer
     ) -> tuple[PyTree, LocalState]:
         """Reset this worker to the center, after its message was rejected.
@@ -770,15 +770,15 @@ class Worker:
             self.name,
             answer.refused,
         )
-        becomes = "forgotten" if self.refusal else "owed"
+        residual = "discarded" if self.refusal else "restored"
         if answer.in_part:
-            becomes = "lost"
-        params, state = self._programs.give_in(
+            residual = "kept"
+        params, state = self._programs.reset(
             params,
             state,
             message.submission.contribution,
             answer.params,
-            becomes=becomes,
+            residual=residual,
         )
         self._adopted(answer)
         self._local_steps, self._weight = 0, None
@@ -825,60 +825,61 @@ class Worker:
     def _in_flight(self) -> bool:
         return self._message is not None and self._message.flight is not None
 
-    def _depart(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def _send(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Make the message, and send it in the background while local steps go on."""
         anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
         if spare is None:
             contribution, *_ = self._programs.contribute(state, params, anchor.params)
-            kept = params if self._programs.keeps_left else None
+            kept = params if self._programs.keeps_sent else None
             spare = trees.copy((contribution, kept))
         measured = self._measured(params, state)
-        contribution, left, state = self._programs.depart(
+        contribution, sent, state = self._programs.send(
             spare, params, state, anchor.params
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(self._new_message(contribution, left.steps, measured), left)
+        message = self._new_message(contribution, sent.steps, measured)
+        self._send_in_background(message, sent)
         return params, state
 
-    def _take_off(self, message: Message, left: Left) -> None:
+    def _send_in_background(self, message: Message, sent: Sent) -> None:
         """Send a message in the background, and begin the next round."""
-        message.left, self._message = left, message
+        message.sent, self._message = sent, message
         self._local_steps, self._weight = 0, None
-        message.take_off(self._give_up)
+        message.send_in_background(self._give_up)
 
-    def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def _receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Wait for the answer of the message in flight, adopt it, and keep progress."""
         message = self._message
         assert message is not None
-        assert message.left is not None
+        assert message.sent is not None
         self._check_loop(params, state)
         anchor, _ = self._require_start()
         try:
-            answer = message.land()
+            answer = message.receive()
         except Exception as error:
             if is_settled(error):
                 self._message = None  # it was not applied; local steps may go on
             else:
-                message.take_off(self._give_up)
+                message.send_in_background(self._give_up)
             raise
-        answer, left = self._taken(message, answer, params), message.left
+        answer, sent = self._taken(message, answer, params), message.sent
         if answer.refused:
-            params, state = self._give_in(params, state, message, answer)
+            params, state = self._reset(params, state, message, answer)
         else:
             state = self._taken_back(state, message, answer)
-            params, state = self._programs.land(
+            params, state = self._programs.receive(
                 params,
                 state,
                 message.submission.contribution,
-                left,
+                sent,
                 anchor.params,
                 answer.params,
             )
             self._adopted(answer)
-        if self.overlap or self._landing.delay:
-            self._spare = message.submission.contribution, left.params
+        if self.overlap or self._adoption.delay:
+            self._spare = message.submission.contribution, sent.params
         return params, state
 
     def _check_steps(self) -> None:

@@ -210,12 +210,12 @@ def test_message_in_flight_is_not_overwritten():
     center.there.clear()
     loop.step(1)
     flying = loop.worker._message
-    sent = np.array(flying.contribution)
+    sent = np.array(flying.submission.contribution)
     loop.params, loop.state = loop.worker.start()
     center.there.set()
     loop.step(4)
     loop.flush()
-    np.testing.assert_array_equal(flying.contribution, sent)
+    np.testing.assert_array_equal(flying.submission.contribution, sent)
     with pytest.raises(errors.CenterError):
         flying.flight.result(LIMIT)
     np.testing.assert_array_equal(center.pull().params, -8.0)
@@ -278,9 +278,9 @@ def test_response_adopted_before_an_error_is_kept():
     np.testing.assert_array_equal(loop.params, -4.0)
 
 
-@pytest.mark.parametrize("lands", [0, 1, 2])
+@pytest.mark.parametrize("receives", [0, 1, 2])
 @pytest.mark.parametrize("then", ["exchange", "flush", "flush what was made"])
-def test_steps_and_weight_of_a_repeated_call_count_once_after_land(lands, then):
+def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, then):
     """The call raised after its steps and weight were counted, and is repeated."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
@@ -296,8 +296,8 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_land(lands, then):
     center.refuses = True
     with pytest.raises(errors.MessageRefusedError, match="not this one"):
         loop.exchange(weight=4.0)
-    for _ in range(lands):
-        loop.params, loop.state = loop.worker.land(loop.params, loop.state)
+    for _ in range(receives):
+        loop.params, loop.state = loop.worker.receive(loop.params, loop.state)
     center.refuses = False
     if then == "exchange":
         loop.exchange(weight=4.0)

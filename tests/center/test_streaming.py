@@ -334,13 +334,13 @@ def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
     assert min(counts) >= 4
 
 
-def test_land_without_a_message_keeps_the_norm():
+def test_receive_without_a_message_keeps_the_norm():
     worker = worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
     targets = feeds(PARAMS, PERIOD)
     loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD // 2 + 1))
     assert worker.exchanges == 0  # the second fragment has none
     norm = float(worker.norm)
-    worker.land(*loop)
+    worker.receive(*loop)
     assert float(worker.norm) == norm > 0
 
 
@@ -357,7 +357,7 @@ def test_9_restored_worker_continues_bit_for_bit(late):
     center = shards()
     worker = worker_of(center, **settings)
     loop = run_worker(worker, *worker.start(), part(0, stop))
-    loop = worker.land(*loop)
+    loop = worker.receive(*loop)
     saved = worker.save(*loop)
     saved = jax.tree.map(np.asarray, saved)
     again = ShardedCenter(

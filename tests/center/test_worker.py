@@ -292,7 +292,7 @@ def test_late_response_keeps_local_progress(rule, dtype):
     loop = worker.exchange(params, state)
     message = worker._message
     answer = message.flight.result(60)
-    assert (message.left.params is None) == (rule != "agn")
+    assert (message.sent.params is None) == (rule != "agn")
     params, state = local_step(*loop)
     expected = rounds.adopt_late(made, params, sent, answer.params)
     params, state = worker.exchange(params, state)
@@ -533,7 +533,7 @@ def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
         params, state, mine = step(params, state, mine)
         params, state = worker.exchange(params, state)
         if number % 5 == 0:
-            params, state = worker.land(params, state)
+            params, state = worker.receive(params, state)
             said[worker.exchanges] = [each.getMessage() for each in caplog.records]
     assert said[1] == []
     assert said[2] == said[4]
