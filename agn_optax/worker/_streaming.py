@@ -21,6 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
+from agn_optax.worker._machine import Machine, State
 from agn_optax.worker._programs import Adoption, InnerState, check_local, sound
 from agn_optax.worker._worker import Act, Callback, Worker, WorkerState
 
@@ -91,7 +92,6 @@ class StreamingWorker(Worker):
         self.fragments = fragments
         self.center = center.divided_by(fragments)
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
-        self.overlap = overlap
         adoption = Adoption(fragments.delay, fragments.mixing)
         self._workers = [
             _FragmentWorker(
@@ -118,7 +118,7 @@ class StreamingWorker(Worker):
         )
         self._next = 0  # fragment whose turn is first
         # The results of a call that raised after it had donated: see `Worker`.
-        self._kept = self._counted = None
+        self._kept = None
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
@@ -216,9 +216,14 @@ class StreamingWorker(Worker):
 
     def leave(self) -> None:
         """Leave all shards: see `Worker.leave`."""
-        self._kept = self._counted = None
+        self._kept = None
         for worker in self._workers:
             worker.leave()
+
+    @property
+    def exchanges(self) -> int:
+        """The smallest number of exchanges among the fragments."""
+        return min(worker.exchanges for worker in self._workers)
 
     @property
     def version(self) -> Any:
@@ -272,7 +277,7 @@ class StreamingWorker(Worker):
             saved.fragments,
             lives,
         )
-        self._kept = self._counted = None
+        self._kept = None
         self._next = int(saved.turn) % len(self._workers)
         self._sum_up(self._workers[0])
         params = parts.join([part for part, _ in own])
@@ -315,24 +320,22 @@ class StreamingWorker(Worker):
         of another one is adopted. If sending then raises, the adopted answer is kept
         for the next call.
         """
+        for worker in self._workers:
+            worker._check_round()
         self._check_called_from_python(_local(state))
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-
-        def count() -> None:
-            for worker in self._workers:
-                worker._count(steps, weight)
-
-        return self._call(params, state, self._exchanging(), "exchange", count)
+        return self._call(
+            params,
+            state,
+            self._exchanging(),
+            "exchange",
+            lambda counts: counts.plus(steps, weight),
+        )
 
     @property
-    def _counts(self) -> Any:
-        return [worker._counts for worker in self._workers]
-
-    @_counts.setter
-    def _counts(self, counts: Any) -> None:
-        for worker, each in zip(self._workers, counts, strict=True):
-            worker._counts = each
+    def _machines(self) -> list[Machine]:
+        return [worker._machine for worker in self._workers]
 
     def _exchanging(self) -> Iterator[Act]:
         acting = self._acting()
@@ -349,10 +352,16 @@ class StreamingWorker(Worker):
     def _acting(self) -> list[int]:
         """Return the fragments of one call: one to adopt, and perhaps one to send."""
         now = [p for p in self._order if self._workers[p]._ask_if_acting()]
-        receiving = [p for p in now if self._workers[p]._in_flight][:1]
+        machines = self._machines
+        receiving = [p for p in now if machines[p].in_flight][:1]
         if not receiving or self._workers[receiving[0]].fills_round(0):  # it sends, too
             return now[:1]
-        return receiving + [p for p in now if self._workers[p]._sends_in_background][:1]
+        sending = [
+            p
+            for p in now
+            if machines[p].state is State.LOCAL and machines[p].background
+        ]
+        return receiving + sending[:1]
 
     def _give_turn_after(self, p: int) -> None:
         self._next = (p + 1) % len(self._workers)
@@ -397,7 +406,7 @@ class StreamingWorker(Worker):
 
         Nothing else is sent. Errors are those of `flush`.
         """
-        return self._call(params, state, self._finishing_all(), "finish")
+        return self._call(params, state, self._finishing_all())
 
     def _finishing_all(self) -> Iterator[Act]:
         for p, worker in enumerate(self._workers):
@@ -409,9 +418,8 @@ class StreamingWorker(Worker):
     def _flush(
         self, params: PyTree, state: Any, fragments: Sequence[int]
     ) -> tuple[PyTree, Any]:
-        return self._call(
-            params, state, self._flushing_all(fragments), "flush", lambda: None
-        )
+        acts = self._flushing_all(fragments)
+        return self._call(params, state, acts, "flush", lambda counts: counts)
 
     def _flushing_all(self, fragments: Sequence[int]) -> Iterator[Act]:
         """Yield the acts of `flush`, which sends all messages before it waits.
@@ -423,7 +431,7 @@ class StreamingWorker(Worker):
         def sending(p: int) -> Act:
             return functools.partial(self._one, p, self._workers[p]._send_ahead)
 
-        flying = [p for p in fragments if self._workers[p]._in_flight]
+        flying = [p for p in fragments if self._machines[p].in_flight]
         yield from map(sending, fragments)
         for p in flying:
             yield functools.partial(self._one, p, self._workers[p]._receive_flying)
@@ -440,7 +448,7 @@ class StreamingWorker(Worker):
             functools.partial(self._one, p, worker._receive_flying)
             for p, worker in enumerate(self._workers)
         ]
-        return self._call(params, state, acts, "receive")
+        return self._call(params, state, acts)
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
         """Yield the acts of one fragment's worker as acts on the whole tree."""
@@ -474,7 +482,6 @@ class StreamingWorker(Worker):
 
     def _sum_up(self, last: Worker) -> None:
         workers = self._workers
-        self.exchanges = min(worker.exchanges for worker in workers)
         self.dropped = sum(worker.dropped for worker in workers)
         self.refused = sum(worker.refused for worker in workers)
         self.refusal = last.refusal

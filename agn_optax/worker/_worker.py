@@ -8,6 +8,7 @@ keeps the progress that it has made since the message was sent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import uuid
@@ -30,6 +31,7 @@ from agn_optax.center import (
 )
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message, is_settled
+from agn_optax.worker._machine import Counts, Machine, State
 from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import AT_ONCE, Sent, programs
 
@@ -193,20 +195,19 @@ class Worker:
         self.center = center
         self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
-        self.exchanges = 0
+        self._machine = Machine(
+            overlap=overlap, delay=self._adoption.delay, patience=patience
+        )
         self.dropped = 0
         self.refused = 0
         self.refusal = ""
         self.staleness: int | None = None
         self.norm: Any = None
-        self.overlap = overlap
-        self._patience = patience
         self._give_up = give_up
         self.pace: float | None = None
         self._length = self._lengths(period)
         self._follows = isinstance(period, rounds.DynamicPeriod)  # the worker's speed
         self._session: Session | None = None
-        self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
         self._knows_anchor = True  # whether the center, by its id, has had this anchor
         self._callbacks = _callbacks(callbacks)
@@ -216,20 +217,14 @@ class Worker:
         # told; kept until the device has computed its count.
         self._steps: tuple[Any, int] | None = None
         self._empty = 0  # messages in a row without local steps of `tx`
-        self._message: Message | None = None  # its answer has not been adopted
+        self._message: Message | None = None  # the arrays of the machine's message
         # Buffers of the last message, and of the parameters of which it was made: the
         # next message sent in the background overwrites them.
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
-        self._local_steps = 0
-        self._weight: float | None = None  # weight of the round so far
         # Parameters and state of a call that raised after it had donated its arguments:
         # the next call continues from them.
         self._kept: tuple[PyTree, Any] | None = None
-        # The method that raised in this way. Its steps and weight have been counted, so
-        # they are not counted again when it is repeated, even if `receive` is called
-        # before.
-        self._counted: str | None = None
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
@@ -307,6 +302,11 @@ class Worker:
         return loop
 
     @property
+    def exchanges(self) -> int:
+        """The number of exchanges made."""
+        return self._machine.exchanges
+
+    @property
     def version(self) -> Any:
         """The version of the center adopted last; None before the start."""
         return None if self._anchor is None else self._anchor.version
@@ -318,12 +318,13 @@ class Worker:
         It has the ids of the session and the center, and the number of exchanges that
         are over. It can be serialized as JSON.
         """
-        return None if self._session is None else [self._session.life, self._sent]
+        if self._session is None:
+            return None
+        return [self._session.life, self._machine.settled]
 
     def fills_round(self, steps: int) -> bool:
         """Return whether the round is full after ``steps`` more local steps."""
-        length = self._length(self.exchanges + self._in_flight)
-        return self._local_steps + steps >= length
+        return self._machine.is_full(self._length(self._machine.round), steps)
 
     @property
     def due(self) -> bool:
@@ -332,10 +333,8 @@ class Worker:
         This is for loops that must first gather their arrays, such as those of
         `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
-        if self._kept is not None:
-            return True
-        receives = self._in_flight and self._local_steps + 1 >= self._adoption.delay
-        return receives or self.fills_round(1)
+        length = self._length(self._machine.round)
+        return self._kept is not None or self._machine.is_due(length)
 
     def exchange(
         self,
@@ -387,100 +386,88 @@ class Worker:
             ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
         """
-        self._require_start()
+        self._check_round()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        count = functools.partial(self._count, steps, weight)
-        return self._call(params, state, self._exchanging(), "exchange", count)
+        return self._call(
+            params,
+            state,
+            self._exchanging(),
+            "exchange",
+            lambda counts: counts.plus(steps, weight),
+        )
 
     def _call(
         self,
         params: PyTree,
         state: Any,
         acts: Iterable[Act],
-        method: str,
-        count: Callable[[], None] | None = None,
+        name: str = "",
+        count: Callable[[Counts], Counts] | None = None,
     ) -> tuple[PyTree, Any]:
-        """Count the steps and weight of a call, and run its acts in order.
+        """Run the acts of a call in order, with its steps and weight counted.
 
-        A call that raises can be repeated with the same arguments. Nothing is counted
-        twice. If an act before the one that raised has donated the loop's arrays, its
-        results are kept, and the next call continues from them.
+        If the call raises, its steps and weight are not counted, and it can be repeated
+        with the same arguments. If an act before the one that raised has donated the
+        loop's arrays, its results are kept, and the next call continues from them.
 
         Args:
           params: the loop's parameters.
           state: the loop's state.
           acts: the acts.
-          method: name of the method that was called.
-          count: counts the steps and weight of the call; None if it has none.
+          name: name of a call with steps.
+          count: counts of a round so far -> with those of the call; None for a call
+            without steps.
         """
-        (kept, self._kept), counted = (self._kept, None), self._counted
-        before = self._counts
+        kept, self._kept = self._kept, None
+        counted = [] if count is None else self._machines
         try:
+            if count is not None:
+                for machine in counted:
+                    machine.begin(name, count(machine.counts))
             if kept is not None:
                 params, state = kept
-            if count is not None:
-                if counted != method:
-                    count()
-                self._counted = None
             for act in acts:
                 loop = act(params, state)
                 if loop[0] is not params or loop[1] is not state:
                     kept = params, state = loop
         except BaseException:
             self._kept = kept
-            if kept is None:
-                self._counts, self._counted = before, counted
-            elif count is not None:
-                self._counted = method
+            for machine in counted:
+                machine.end(returns=False)
             raise
+        for machine in counted:
+            machine.end(returns=True)
         return params, state
 
     @property
-    def _counts(self) -> Any:
-        """The local steps of the round so far, and their weight."""
-        return self._local_steps, self._weight
+    def _machines(self) -> list[Machine]:
+        return [self._machine]
 
-    @_counts.setter
-    def _counts(self, counts: Any) -> None:
-        self._local_steps, self._weight = counts
-
-    def _count(self, steps: int, weight: float | None = None) -> None:
-        """Add local steps and their weight to the round."""
+    def _check_round(self) -> None:
+        """Check that the worker has started, and that the round has a valid length."""
         self._require_start()
-        self._length(self.exchanges + self._in_flight)  # raises before counting
-        self._local_steps += steps
-        if weight is not None:
-            self._weight = (self._weight or 0.0) + weight
+        self._length(self._machine.round)
 
     def _ask_if_acting(self) -> bool:
         """Return whether an act is due after the local steps made so far.
 
         A worker of several processes communicates here: all of them must call this.
         """
-        message = self._message
-        if message is None or self.is_stuck:
-            return self.fills_round(0)
-        length = self._length(self.exchanges + 1)
-        delay = min(self._adoption.delay, length)  # the round may be shorter
-        patience = delay or length
-        if self._patience is not None:
-            patience = max(self._patience, delay, 1)
-        made = self._local_steps
-        return made >= patience or (made >= delay and message.ask_if_answered())
+        machine, message = self._machine, self._message
+        length = self._length(machine.round)
+        if machine.must_act(length):
+            return True
+        if not machine.may_receive(length):
+            return False
+        assert message is not None
+        return message.ask_if_answered()
 
     @property
     def is_stuck(self) -> bool:
         """True if a message could not be sent and must be sent again."""
-        return self._message is not None and self._message.flight is None
-
-    @property
-    def _sends_in_background(self) -> bool:
-        """True if local steps go on while the next message is in flight."""
-        if self._message is not None:
-            return False
-        return bool(self._adoption.delay or (self.overlap and self.exchanges))
+        return self._machine.is_stuck
 
     def _exchanging(self) -> Iterator[Act]:
         """Yield the acts of `exchange`, if it acts at all."""
@@ -489,16 +476,16 @@ class Worker:
 
     def _ending(self) -> Iterator[Act]:
         """Yield the acts that adopt an answer, and end the round if it is full."""
-        length = self._length(self.exchanges + self._in_flight)
+        length = self._length(self._machine.round)
         yield self._receive_flying
-        if self._local_steps >= length:
+        if self._machine.must_act(length):
             self._length(self.exchanges + 1)  # raises if the next period is invalid
             yield self._exchange
 
     def _flushing(self) -> Iterator[Act]:
         """Yield the acts of `flush`: receive, send the round as it is, and receive."""
         yield self._receive_flying
-        if self._local_steps or self.is_stuck:
+        if self._machine.now.steps or self._machine.is_stuck:
             # The next period is not checked: these steps are sent in any case.
             yield self._exchange
         yield self._receive_flying
@@ -506,7 +493,7 @@ class Worker:
     def _finishing(self) -> Iterator[Act]:
         """Yield the acts that adopt an answer, or send a failed message again."""
         yield self._receive_flying
-        if self.is_stuck:
+        if self._machine.is_stuck:
             yield self._exchange
         yield self._receive_flying
 
@@ -564,12 +551,13 @@ class Worker:
         self._require_start()
         self._check_called_from_python(state)
         weight = self.check_flush(steps, weight)
-
-        def count() -> None:
-            self._local_steps = self._local_steps if steps is None else steps
-            self._weight = self._weight if weight is None else weight
-
-        return self._call(params, state, self._flushing(), "flush", count)
+        return self._call(
+            params,
+            state,
+            self._flushing(),
+            "flush",
+            lambda counts: counts.replaced(steps, weight),
+        )
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """Check the arguments of `flush`; return the weight as a Python float."""
@@ -584,13 +572,15 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        return self._call(params, state, [self._receive_flying], "receive")
+        return self._call(params, state, [self._receive_flying])
 
     def _receive_flying(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
         """Adopt the answer of an exchange in flight, if there is one."""
-        return self._receive(params, state) if self._in_flight else (params, state)
+        if not self._machine.in_flight:
+            return params, state
+        return self._receive(params, state)
 
     def leave(self) -> None:
         """Leave the center, which then no longer waits for this worker.
@@ -598,7 +588,8 @@ class Worker:
         Progress that was not exchanged is lost: call `flush` before, if it matters. A
         ``with worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
-        self._anchor = self._spare = self._kept = self._counted = None
+        self._anchor = self._spare = self._kept = None
+        self._machine.leave()
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
@@ -630,7 +621,7 @@ class Worker:
         """
         anchor, _ = self._require_start()
         self._check_called_from_python(state)
-        if self._message is not None:  # the center may or may not have applied it
+        if self._machine.state is not State.LOCAL:  # the message may be applied or not
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
                 "cannot be saved: receive() or flush() before"
@@ -641,9 +632,9 @@ class Worker:
             state,
             anchor.params,
             anchor.version,
-            self._local_steps,
+            self._machine.now.steps,
             self.exchanges,
-            self._weight,
+            self._machine.now.weight,
             self.pace,
         )
 
@@ -688,28 +679,33 @@ class Worker:
         self.leave()
         its, sent = (None, 0) if life is None else life
         session = self.center.join(self.name, params, life=its)
-        self.exchanges = exchanges
-        self._begin(session, (params, state), Snapshot(anchor, seen))
+        weight = None if saved.weight is None else float(saved.weight)
+        self._begin(
+            session,
+            (params, state),
+            Snapshot(anchor, seen),
+            settled=sent,
+            exchanges=exchanges,
+            counts=Counts(int(saved.local_steps), weight),
+        )
         self._knows_anchor = life is not None  # else the center may have a new id
-        self._sent = sent
-        self._local_steps = int(saved.local_steps)
-        self._weight = None if saved.weight is None else float(saved.weight)
         self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """End a round: make its exchange, or send its message in the background."""
         self._check_loop(params, state)
-        message = self._message
-        if self._sends_in_background:
+        machine, message = self._machine, self._message
+        if message is None and machine.background:
             return self._send(params, state)
         if message is None:
-            message = self._message = self._made_message(params, state)
+            message = self._make(params, state)
         if message.answer is None:
             try:
                 message.answer = message.exchange()
             except errors.CenterUnreachableError as error:
-                if self._patience == 0 or isinstance(error, errors.CenterClosedError):
+                goes_on = machine.lose()
+                if not goes_on or isinstance(error, errors.CenterClosedError):
                     raise
                 state = state._replace(codec_state=message.codec_state)
                 sent, state = self._programs.keep_going(params, state)
@@ -717,8 +713,10 @@ class Worker:
                 return params, state
             except Exception as error:
                 if is_settled(error):
-                    self._message = None  # it was not applied: do not send it again
+                    self._discard()
                 raise
+        if machine.state is State.MADE:
+            machine.answer()
         answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
         if answer.refused:
@@ -726,7 +724,6 @@ class Worker:
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
-        self._local_steps, self._weight = 0, None
         return params, state
 
     def _send_ahead(
@@ -737,24 +734,43 @@ class Worker:
         `_exchange` then waits for the answer. If there is nothing to send, or a message
         is in flight, nothing is done.
         """
-        if self._in_flight or not (self._local_steps or self.is_stuck):
+        machine = self._machine
+        if machine.in_flight or not (machine.now.steps or machine.is_stuck):
             return params, state
-        if self._sends_in_background:
-            return self._exchange(params, state)
         self._check_loop(params, state)
-        if self._message is None:
-            self._message = self._made_message(params, state)
-        self._message.send_ahead()
+        message = self._message
+        if message is None and machine.background:
+            return self._send(params, state)
+        (message or self._make(params, state)).send_ahead()
         return params, state
 
-    def _made_message(self, params: PyTree, state: LocalState) -> Message:
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        """Make the message of the round within the block; undo it if that fails."""
+        self._machine.make()
+        try:
+            yield
+        except BaseException:
+            if self._message is None:
+                self._machine.discard()
+            raise
+
+    def _make(self, params: PyTree, state: LocalState) -> Message:
         """Make the message of a round, to be sent while no local steps are made."""
         anchor, _ = self._require_start()
-        measured = self._measured(params, state)
-        contribution, codec_state, made = self._programs.contribute(
-            state, params, anchor.params
-        )
-        return self._new_message(contribution, made, measured, codec_state)
+        with self._making():
+            measured = self._measured(params, state)
+            contribution, codec_state, made = self._programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._new_message(contribution, made, measured, codec_state)
+            self._message = message
+        return message
+
+    def _discard(self) -> None:
+        """Forget a message that was not applied, so that it is not sent again."""
+        self._message = None
+        self._machine.discard()
 
     def _reset(
         self, params: PyTree, state: LocalState, message: Message, answer: Answer
@@ -780,8 +796,7 @@ class Worker:
             answer.params,
             residual=residual,
         )
-        self._adopted(answer)
-        self._local_steps, self._weight = 0, None
+        self._adopted(answer, resets=True)
         return params, state
 
     def _taken_back(
@@ -805,15 +820,16 @@ class Worker:
         codec_state: PyTree = None,
     ) -> Message:
         anchor, session = self._require_start()
+        counts = self._machine.message
         if self._steps is None:
-            self._steps = made, self._local_steps
+            self._steps = made, counts.steps
         is_known = self._programs.follows and self._knows_anchor
         submission = Submission(
-            self._sent + 1,
+            self._machine.number,
             contribution,
             anchor.version,
-            steps=self._local_steps,
-            weight=self._weight,
+            steps=counts.steps,
+            weight=counts.weight,
             reported=dict(self._reported),
             anchor=anchor.params if is_known else None,
         )
@@ -821,32 +837,29 @@ class Worker:
             return ToldMessage(session, submission, measured, codec_state)
         return Message(session, submission, measured, codec_state)
 
-    @property
-    def _in_flight(self) -> bool:
-        return self._message is not None and self._message.flight is not None
-
     def _send(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Make the message, and send it in the background while local steps go on."""
         anchor, _ = self._require_start()
-        spare, self._spare = self._spare, None
-        if spare is None:
-            contribution, *_ = self._programs.contribute(state, params, anchor.params)
-            kept = params if self._programs.keeps_sent else None
-            spare = trees.copy((contribution, kept))
-        measured = self._measured(params, state)
-        contribution, sent, state = self._programs.send(
-            spare, params, state, anchor.params
-        )
-        for leaf in jax.tree.leaves(contribution):
-            leaf.copy_to_host_async()
-        message = self._new_message(contribution, sent.steps, measured)
-        self._send_in_background(message, sent)
+        with self._making():
+            spare, self._spare = self._spare, None
+            if spare is None:
+                made, *_ = self._programs.contribute(state, params, anchor.params)
+                kept = params if self._programs.keeps_sent else None
+                spare = trees.copy((made, kept))
+            measured = self._measured(params, state)
+            contribution, sent, state = self._programs.send(
+                spare, params, state, anchor.params
+            )
+            for leaf in jax.tree.leaves(contribution):
+                leaf.copy_to_host_async()
+            message = self._new_message(contribution, sent.steps, measured)
+            self._send_in_background(message, sent)
         return params, state
 
     def _send_in_background(self, message: Message, sent: Sent) -> None:
         """Send a message in the background, and begin the next round."""
         message.sent, self._message = sent, message
-        self._local_steps, self._weight = 0, None
+        self._machine.send()
         message.send_in_background(self._give_up)
 
     def _receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -860,8 +873,9 @@ class Worker:
             answer = message.receive()
         except Exception as error:
             if is_settled(error):
-                self._message = None  # it was not applied; local steps may go on
+                self._discard()  # local steps may go on
             else:
+                self._machine.lose()
                 message.send_in_background(self._give_up)
             raise
         answer, sent = self._taken(message, answer, params), message.sent
@@ -878,7 +892,7 @@ class Worker:
                 answer.params,
             )
             self._adopted(answer)
-        if self.overlap or self._adoption.delay:
+        if self._machine.background:
             self._spare = message.submission.contribution, sent.params
         return params, state
 
@@ -930,7 +944,10 @@ class Worker:
         if not self._callbacks:
             return {}
         anchor, _ = self._require_start()
-        measured: dict[str, Any] = {"steps": self._local_steps, **self._reported}
+        measured: dict[str, Any] = {
+            "steps": self._machine.message.steps,
+            **self._reported,
+        }
         if not self.center.rule.codec.is_identity:
             measured["codec_error"] = self._programs.codec_error(
                 state, params, anchor.params
@@ -969,19 +986,18 @@ class Worker:
             except Exception:  # not raised: the center has moved, and the loop goes on
                 _log.exception("%r failed; training goes on", callback)
 
-    def _adopted(self, answer: Answer) -> None:
-        """Update counts and the anchor after an exchange."""
-        message = self._message
+    def _adopted(self, answer: Answer, *, resets: bool = False) -> None:
+        """Update counts and the anchor after an exchange: see `Machine.adopt`."""
         self._check_steps()
-        self._sent += 1
-        self.exchanges += 1
+        message = self._message
+        self._machine.adopt(resets=resets)
+        self._message = None
         self.dropped += not (answer.applied or answer.refused)
         self.refused += bool(answer.refused)
         self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
         self._set_pace(answer.pace)
-        self._message = None
         self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
@@ -990,7 +1006,7 @@ class Worker:
     def _set_pace(self, pace: float | None) -> None:
         if pace is not None:
             self.pace = pace
-        elif self._follows and self._sent == 2:  # by then a center has measured it
+        elif self._follows and self._machine.settled == 2:  # it is measured by then
             _log.warning(
                 "%r says nothing of how fast worker %r is, as a center of an earlier "
                 "release: its rounds stay at %d local steps",
@@ -1005,9 +1021,20 @@ class Worker:
             return lambda exchanges: period(self.pace)
         return _scheduled(period)
 
-    def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
-        self._session, self._sent = session, 0
-        self._local_steps, self._weight = 0, None
+    def _begin(
+        self,
+        session: Session,
+        loop: PyTree,
+        anchor: Snapshot,
+        *,
+        settled: int = 0,
+        exchanges: int | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        self._session = session
+        self._machine.start(
+            settled=settled, exchanges=exchanges, counts=counts or Counts()
+        )
         self._knows_anchor = True
         self._steps, self._empty = None, 0
         self._like = jax.eval_shape(lambda: loop)

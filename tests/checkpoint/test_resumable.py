@@ -190,7 +190,7 @@ def test_overlapping_worker_resumes(journaled, tmp_path):
 def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
     """It is written once for a retried message, and after an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
-    loop.worker._patience = 0  # otherwise it would continue without the center
+    loop.worker._machine.patience = 0  # otherwise it would continue without the center
     an_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
@@ -380,7 +380,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
 ):
     """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._workers[1]._patience = 0
+    loop.worker._workers[1]._machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write
@@ -404,7 +404,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
                     loop.exchange(params, state)
                 assert [each.version for each in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each._local_steps for each in loop.worker._workers)
+        made = tuple(each._machine.counts.steps for each in loop.worker._workers)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
@@ -420,7 +420,7 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
     """The other fragment, which flush also sends, is not in the last checkpoint."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
     workers = loop.worker._workers
-    workers[1]._patience = 0
+    workers[1]._machine.patience = 0
     params, state = loop.start()
     for sample in data:
         params, state = a_step(loop, params, state, sample)
