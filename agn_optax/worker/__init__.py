@@ -5,7 +5,6 @@ Names imported `as` themselves are for the layers above.
 
 from agn_optax.worker._processes import from_first_process
 from agn_optax.worker._streaming import StreamingState, StreamingWorkerState
-from agn_optax.worker._streaming import StreamingWorker as StreamingWorker
 from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 

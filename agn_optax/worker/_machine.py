@@ -15,12 +15,14 @@ reports events, and asks questions that are answered from numbers alone:
 
 The counts of a call (local steps and their weight) become those of the round when the
 call returns, or when a message exists with them. If the call raises, the same call
-again has the same effect. The table `NEXT` has the allowed events for each state.
+again has the same effect, and another one does not lose the steps of arrays that are
+kept. The table `NEXT` has the allowed events for each state.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -41,7 +43,6 @@ NEXT = {
     (State.LOCAL, "make"): State.MADE,
     (State.LOCAL, "leave"): State.GONE,
     (State.MADE, "begin"): State.MADE,
-    (State.MADE, "make"): State.MADE,  # interrupted before there was a message
     (State.MADE, "send"): State.IN_FLIGHT,
     (State.MADE, "answer"): State.ANSWERED,
     (State.MADE, "lose"): State.MADE,
@@ -97,7 +98,8 @@ class Machine:
       exchanges: number of answers adopted, in all sessions.
       settled: number of exchanges of this session that are over.
       counts: counts of the round so far, by calls that have returned.
-      now: the same with those of the call under way.
+      now: counts of the loop's arrays: the same, with those of the call under way, or
+        of one that raised and whose arrays are kept.
       message: counts of the message under way.
     """
 
@@ -112,9 +114,12 @@ class Machine:
         self.settled = 0
         self.counts = self.now = self.message = Counts()
         self._call = ""  # name of the call under way; "" if it counts nothing
-        # Name of a call that raised after a new round had begun: its counts are in a
-        # message, or were discarded, and do not count again when it is repeated.
-        self._spent = ""
+        self._before = Counts()  # `now` before that call
+        self._begun = False  # whether a round began in that call
+        # Name of the last call that raised after its arrays were donated, until one
+        # returns; and whether its counts are in a message, or were discarded.
+        self._raised = ""
+        self._spent = False
 
     def start(
         self, *, settled: int = 0, exchanges: int | None = None, counts: Counts
@@ -125,23 +130,42 @@ class Machine:
             self.exchanges = exchanges
         self.settled = settled
         self.counts = self.now = counts
-        self._call = self._spent = ""
+        self._call = self._raised = ""
 
     def leave(self) -> None:
         """End the session; the counts of a message without an answer are lost."""
         self._move("leave")
 
-    def begin(self, call: str, counts: Counts) -> None:
-        """Begin a call, with which the round would have ``counts``."""
-        self._move("begin")
-        self._call = call
-        self.now = self.counts if self._spent == call else counts
+    def begin(self, call: str, count: Callable[[Counts], Counts]) -> None:
+        """Begin a call.
 
-    def end(self, *, returns: bool) -> None:
-        """End the call; if it raises, its counts are not those of the round."""
+        Args:
+          call: its name.
+          count: counts of the round so far -> with those of the call.
+        """
+        self._move("begin")
+        self._call, self._before, self._begun = call, self.now, False
+        if call != self._raised:
+            self.now = count(self.now)
+        elif self._spent:
+            self.now = self.counts
+        else:  # it is repeated
+            self.now = count(self.counts)
+
+    def end(self, *, returns: bool, keeps: bool = False) -> None:
+        """End the call.
+
+        Args:
+          returns: whether it returns; if it raises, the round has no counts of it.
+          keeps: whether arrays with its local steps are kept for the next call.
+        """
         if returns:
-            self.counts, self._spent = self.now, ""
-        self.now, self._call = self.counts, ""
+            self.counts, self._raised = self.now, ""
+        elif self._begun or keeps:
+            self._raised, self._spent = self._call, self._begun
+        else:
+            self.now = self._before
+        self._call = ""
 
     def make(self) -> None:
         """Record that a message exists, made of the round."""
@@ -208,6 +232,16 @@ class Machine:
         """
         return bool(self.delay or (self.overlap and self.exchanges))
 
+    @property
+    def sends_in_background(self) -> bool:
+        """True if a message that is made now is sent in the background."""
+        return self.state is State.LOCAL and self.background
+
+    @property
+    def can_make(self) -> bool:
+        """True if a message can be made: the round has steps, and there is none."""
+        return self.state is State.LOCAL and self.now.steps > 0
+
     def is_full(self, length: int, more: int = 0) -> bool:
         """Return whether a round of ``length`` is full after ``more`` local steps."""
         return self.now.steps + more >= length
@@ -232,8 +266,9 @@ class Machine:
         return receives or self.is_stuck or self.is_full(length, 1)
 
     def _begin_round(self) -> None:
-        self.counts = self.now = Counts()
-        self._spent = self._call or self._spent
+        self.counts = self.now = self._before = Counts()
+        self._begun = True
+        self._spent = self._spent or not self._call
 
     def _move(self, event: str) -> None:
         self.state = NEXT[self.state, event]

@@ -8,9 +8,8 @@ fragments share: the local phase, and the order of their turns.
 
 from __future__ import annotations
 
-import functools
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
-from agn_optax.worker._machine import Machine, State
 from agn_optax.worker._programs import Adoption, InnerState, check_local, sound
 from agn_optax.worker._worker import Act, Callback, Worker, WorkerState
 
@@ -50,6 +48,11 @@ class StreamingWorker(Worker):
     entry for each fragment, `exchanges` is the smallest count among the fragments, and
     attributes of the last message are those of the fragment that sent it. Callbacks are
     called for each fragment's exchanges, with its index as ``fragment``.
+
+    A call of `exchange` waits for one fragment at most. If several are due at once, the
+    others have their turns at the next calls, except that one may be sent while the
+    answer of another one is adopted. `flush` sends all fragments before any answer is
+    waited for, because in synchronous rounds another worker may wait for any of them.
     """
 
     def __init__(
@@ -116,9 +119,7 @@ class StreamingWorker(Worker):
             lambda state, params: sound(state, self._init_inner(params)),
             donate_argnums=0,
         )
-        self._next = 0  # fragment whose turn is first
-        # The results of a call that raised after it had donated: see `Worker`.
-        self._kept = None
+        self._turn, self._kept, self.before_send = 0, None, None  # as in `Worker`
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
@@ -196,7 +197,7 @@ class StreamingWorker(Worker):
         own = self._all(
             lambda worker, part: worker.start(part, chief=chief, timeout=timeout), cut
         )
-        self._next = 0
+        self._turn = 0
         params = parts.join([part for part, _ in own])
         inner_state = self._begin_inner(params)
         self._sum_up(self._workers[0])
@@ -251,7 +252,7 @@ class StreamingWorker(Worker):
                 self._workers, self._cut(params), state.fragments, strict=True
             )
         )
-        return StreamingWorkerState(state.inner_state, saved, self._next)
+        return StreamingWorkerState(state.inner_state, saved, self._turn)
 
     def restore(self, saved: Any, *, life: Any = None) -> tuple[PyTree, Any]:
         """Continue from a saved state: see `Worker.restore`."""
@@ -278,182 +279,31 @@ class StreamingWorker(Worker):
             lives,
         )
         self._kept = None
-        self._next = int(saved.turn) % len(self._workers)
+        self._turn = int(saved.turn) % len(self._workers)
         self._sum_up(self._workers[0])
         params = parts.join([part for part, _ in own])
         return params, StreamingState(inner_state, tuple(local for _, local in own))
 
     # Exchanges.
 
-    def fills_round(self, steps: int) -> bool:
-        """Return whether a round is full after ``steps`` more local steps."""
-        return any(worker.fills_round(steps) for worker in self._workers)
-
     @property
-    def due(self) -> bool:
-        """True if `exchange` acts for any fragment: see `Worker.due`."""
-        return self._kept is not None or any(worker.due for worker in self._workers)
+    def _parts(self) -> Sequence[Worker]:
+        return self._workers
 
-    def next_full(self, steps: int) -> int | None:
-        """Return the fragment to send after ``steps`` more local steps, or None."""
-        full = [p for p in self._order if self._workers[p].fills_round(steps)]
-        return full[0] if full else None
+    def _check_flush(self, steps: int | None, weight: float | None) -> float | None:
+        """Check that ``steps`` and ``weight`` are None.
 
-    @property
-    def _order(self) -> list[int]:
-        """Fragments in the order of their turns; those to send again come first."""
-        order = [*range(self._next, len(self._workers)), *range(self._next)]
-        return sorted(order, key=lambda p: not self._workers[p].is_stuck)
-
-    def exchange(
-        self,
-        params: PyTree,
-        state: Any,
-        *,
-        steps: int = 1,
-        weight: float | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Exchange fragments when they are due: see `Worker.exchange`.
-
-        A call waits for one fragment at most. If several are due at once, the others
-        have their turns at the next calls, except that one may be sent while the answer
-        of another one is adopted. If sending then raises, the adopted answer is kept
-        for the next call.
+        The rounds of fragments began at different times.
         """
-        for worker in self._workers:
-            worker._check_round()
-        self._check_called_from_python(_local(state))
-        check.whole_number(steps, "steps", least=1, optional=False)
-        weight = check.weight(weight)
-        return self._call(
-            params,
-            state,
-            self._exchanging(),
-            "exchange",
-            lambda counts: counts.plus(steps, weight),
-        )
-
-    @property
-    def _machines(self) -> list[Machine]:
-        return [worker._machine for worker in self._workers]
-
-    def _exchanging(self) -> Iterator[Act]:
-        acting = self._acting()
-        for p in acting:
-            yield from self._of(p, Worker._ending)
-        if acting:
-            self._give_turn_after(acting[-1])
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a message of any fragment must be sent again."""
-        return any(worker.is_stuck for worker in self._workers)
-
-    def _acting(self) -> list[int]:
-        """Return the fragments of one call: one to adopt, and perhaps one to send."""
-        now = [p for p in self._order if self._workers[p]._ask_if_acting()]
-        machines = self._machines
-        receiving = [p for p in now if machines[p].in_flight][:1]
-        if not receiving or self._workers[receiving[0]].fills_round(0):  # it sends, too
-            return now[:1]
-        sending = [
-            p
-            for p in now
-            if machines[p].state is State.LOCAL and machines[p].background
-        ]
-        return receiving + sending[:1]
-
-    def _give_turn_after(self, p: int) -> None:
-        self._next = (p + 1) % len(self._workers)
-
-    def flush(
-        self,
-        params: PyTree,
-        state: Any,
-        *,
-        steps: int | None = None,
-        weight: float | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Exchange all fragments now: see `Worker.flush`.
-
-        All fragments are sent before any answer is waited for, because in synchronous
-        rounds another worker may wait for any of them.
-
-        If this raises, repeat the same call: the answers that some fragments have
-        adopted are kept. ``steps`` and ``weight`` must be None, because the rounds of
-        fragments began at different times.
-        """
-        self.check_flush(steps, weight)
-        return self._flush(params, state, range(len(self._workers)))
-
-    def check_flush(self, steps: int | None, weight: float | None) -> float | None:
-        """Check that ``steps`` and ``weight`` are None: see `flush`."""
         if steps is not None or weight is not None:
             got = f"steps={steps!r}, weight={weight!r}"
             combinations.refuse("fragments", "steps or weight of a flush", got)
         return None
 
-    def flush_fragment(
-        self, fragment: int, params: PyTree, state: Any
-    ) -> tuple[PyTree, Any]:
-        """Exchange one fragment now, for callers that know that it is due."""
-        params, state = self._flush(params, state, [fragment])
-        self._give_turn_after(fragment)
-        return params, state
-
-    def finish(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """Send failed messages again, and wait for all answers.
-
-        Nothing else is sent. Errors are those of `flush`.
-        """
-        return self._call(params, state, self._finishing_all())
-
-    def _finishing_all(self) -> Iterator[Act]:
-        for p, worker in enumerate(self._workers):
-            if worker.is_stuck:
-                yield functools.partial(self._one, p, worker._send_ahead)
-        for p in range(len(self._workers)):
-            yield from self._of(p, Worker._finishing)
-
-    def _flush(
-        self, params: PyTree, state: Any, fragments: Sequence[int]
-    ) -> tuple[PyTree, Any]:
-        acts = self._flushing_all(fragments)
-        return self._call(params, state, acts, "flush", lambda counts: counts)
-
-    def _flushing_all(self, fragments: Sequence[int]) -> Iterator[Act]:
-        """Yield the acts of `flush`, which sends all messages before it waits.
-
-        If a fragment already has a message in flight, the answer of that one must be
-        adopted before the next can be sent.
-        """
-
-        def sending(p: int) -> Act:
-            return functools.partial(self._one, p, self._workers[p]._send_ahead)
-
-        flying = [p for p in fragments if self._machines[p].in_flight]
-        yield from map(sending, fragments)
-        for p in flying:
-            yield functools.partial(self._one, p, self._workers[p]._receive_flying)
-            yield sending(p)
-        for p in fragments:
-            yield from self._of(p, Worker._flushing)
-
-    def receive(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """Wait for all answers, and adopt them: see `Worker.receive`.
-
-        Errors are those of `flush`.
-        """
-        acts = [
-            functools.partial(self._one, p, worker._receive_flying)
-            for p, worker in enumerate(self._workers)
-        ]
-        return self._call(params, state, acts)
-
-    def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
-        """Yield the acts of one fragment's worker as acts on the whole tree."""
-        for act in acts(self._workers[p]):
-            yield functools.partial(self._one, p, act)
+    def _check_called_from_python(self, tree: PyTree) -> None:
+        if isinstance(tree, StreamingState):
+            tree = tree.fragments[0]
+        super()._check_called_from_python(tree)
 
     def _one(
         self, p: int, act: Act, params: PyTree, state: StreamingState
@@ -478,7 +328,7 @@ class StreamingWorker(Worker):
                 f"state is not of worker {self.name!r}, which wants what worker.start "
                 f"and worker.tx.update return, got {check.show(state)}"
             )
-        self._check_called_from_python(_local(state))
+        self._check_called_from_python(state)
 
     def _sum_up(self, last: Worker) -> None:
         workers = self._workers
@@ -499,11 +349,6 @@ class _FragmentWorker(Worker):
 
 
 _ALONE = optax.identity()
-
-
-def _local(state: Any) -> Any:
-    """Return the part of a state that tells whether it is traced."""
-    return state.fragments[0] if isinstance(state, StreamingState) else state
 
 
 def _of_fragment(p: int, callback: Callback) -> Callback:

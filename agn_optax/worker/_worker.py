@@ -8,7 +8,6 @@ keeps the progress that it has made since the message was sent.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import uuid
@@ -39,6 +38,8 @@ PyTree = Any
 S = TypeVar("S", Snapshot, Answer)
 # One action of a call: (params, state) -> (params, state).
 Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
+# ({part: number of its message}, params, state) -> None.
+BeforeSend = Callable[[Mapping[int, int], PyTree, Any], object]
 # (number of the exchange, values by name) -> ignored.
 Callback = Callable[[int, Mapping[str, float]], object]
 _log = logging.getLogger("agn_optax")
@@ -225,6 +226,10 @@ class Worker:
         # Parameters and state of a call that raised after it had donated its arguments:
         # the next call continues from them.
         self._kept: tuple[PyTree, Any] | None = None
+        self._turn = 0  # part whose turn is first
+        # Called when messages exist, before they are made of the given parameters and
+        # state, and before they are sent. All earlier messages have been answered.
+        self.before_send: BeforeSend | None = None
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
@@ -322,10 +327,6 @@ class Worker:
             return None
         return [self._session.life, self._machine.settled]
 
-    def fills_round(self, steps: int) -> bool:
-        """Return whether the round is full after ``steps`` more local steps."""
-        return self._machine.is_full(self._length(self._machine.round), steps)
-
     @property
     def due(self) -> bool:
         """True if the next call of `exchange` acts, or may act on a message in flight.
@@ -333,8 +334,9 @@ class Worker:
         This is for loops that must first gather their arrays, such as those of
         `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
-        length = self._length(self._machine.round)
-        return self._kept is not None or self._machine.is_due(length)
+        return self._kept is not None or any(
+            part._machine.is_due(part._round_length) for part in self._parts
+        )
 
     def exchange(
         self,
@@ -386,7 +388,7 @@ class Worker:
             ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
         """
-        self._check_round()
+        self._check_rounds()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
@@ -421,11 +423,12 @@ class Worker:
             without steps.
         """
         kept, self._kept = self._kept, None
-        counted = [] if count is None else self._machines
+        machines = [part._machine for part in self._parts]
+        keeps = kept is None  # arrays of this call, if any
         try:
             if count is not None:
-                for machine in counted:
-                    machine.begin(name, count(machine.counts))
+                for machine in machines:
+                    machine.begin(name, count)
             if kept is not None:
                 params, state = kept
             for act in acts:
@@ -434,68 +437,156 @@ class Worker:
                     kept = params, state = loop
         except BaseException:
             self._kept = kept
-            for machine in counted:
-                machine.end(returns=False)
+            for part in self._parts:
+                part._discard_unsent()
+                if count is not None:
+                    part._machine.end(returns=False, keeps=keeps and kept is not None)
             raise
-        for machine in counted:
-            machine.end(returns=True)
+        if count is not None:
+            for machine in machines:
+                machine.end(returns=True)
         return params, state
 
     @property
-    def _machines(self) -> list[Machine]:
-        return [self._machine]
+    def _parts(self) -> Sequence[Worker]:
+        """The parts of the model, each with its own exchanges; here the whole."""
+        return (self,)
 
-    def _check_round(self) -> None:
-        """Check that the worker has started, and that the round has a valid length."""
-        self._require_start()
-        self._length(self._machine.round)
+    def _one(self, p: int, act: Act, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """Run an act of one part on the whole tree."""
+        del p
+        return act(params, state)
+
+    def _on(self, p: int, act: Act) -> Act:
+        return functools.partial(self._one, p, act)
+
+    @property
+    def _round_length(self) -> int:
+        return self._length(self._machine.round)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._machine.is_full(self._round_length)
+
+    def _check_rounds(self) -> None:
+        """Check that the worker has started, and that all rounds have valid lengths."""
+        for part in self._parts:
+            part._require_start()
+            part._length(part._machine.round)
+
+    # The acts of a call, in order.
+
+    def _exchanging(self) -> Iterator[Act]:
+        """Yield the acts of `exchange`, if it acts at all."""
+        if self._announces_next:
+            yield from self._receiving()
+        acting = self._acting()
+        for p in acting:
+            yield from self._ending(p)
+        if acting:
+            self._turn = (acting[-1] + 1) % len(self._parts)
+
+    @property
+    def _announces_next(self) -> bool:
+        """True if this call makes a message of which `before_send` is told."""
+        if self.before_send is None or self._parts[self._order[0]]._machine.is_stuck:
+            return False
+        return any(part._is_full for part in self._parts)
+
+    @property
+    def _order(self) -> list[int]:
+        """Parts in the order of their turns, after one with a message to complete."""
+        order = [*range(self._turn, len(self._parts)), *range(self._turn)]
+        return sorted(order, key=lambda p: not self._parts[p]._machine.is_stuck)
+
+    def _acting(self) -> list[int]:
+        """Return the parts of one call: one to adopt, and perhaps one to send."""
+        parts, order = self._parts, self._order
+        if parts[order[0]]._machine.is_stuck:
+            return order[:1]
+        now = [p for p in order if parts[p]._ask_if_acting()]
+        receiving = [p for p in now if parts[p]._machine.in_flight][:1]
+        if not receiving or parts[receiving[0]]._is_full:  # it sends, too
+            return now[:1]
+        sending = [p for p in now if parts[p]._machine.sends_in_background]
+        return receiving + sending[:1]
+
+    def _ending(self, p: int) -> Iterator[Act]:
+        """Yield the acts that adopt a part's answer, and end a round that is full."""
+        part = self._parts[p]
+        length = part._round_length
+        yield self._on(p, part._receive)
+        if part._machine.must_act(length):
+            part._length(part.exchanges + 1)  # raises if the next period is invalid
+            yield self._making([p])
+            yield self._on(p, part._complete)
+
+    def _flushing(self, parts: Sequence[int]) -> Iterator[Act]:
+        """Yield the acts of `flush`, which sends all messages before it waits.
+
+        If a part already has a message in flight, the answer of that one must be
+        adopted before the next can be sent. The next period is not checked: the steps
+        are sent in any case.
+        """
+        if self.before_send is not None:
+            yield from self._finishing()
+        if len(parts) > 1:
+            flying = [p for p in parts if self._parts[p]._machine.in_flight]
+            yield self._making(parts)
+            yield from (self._on(p, self._parts[p]._send_ahead) for p in parts)
+            for p in flying:
+                yield self._on(p, self._parts[p]._receive)
+                yield self._making([p])
+                yield self._on(p, self._parts[p]._send_ahead)
+        for p in parts:
+            yield self._on(p, self._parts[p]._receive)
+            yield self._making([p])
+            yield self._on(p, self._parts[p]._complete)
+            yield self._on(p, self._parts[p]._receive)
+
+    def _finishing(self) -> Iterator[Act]:
+        """Yield the acts that complete all messages; no new one is sent."""
+        each = list(enumerate(self._parts))
+        if len(each) > 1:
+            yield from (self._on(p, part._send_ahead) for p, part in each)
+        for p, part in each:
+            yield self._on(p, part._receive)
+            yield self._on(p, part._complete)
+            yield self._on(p, part._receive)
+
+    def _receiving(self) -> Iterator[Act]:
+        """Yield the acts that adopt the answers of all messages in flight."""
+        for p, part in enumerate(self._parts):
+            yield self._on(p, part._receive)
+
+    def _making(self, parts: Iterable[int]) -> Act:
+        """Return an act: messages of the rounds of parts exist, before any is sent."""
+
+        def act(params: PyTree, state: Any) -> tuple[PyTree, Any]:
+            numbers = {}
+            for p in parts:
+                part = self._parts[p]
+                if part._machine.can_make:
+                    self._one(p, part._make, params, state)
+                    numbers[p] = part._machine.number
+            if numbers and self.before_send is not None:
+                self.before_send(numbers, params, state)
+            return params, state
+
+        return act
 
     def _ask_if_acting(self) -> bool:
         """Return whether an act is due after the local steps made so far.
 
         A worker of several processes communicates here: all of them must call this.
         """
-        machine, message = self._machine, self._message
-        length = self._length(machine.round)
+        machine, message, length = self._machine, self._message, self._round_length
         if machine.must_act(length):
             return True
         if not machine.may_receive(length):
             return False
         assert message is not None
         return message.ask_if_answered()
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a message could not be sent and must be sent again."""
-        return self._machine.is_stuck
-
-    def _exchanging(self) -> Iterator[Act]:
-        """Yield the acts of `exchange`, if it acts at all."""
-        if self._ask_if_acting():
-            yield from self._ending()
-
-    def _ending(self) -> Iterator[Act]:
-        """Yield the acts that adopt an answer, and end the round if it is full."""
-        length = self._length(self._machine.round)
-        yield self._receive_flying
-        if self._machine.must_act(length):
-            self._length(self.exchanges + 1)  # raises if the next period is invalid
-            yield self._exchange
-
-    def _flushing(self) -> Iterator[Act]:
-        """Yield the acts of `flush`: receive, send the round as it is, and receive."""
-        yield self._receive_flying
-        if self._machine.now.steps or self._machine.is_stuck:
-            # The next period is not checked: these steps are sent in any case.
-            yield self._exchange
-        yield self._receive_flying
-
-    def _finishing(self) -> Iterator[Act]:
-        """Yield the acts that adopt an answer, or send a failed message again."""
-        yield self._receive_flying
-        if self._machine.is_stuck:
-            yield self._exchange
-        yield self._receive_flying
 
     def report(self, **numbers: Any) -> None:
         """Report numbers of this worker, such as its loss, for monitoring.
@@ -548,21 +639,43 @@ class Worker:
         the total number of local steps of the round and ``weight`` their total weight.
         None keeps the values counted by `exchange`.
         """
-        self._require_start()
+        for part in self._parts:
+            part._require_start()
         self._check_called_from_python(state)
-        weight = self.check_flush(steps, weight)
+        weight = self._check_flush(steps, weight)
         return self._call(
             params,
             state,
-            self._flushing(),
+            self._flushing(range(len(self._parts))),
             "flush",
             lambda counts: counts.replaced(steps, weight),
         )
 
-    def check_flush(self, steps: int | None, weight: float | None) -> float | None:
+    def _check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """Check the arguments of `flush`; return the weight as a Python float."""
         check.whole_number(steps, "steps", least=0)
         return check.weight(weight)
+
+    def resend(
+        self, params: PyTree, state: Any, parts: Sequence[int]
+    ) -> tuple[PyTree, Any]:
+        """Exchange the messages of some parts of which `before_send` was told.
+
+        This is for a worker that was restored from what `save` returned at that time:
+        they are the same messages, so the center does not apply them twice, and
+        `before_send` is not called again.
+        """
+        hook, self.before_send = self.before_send, None
+        try:
+            acts = self._flushing(parts)
+            params, state = self._call(
+                params, state, acts, "flush", lambda counts: counts
+            )
+        finally:
+            self.before_send = hook
+        if len(parts) == 1:
+            self._turn = (parts[0] + 1) % len(self._parts)
+        return params, state
 
     def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Wait for the answer of an exchange in flight, and adopt it.
@@ -572,15 +685,7 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        return self._call(params, state, [self._receive_flying])
-
-    def _receive_flying(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Adopt the answer of an exchange in flight, if there is one."""
-        if not self._machine.in_flight:
-            return params, state
-        return self._receive(params, state)
+        return self._call(params, state, self._receiving())
 
     def leave(self) -> None:
         """Leave the center, which then no longer waits for this worker.
@@ -621,7 +726,7 @@ class Worker:
         """
         anchor, _ = self._require_start()
         self._check_called_from_python(state)
-        if self._machine.state is not State.LOCAL:  # the message may be applied or not
+        if self._message is not None:  # the center may or may not have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
                 "cannot be saved: receive() or flush() before"
@@ -692,14 +797,28 @@ class Worker:
         self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
-    def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """End a round: make its exchange, or send its message in the background."""
+    # The acts of one part.
+
+    def _make(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """End the round: its message exists, of these parameters and this state."""
         self._check_loop(params, state)
+        self._machine.make()
+        return params, state
+
+    def _complete(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Send the message and adopt its answer, or send it in the background.
+
+        If there is no message to complete, nothing is done.
+        """
         machine, message = self._machine, self._message
-        if message is None and machine.background:
+        if not machine.is_stuck:
+            return params, state
+        if message is not None:  # else `_make` has checked them
+            self._check_loop(params, state)
+        elif machine.background:
             return self._send(params, state)
-        if message is None:
-            message = self._make(params, state)
+        else:
+            message = self._new_message(params, state)
         if message.answer is None:
             try:
                 message.answer = message.exchange()
@@ -729,48 +848,39 @@ class Worker:
     def _send_ahead(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
-        """Begin to end a round: send its message, without a wait for the answer.
+        """Begin to complete a message: send it, without a wait for the answer.
 
-        `_exchange` then waits for the answer. If there is nothing to send, or a message
-        is in flight, nothing is done.
+        `_complete` then waits for the answer.
         """
-        machine = self._machine
-        if machine.in_flight or not (machine.now.steps or machine.is_stuck):
+        if not self._machine.is_stuck:
             return params, state
-        self._check_loop(params, state)
         message = self._message
-        if message is None and machine.background:
+        if message is not None:  # else `_make` has checked them
+            self._check_loop(params, state)
+        elif self._machine.background:
             return self._send(params, state)
-        (message or self._make(params, state)).send_ahead()
+        (message or self._new_message(params, state)).send_ahead()
         return params, state
 
-    @contextlib.contextmanager
-    def _making(self) -> Iterator[None]:
-        """Make the message of the round within the block; undo it if that fails."""
-        self._machine.make()
-        try:
-            yield
-        except BaseException:
-            if self._message is None:
-                self._machine.discard()
-            raise
-
-    def _make(self, params: PyTree, state: LocalState) -> Message:
-        """Make the message of a round, to be sent while no local steps are made."""
+    def _new_message(self, params: PyTree, state: LocalState) -> Message:
+        """Make the arrays of a message, for which the caller waits."""
         anchor, _ = self._require_start()
-        with self._making():
-            measured = self._measured(params, state)
-            contribution, codec_state, made = self._programs.contribute(
-                state, params, anchor.params
-            )
-            message = self._new_message(contribution, made, measured, codec_state)
-            self._message = message
-        return message
+        measured = self._measured(params, state)
+        contribution, codec_state, made = self._programs.contribute(
+            state, params, anchor.params
+        )
+        self._message = self._message_of(contribution, made, measured, codec_state)
+        return self._message
 
     def _discard(self) -> None:
         """Forget a message that was not applied, so that it is not sent again."""
         self._message = None
         self._machine.discard()
+
+    def _discard_unsent(self) -> None:
+        """Forget a message that a call has not sent because it raised before."""
+        if self._machine.state is State.MADE and self._message is None:
+            self._machine.discard()
 
     def _reset(
         self, params: PyTree, state: LocalState, message: Message, answer: Answer
@@ -812,7 +922,7 @@ class Worker:
             return state
         return self._programs.take_back(state, message.submission.contribution)
 
-    def _new_message(
+    def _message_of(
         self,
         contribution: PyTree,
         made: jax.Array,
@@ -838,22 +948,21 @@ class Worker:
         return Message(session, submission, measured, codec_state)
 
     def _send(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Make the message, and send it in the background while local steps go on."""
+        """Make the arrays of a message, and send it while local steps go on."""
         anchor, _ = self._require_start()
-        with self._making():
-            spare, self._spare = self._spare, None
-            if spare is None:
-                made, *_ = self._programs.contribute(state, params, anchor.params)
-                kept = params if self._programs.keeps_sent else None
-                spare = trees.copy((made, kept))
-            measured = self._measured(params, state)
-            contribution, sent, state = self._programs.send(
-                spare, params, state, anchor.params
-            )
-            for leaf in jax.tree.leaves(contribution):
-                leaf.copy_to_host_async()
-            message = self._new_message(contribution, sent.steps, measured)
-            self._send_in_background(message, sent)
+        spare, self._spare = self._spare, None
+        if spare is None:
+            contribution, *_ = self._programs.contribute(state, params, anchor.params)
+            kept = params if self._programs.keeps_sent else None
+            spare = trees.copy((contribution, kept))
+        measured = self._measured(params, state)
+        contribution, sent, state = self._programs.send(
+            spare, params, state, anchor.params
+        )
+        for leaf in jax.tree.leaves(contribution):
+            leaf.copy_to_host_async()
+        message = self._message_of(contribution, sent.steps, measured)
+        self._send_in_background(message, sent)
         return params, state
 
     def _send_in_background(self, message: Message, sent: Sent) -> None:
@@ -863,7 +972,12 @@ class Worker:
         message.send_in_background(self._give_up)
 
     def _receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Wait for the answer of the message in flight, adopt it, and keep progress."""
+        """Wait for the answer to a message in flight, adopt it, and keep progress.
+
+        If no message is in flight, nothing is done.
+        """
+        if not self._machine.in_flight:
+            return params, state
         message = self._message
         assert message is not None
         assert message.sent is not None

@@ -281,7 +281,7 @@ def test_response_adopted_before_an_error_is_kept():
 @pytest.mark.parametrize("receives", [0, 1, 2])
 @pytest.mark.parametrize("then", ["exchange", "flush", "flush all"])
 def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, then):
-    """A call that raised is not counted, so a flush in its place has one step less."""
+    """The call raised after its steps were in arrays that are kept."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     weights = []
@@ -305,8 +305,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
         told = {"steps": 5, "weight": 9.0} if "all" in then else {}
         loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
     said = center.sent[-1][2], weights[-1]
-    expected = {"exchange": (2, 7.0), "flush": (1, 3.0), "flush all": (5, 9.0)}
-    assert said == expected[then]
+    assert said == ((5, 9.0) if "all" in then else (2, 7.0))
     loop.local_step()
     loop.exchange(weight=1.0)
     assert loop.worker._machine.counts == (1, 1.0)
