@@ -320,8 +320,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        session = self._worker._session
-        assert session is not None
+        _, session = self._worker._parts[0].require_start()
         return session.before
 
     def _now_lost(self) -> _Lost:
@@ -340,10 +339,11 @@ class Uplink:
         assert state is not None
         if not self._rounds or not jax.tree.leaves(state.codec_state):
             return state.codec_state
-        anchor, _ = self._worker._require_start()
+        part = self._worker._parts[0]
+        anchor, _ = part.require_start()
         sent = self._rounds[0]
         state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
-        return self._worker._programs.contribute(state, sent.sent, anchor.params)[1]
+        return part.programs.contribute(state, sent.sent, anchor.params)[1]
 
     # Sending and adopting.
 
