@@ -210,13 +210,14 @@ def train(
         params, state = worker.start()
 
     local = local_step(model, worker.tx)
+    (exchanges,) = worker._parts
     while len(trace.flights) < 4 + rounds:
         start = time.monotonic()
         params, state = jax.block_until_ready(local(params, state))
         trace.steps.append(Span(start, time.monotonic()))
-        start, before = time.monotonic(), worker._message
+        start, before = time.monotonic(), exchanges.message
         params, state = worker.exchange(params, state)
-        if worker._message is not None and worker._message is not before:
+        if exchanges.message is not None and exchanges.message is not before:
             departures.append(start)
         if len(trace.flights) > max(answered, 1):  # all programs are compiled by now
             answered = len(trace.flights)

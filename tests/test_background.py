@@ -1,12 +1,13 @@
-"""Background threads: exceptions are logged, and loops continue."""
+"""Background threads: exceptions are logged, loops continue, and pauses grow."""
 
+import itertools
 import threading
 import time
 
 import pytest
 from helpers.waiting import LIMIT, wait_until
 
-from agn_optax._internal import background, in_background, keep_running
+from agn_optax._internal import Backoff, background, in_background, keep_running
 from agn_optax.service._watchdog import Transfer, Transfers, Watchdog
 
 
@@ -74,3 +75,17 @@ def test_failing_cut_does_not_block_other_connections():
         time.sleep(0.001)  # longer than a tick of the clock
         transfers.cut(0.0)
         assert cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("backoff", "expected"),
+    [
+        (Backoff(0.5), [0.5, 0.5, 0.5, 0.5]),
+        (Backoff(0.1, longest=0.7), [0.1, 0.2, 0.4, 0.7, 0.7]),
+        (Backoff(1.0, factor=3.0, longest=9.0), [1.0, 3.0, 9.0, 9.0]),
+        (Backoff(2.0, longest=1.0), [1.0, 1.0]),
+    ],
+    ids=repr,
+)
+def test_pauses_grow_by_the_factor_up_to_the_longest(backoff, expected):
+    assert list(itertools.islice(backoff.pauses(), len(expected))) == expected

@@ -206,17 +206,17 @@ class ToldMessage(Message):
     def exchange(self) -> Answer:
         return cast(Answer, self.session.answer(super().exchange))
 
-    def take_off(self, give_up: float) -> None:
+    def send_in_background(self, give_up: float) -> None:
         if _is_first():
-            super().take_off(give_up)
+            super().send_in_background(give_up)
         else:
             self.flight = concurrent.futures.Future()  # never done in this process
 
     def ask_if_answered(self) -> bool:
         return bool(_agreed(super().ask_if_answered()))
 
-    def land(self) -> Answer:
-        return cast(Answer, self.session.answer(super().land))
+    def receive(self) -> Answer:
+        return cast(Answer, self.session.answer(super().receive))
 
 
 def _is_first() -> bool:

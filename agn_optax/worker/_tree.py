@@ -29,7 +29,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import combinations, in_background, trees
+from agn_optax._internal import Backoff, combinations, in_background, trees
 from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
@@ -149,7 +149,8 @@ class Uplink:
     # The loop.
 
     def _run(self) -> None:
-        pause = _POLL
+        backoff = Backoff(_POLL, longest=_LONGEST)
+        pauses = backoff.pauses()
         try:
             while not self._is_over:
                 try:
@@ -157,14 +158,13 @@ class Uplink:
                         self._act()
                     else:
                         self._core.wait_for(lambda: self._steps >= self._period, _POLL)
-                    pause = _POLL
+                    pauses = backoff.pauses()
                 except Exception as error:  # any: a later attempt may succeed
                     self._fails(error)
                     if self._stopped.is_set():
                         self._given_up.wait(_POLL)
                     else:
-                        self._stopped.wait(pause)
-                        pause = min(2 * pause, _LONGEST)
+                        self._stopped.wait(next(pauses))
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
@@ -320,8 +320,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        session = self._worker._session
-        assert session is not None
+        _, session = self._worker._parts[0].require_start()
         return session.before
 
     def _now_lost(self) -> _Lost:
@@ -340,10 +339,11 @@ class Uplink:
         assert state is not None
         if not self._rounds or not jax.tree.leaves(state.codec_state):
             return state.codec_state
-        anchor, _ = self._worker._require_start()
+        part = self._worker._parts[0]
+        anchor, _ = part.require_start()
         sent = self._rounds[0]
         state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
-        return self._worker._programs.contribute(state, sent.sent, anchor.params)[1]
+        return part.programs.contribute(state, sent.sent, anchor.params)[1]
 
     # Sending and adopting.
 

@@ -77,11 +77,11 @@ def test_interrupted_adoption_is_completed_without_a_second_exchange(
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._programs.contribute(state, params, {"a": jnp.ones(2)})[0],
+        worker._parts[0].programs.contribute(state, params, {"a": jnp.ones(2)})[0],
         anchor_version=0,
         worker="w",
     )
-    programs = worker._programs
+    programs = worker._parts[0].programs
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -125,8 +125,9 @@ def test_restore_rejects_the_state_of_another_worker():
     other = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.state"):
         other.restore(saved)
+    without = (saved.parts[0]._replace(anchor=None),)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.anchor"):
-        worker.restore(saved._replace(anchor=None))
+        worker.restore(saved._replace(parts=without))
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.params"):
         worker.restore(saved._replace(params={"b": jnp.ones(2)}))
 
@@ -190,13 +191,13 @@ def test_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), {"a": jnp.ones(2)})
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
     params, state = worker.start()
-    real = getattr(worker._session, after)
+    real = getattr(worker._parts[0].session, after)
 
     def interrupted(*args, **kwargs):
         real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker._session, after, interrupted)
+    monkeypatch.setattr(worker._parts[0].session, after, interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.exchange({"a": params["a"] - 1}, state)
     monkeypatch.undo()

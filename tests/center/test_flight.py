@@ -209,13 +209,13 @@ def test_message_in_flight_is_not_overwritten():
     loop.flush()
     center.there.clear()
     loop.step(1)
-    flying = loop.worker._message
-    sent = np.array(flying.contribution)
+    flying = loop.worker._parts[0].message
+    sent = np.array(flying.submission.contribution)
     loop.params, loop.state = loop.worker.start()
     center.there.set()
     loop.step(4)
     loop.flush()
-    np.testing.assert_array_equal(flying.contribution, sent)
+    np.testing.assert_array_equal(flying.submission.contribution, sent)
     with pytest.raises(errors.CenterError):
         flying.flight.result(LIMIT)
     np.testing.assert_array_equal(center.pull().params, -8.0)
@@ -264,7 +264,7 @@ def test_response_adopted_before_an_error_is_kept():
     loop.step(3)  # the loop continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
     center.refuses = True
     for _ in range(3):
         with pytest.raises(errors.MessageRefusedError, match="not this one"):
@@ -278,10 +278,10 @@ def test_response_adopted_before_an_error_is_kept():
     np.testing.assert_array_equal(loop.params, -4.0)
 
 
-@pytest.mark.parametrize("lands", [0, 1, 2])
-@pytest.mark.parametrize("then", ["exchange", "flush", "flush what was made"])
-def test_steps_and_weight_of_a_repeated_call_count_once_after_land(lands, then):
-    """The call raised after its steps and weight were counted, and is repeated."""
+@pytest.mark.parametrize("receives", [0, 1, 2])
+@pytest.mark.parametrize("then", ["exchange", "flush", "flush all"])
+def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, then):
+    """The call raised after its steps were in arrays that are kept."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     weights = []
@@ -292,23 +292,23 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_land(lands, then):
         loop.exchange(weight=weight)  # the second call continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
     center.refuses = True
     with pytest.raises(errors.MessageRefusedError, match="not this one"):
         loop.exchange(weight=4.0)
-    for _ in range(lands):
-        loop.params, loop.state = loop.worker.land(loop.params, loop.state)
+    for _ in range(receives):
+        loop.params, loop.state = loop.worker.receive(loop.params, loop.state)
     center.refuses = False
     if then == "exchange":
         loop.exchange(weight=4.0)
     else:
-        told = {"steps": 5, "weight": 9.0} if "made" in then else {}
+        told = {"steps": 5, "weight": 9.0} if "all" in then else {}
         loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
     said = center.sent[-1][2], weights[-1]
-    assert said == ((5, 9.0) if "made" in then else (2, 7.0))
+    assert said == ((5, 9.0) if "all" in then else (2, 7.0))
     loop.local_step()
     loop.exchange(weight=1.0)
-    assert (loop.worker._local_steps, loop.worker._weight) == (1, 1.0)
+    assert loop.worker._parts[0].machine.counts == (1, 1.0)
 
 
 class Flaky(Watched):

@@ -409,7 +409,7 @@ def test_site_continues_if_its_codec_fails_while_the_parent_is_lost(monkeypatch)
     rule = rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
     parent = Parent(rule, jnp.zeros(4))
     with site(shared.downpour(), parent, period=2) as made:
-        programs = made.uplink._worker._programs
+        programs = made.uplink._worker._parts[0].programs
 
         def loses():
             monkeypatch.setattr(programs, "contribute", lambda *_: fails())

@@ -165,7 +165,7 @@ def test_failed_exchange_is_applied_once(where, monkeypatch):
     def lost(*args, **kwargs):
         raise errors.CenterUnreachableError("nobody answers")
 
-    session = worker._workers[0]._session
+    session = worker._parts[0].session
     with monkeypatch.context() as patch:
         patch.setattr(session, where, lost)
         with pytest.raises(errors.CenterUnreachableError):
@@ -190,7 +190,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
         raise errors.CenterUnreachableError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker._workers[1]._session, "submit", lost)
+        patch.setattr(worker._parts[1].session, "submit", lost)
         with pytest.raises(errors.CenterUnreachableError):
             worker.flush(*loop)
     assert versions(center) == (1, 0)
@@ -250,10 +250,10 @@ def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
             raise errors.MessageRefusedError("not this one")
         return submit(submission)
 
-    for p, each in enumerate(worker._workers):
-        submit = each._session.submit
+    for p, each in enumerate(worker._parts):
+        submit = each.session.submit
         monkeypatch.setattr(
-            each._session, "submit", functools.partial(counted, p, submit)
+            each.session, "submit", functools.partial(counted, p, submit)
         )
     with pytest.raises(errors.MessageRefusedError):
         worker.flush(*loop)
@@ -306,7 +306,7 @@ def test_fragment_is_received_exactly_after_its_delay():
     for i in range(2 * PERIOD):
         loop = local(*loop, at(feeds(PARAMS, 2 * PERIOD), i))
         if i % PERIOD == PERIOD // 2 and i:  # a message was sent at the step before
-            flight = worker._workers[0]._message.flight
+            flight = worker._parts[0].message.flight
             flight.result(60)
         due.append(worker.due)
         loop = worker.exchange(*loop)
@@ -328,18 +328,18 @@ def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
         loop = step(worker.tx, *loop, at(feeds(PARAMS, 8), i))
         loop = worker.exchange(*loop, steps=PERIOD)
     worker.flush(*loop)
-    counts = [each.exchanges for each in worker._workers]
+    counts = [each.exchanges for each in worker._parts]
     assert max(counts) - min(counts) <= 1
     assert min(counts) >= 4
 
 
-def test_land_without_a_message_keeps_the_norm():
+def test_receive_without_a_message_keeps_the_norm():
     worker = worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
     targets = feeds(PARAMS, PERIOD)
     loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD // 2 + 1))
     assert worker.exchanges == 0  # the second fragment has none
     norm = float(worker.norm)
-    worker.land(*loop)
+    worker.receive(*loop)
     assert float(worker.norm) == norm > 0
 
 
@@ -356,7 +356,7 @@ def test_9_restored_worker_continues_bit_for_bit(late):
     center = shards()
     worker = worker_of(center, **settings)
     loop = run_worker(worker, *worker.start(), part(0, stop))
-    loop = worker.land(*loop)
+    loop = worker.receive(*loop)
     saved = worker.save(*loop)
     saved = jax.tree.map(np.asarray, saved)
     again = ShardedCenter(
@@ -502,9 +502,12 @@ def test_workers_with_and_without_fragments_share_a_center():
     assert_identical(loops[1][0], center.pull().params)
 
 
-def test_subclass_of_worker_is_rejected_with_fragments():
+def test_subclass_of_worker_takes_fragments():
     class Own(agn_optax.Worker):
         pass
 
-    with pytest.raises(errors.InvalidArgumentError, match="for Worker itself, got Own"):
-        Own(shards(), INNER, period=PERIOD, fragments=FRAGMENTS)
+    worker = worker_of(shards())
+    own = Own(shards(), INNER, period=PERIOD, fragments=FRAGMENTS)
+    targets = feeds(PARAMS, PERIOD)
+    each = [run_worker(w, *w.start(), targets) for w in (worker, own)]
+    assert_identical(*each)

@@ -175,7 +175,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
-    submit, refusals = worker._session.submit, [None, None]
+    submit, refusals = worker._parts[0].session.submit, [None, None]
 
     def flaky(*args, **kwargs):
         if refusals:
@@ -183,7 +183,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
             raise errors.MessageRefusedError("not now")
         submit(*args, **kwargs)
 
-    monkeypatch.setattr(worker._session, "submit", flaky)
+    monkeypatch.setattr(worker._parts[0].session, "submit", flaky)
     refused = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)
@@ -293,9 +293,9 @@ def test_late_response_keeps_local_progress(rule, dtype):
     params, state = local_step(*loop)
     sent = jax.tree.map(np.array, params)
     loop = worker.exchange(params, state)
-    message = worker._message
+    message = worker._parts[0].message
     answer = message.flight.result(60)
-    assert (message.left.params is None) == (rule != "agn")
+    assert (message.sent.params is None) == (rule != "agn")
     params, state = local_step(*loop)
     expected = rounds.adopt_late(made, params, sent, answer.params)
     params, state = worker.exchange(params, state)
@@ -452,7 +452,7 @@ def test_exchange_inside_jit_is_rejected(period, first):
 
     for _ in range(first):
         loop = whole(loop)
-    counted = worker.save(*loop).local_steps
+    counted = worker.save(*loop).parts[0].local_steps
     for end in (worker.exchange, worker.flush, worker.save):
         with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
             jax.eval_shape(functools.partial(whole, end=end), loop)
@@ -461,7 +461,7 @@ def test_exchange_inside_jit_is_rejected(period, first):
     )
     with pytest.raises(errors.InvalidTypeError, match="compile the gradients"):
         scanned(loop)
-    assert worker.save(*loop).local_steps == counted
+    assert worker.save(*loop).parts[0].local_steps == counted
     assert center.version == first // period
 
 
@@ -536,7 +536,7 @@ def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
         params, state, mine = step(params, state, mine)
         params, state = worker.exchange(params, state)
         if number % 5 == 0:
-            params, state = worker.land(params, state)
+            params, state = worker.receive(params, state)
             said[worker.exchanges] = [each.getMessage() for each in caplog.records]
     assert said[1] == []
     assert said[2] == said[4]

@@ -95,7 +95,7 @@ def kill_before_the_response(loop, monkeypatch):
     def and_apply(sample):
         before(sample)
         if sample == 3:
-            session = loop.worker._session
+            session = loop.worker._parts[0].session
             exchange = type(session).exchange
 
             def applied(*args, **kwargs):
@@ -188,9 +188,10 @@ def test_overlapping_worker_resumes(journaled, tmp_path):
 
 
 def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
-    """It is written once for a retried message, and after an empty flush."""
+    """It is written once for a retried message, and not for an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
-    loop.worker._patience = 0  # otherwise it would continue without the center
+    # Otherwise it would continue without the center.
+    loop.worker._parts[0].machine.patience = 0
     an_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
@@ -201,7 +202,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
         write(*args, **kwargs)
 
     monkeypatch.setattr(loop.checkpoints, "write", counted)
-    session = loop.worker._session
+    session = loop.worker._parts[0].session
     for lost in (True, False):
         with monkeypatch.context() as patched:
             if lost:
@@ -364,7 +365,7 @@ def test_killed_flush_of_fragments_is_completed_once(halved, tmp_path, monkeypat
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
-    monkeypatch.setattr(loop.worker._workers[1]._session, "exchange", kill)
+    monkeypatch.setattr(loop.worker._parts[1].session, "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [2, 0]
@@ -380,7 +381,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
 ):
     """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._workers[1]._patience = 0
+    loop.worker._parts[1].machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write
@@ -397,14 +398,14 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
-            session = loop.worker._workers[1]._session
+            session = loop.worker._parts[1].session
             patched.setattr(session, "submit", unreachable)
             for _ in range(3 if sample == 1 else 0):
                 with pytest.raises(errors.CenterUnreachableError):
                     loop.exchange(params, state)
                 assert [each.version for each in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each._local_steps for each in loop.worker._workers)
+        made = tuple(each.machine.counts.steps for each in loop.worker._parts)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
@@ -419,8 +420,8 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
 ):
     """The other fragment, which flush also sends, is not in the last checkpoint."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    workers = loop.worker._workers
-    workers[1]._patience = 0
+    workers = loop.worker._parts
+    workers[1].machine.patience = 0
     params, state = loop.start()
     for sample in data:
         params, state = a_step(loop, params, state, sample)
@@ -432,14 +433,14 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
         raise errors.CenterUnreachableError("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(workers[1]._session, "submit", unreachable)
+        patched.setattr(workers[1].session, "submit", unreachable)
         with pytest.raises(errors.CenterUnreachableError):
             loop.exchange(params, state)
         with pytest.raises(errors.CenterUnreachableError):
             loop.flush(params, state)
         assert [each.version for each in halved.centers] == [0, 0]
     if killed == "then":
-        monkeypatch.setattr(workers[0]._session, "collect", kill)
+        monkeypatch.setattr(workers[0].session, "collect", kill)
         with pytest.raises(Killed):
             loop.flush(params, state)
     else:
@@ -546,7 +547,7 @@ def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
         params, state = loop.start()
         if not loop.resumed:
             params, state = a_step(loop, params, state, next(data))
-            loop.flush(params, state)
+            loop.flush(params, state, steps=1)
         loop.close()
     assert loop.resumed
     for kept in beside.values():

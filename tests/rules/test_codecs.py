@@ -335,7 +335,7 @@ def test_dropped_message_is_restored_to_the_residual(overlap):
         for i, worker in enumerate((fresh, stale)):
             params, state = loops[i]
             loops[i] = worker.exchange(params - 1, state)
-    loops = [w.land(*loop) for w, loop in zip((fresh, stale), loops, strict=True)]
+    loops = [w.receive(*loop) for w, loop in zip((fresh, stale), loops, strict=True)]
     assert stale.dropped > 0
     owed = sum(state.codec_state.residual for _, state in loops)
     np.testing.assert_allclose(owed - center.pull().params, np.full(2, 8.0), atol=1e-5)

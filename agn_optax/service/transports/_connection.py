@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
+from agn_optax._internal import Backoff
 from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import LEAST_RATE, watchdog
@@ -44,6 +45,7 @@ SOON = 2.0
 # reconnects within five seconds after an outage, even if its old connections hang.
 FIRST_WORD = 3.5
 
+_BACKOFF = Backoff(first=0.1, longest=1.0)
 _MOST_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
 # gRPC's text for a connection that cannot be made, and its reasons if no host answers.
 _CONNECTING = "failed to connect to all addresses"
@@ -129,7 +131,7 @@ class Connection:
         if self.unreachable_since is not None:
             within = SOON
         end = begin + min(self.timeout, within)
-        attempts, is_told = 0, False
+        attempts, is_told, pauses = 0, False, _BACKOFF.pauses()
         while True:
             attempts += 1
             began = time.monotonic()
@@ -147,7 +149,7 @@ class Connection:
             # The center responded during this attempt, so the timeout begins again. A
             # center that only responds that it is closed does not restart the timeout.
             if self._served > began:
-                begin, attempts = self._heard, 1
+                begin, attempts, pauses = self._heard, 1, _BACKOFF.pauses()
                 end = max(begin + self.timeout, now + SOON)
                 end = min(end, now + within)
             if is_busy:
@@ -164,7 +166,7 @@ class Connection:
                 is_told = True
             if not is_busy and self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
-            pause = min(1.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
             if now + pause > end and is_busy:
                 raise errors.CenterBusyError(
                     f"the center at {self.address} answers, but has not accepted this "
