@@ -289,9 +289,9 @@ class _Sending(WorkerPart):
         return about | {"sends": self._sends}, tree
 
     def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
-        loop = super().go_on(about, tree, has_center=has_center)
+        params, state = super().go_on(about, tree, has_center=has_center)
         try:
-            return self._worker.resend(*loop, about["sends"])
+            return self._worker.resend(params, state, about["sends"])
         except errors.WorkerStateError as error:
             self._worker.leave()
             raise errors.WorkerStateError(
