@@ -61,12 +61,12 @@ class Layout(abc.ABC):
 
     @property
     def is_default(self) -> bool:
-        """Whether one center, common to all workers, is whole on every device."""
+        """True if one center, common to all workers, is whole on every device."""
         return self.placement == Placement()
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether a local step can read the whole center in the state."""
+        """True if a local step can read the whole center in the state."""
         return self.memory.is_at_hand
 
     def check_rule(self, rule: Rule) -> None:
