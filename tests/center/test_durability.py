@@ -629,7 +629,7 @@ def test_write_snapshot_without_room_raises(tmp_path):
 
 
 def test_write_snapshot_without_durability_raises(tmp_path):
-    with pytest.raises(errors.DurabilityError, match="kept nowhere"):
+    with pytest.raises(errors.DurabilityError, match="in memory only, so it writes no"):
         LocalCenter(DOWNPOUR, jnp.zeros(2)).write_snapshot()
     center = kept(Journal(tmp_path / "a"))
     with pytest.raises(errors.NotInitializedError):

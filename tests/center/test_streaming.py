@@ -484,7 +484,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
     saved = worker.save(params, state)
     with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
         worker.restore(saved, life=worker.life[:1])
-    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards keeps as many"):
+    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards needs as many"):
         ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
 
 
