@@ -1124,7 +1124,9 @@ def test_absent_worker_cannot_submit(how):
         made.leave("a", "1")
     elif how == "given up":
         made.disconnect("a", "1", 1, 0.0)
-    with pytest.raises(errors.WorkerStateError, match=r"'a' is not registered.*join again"):
+    with pytest.raises(
+        errors.WorkerStateError, match=r"'a' is not registered.*join again"
+    ):
         made.submit("a", "1", Submission(1, None, 0), 1.0)
 
 

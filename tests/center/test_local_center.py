@@ -126,7 +126,9 @@ def test_only_one_worker_can_initialize():
     with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
         center.initialize(tree(), worker="bert")
     assert center.version == 1
-    with pytest.raises(errors.AlreadyInitializedError, match="created with its parameters"):
+    with pytest.raises(
+        errors.AlreadyInitializedError, match="created with its parameters"
+    ):
         agn_optax.LocalCenter(shared.downpour(), tree()).initialize(tree(), worker="a")
 
 
