@@ -579,9 +579,8 @@ class Core:
         answers = self.rule.codec.answer_dtype or "unrounded"
         refusal = Refusal(
             "nonfinite",
-            "with this message, or another one of its round, the center would no "
-            "longer be finite, either itself or as workers adopt it "
-            f"({answers})",
+            "with this message, or another one of its round, the center would not be "
+            f"finite, either itself or as workers adopt it ({answers})",
         )
         others = {batch.entries[i].worker: refusal for i in batch.taken}
         return self.ledger.refusing(batch, others)

@@ -458,7 +458,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         worker_of(shards(), fragments=eager)
     with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
-    with pytest.raises(errors.InvalidArgumentError, match="must land before"):
+    with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=PERIOD))
     elastic = shards(shared.easgd(0.3))
     with pytest.raises(errors.InvalidArgumentError, match="same force, of which"):

@@ -281,7 +281,7 @@ def test_worker_beyond_the_memory_limit_is_rejected():
     ):
         ones = np.ones(SIZE, np.float32)
         joined = [center.join(name) for name in ("anna", "bert")]
-        with pytest.raises(errors.CenterFullError, match="is for 2 workers, and 2 are"):
+        with pytest.raises(errors.CenterFullError, match="for 2 workers, and 2 are"):
             center.join("carl")
         for session in joined:
             assert session.exchange(Submission(1, ones, anchor_version=0)).applied
