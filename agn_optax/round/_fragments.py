@@ -162,7 +162,7 @@ class Fragments:
         if not all(divided):
             raise errors.InvalidArgumentError(
                 f"the parameters have {sum(map(len, divided))} leaves, too few for "
-                f"{self.parts} fragments: a leaf is in one fragment as a whole"
+                f"{self.parts} fragments: a leaf is not divided"
             )
         return divided
 
