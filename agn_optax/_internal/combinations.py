@@ -59,8 +59,8 @@ COMBINATIONS = (
     Combination(
         "a codec that answers in differences",
         "a placement",
-        "the differences are taken where one center is whole, on the device",
-        "Leave the placement out, or give the codec other answers",
+        "the differences need one center, whole on the device",
+        "Leave the placement out, or take a codec without such answers",
     ),
     Combination(
         "`measure`",
@@ -72,8 +72,8 @@ COMBINATIONS = (
         "a center in shards",
         "a rule that is not elementwise",
         "each shard has only a part of the elements",
-        "Leave what reads more than one element out of the center optimizer, or keep "
-        "the center whole",
+        "Take a center optimizer that reads one element at a time, or keep the center "
+        "whole",
     ),
     Combination(
         "a center in shards",
@@ -97,15 +97,15 @@ COMBINATIONS = (
     Combination(
         "fragments with a delay",
         "`overlap=True`",
-        "with overlap answers are adopted when they come, and with a delay a number "
-        "of local steps after their message",
+        "with overlap an answer is adopted when it arrives, and with a delay a number "
+        "of local steps after its message",
         "Leave out one of them",
     ),
     Combination(
         "fragments with mixing",
         "a rule that adopts the center before its message",
-        "the rule moves worker and center by the same force, of which mixing would "
-        "take a part from one of them",
+        "the rule moves worker and center by the same force, which mixing would "
+        "reduce at the worker only",
         "Leave `mixing` out",
     ),
     Combination(
@@ -129,8 +129,8 @@ COMBINATIONS = (
     Combination(
         "eager updates",
         "a robust combine",
-        "eager updates adopt a worker's own share of a message, and by a robust "
-        "combine no message has one",
+        "eager updates adopt a worker's own share of a message, and a robust combine "
+        "has no such shares",
         "Leave `eager` out, or combine by `'sum'` or `'mean'`",
     ),
     Combination(
@@ -151,8 +151,8 @@ COMBINATIONS = (
     Combination(
         "`dynamic_period`",
         "workers of one program",
-        "such workers make their steps together, and a center outside measures the "
-        "pace of each",
+        "such workers make their steps together, and only a center outside measures "
+        "the speed of each",
         "Give an int or a function of the exchanges made so far",
         errors.InvalidTypeError,
     ),
@@ -160,47 +160,48 @@ COMBINATIONS = (
     Combination(
         "a codec that leaves out elements",
         "a rule that sends parameters",
-        "contributions of the rule are not differences, so what is left out would "
-        "count as zero",
+        "contributions of the rule are not differences, so elements that are left out "
+        "would count as zero",
         "The codec must send all elements, as `quantize(8)` and `cast('bfloat16')` do",
     ),
     Combination(
         "`error_feedback`",
         "a chain around it",
-        "it keeps what its own codec loses, but not what others of the chain lose",
+        "it keeps the loss of its own codec, but not the losses of the others in the "
+        "chain",
         "Instead, put `error_feedback` around `chain_codecs`",
     ),
     Combination(
         "`error_feedback`",
         "answers of a codec",
-        "each difference is taken from the exact center, and so has all that was lost "
-        "before",
+        "each difference is taken from the exact center, so it already contains all "
+        "earlier losses",
         "Give the codec without `error_feedback`",
     ),
     Combination(
         "a codec that is not exact",
         "answers of a codec",
-        "programs decode it alike only to the last place, and the public center must "
-        "be the same bits at every worker",
+        "programs decode it alike only up to rounding, and the broadcast parameters "
+        "must be equal bit for bit at all workers",
         "Take another codec than `low_rank`",
     ),
     Combination(
         "a codec with answers",
         "answers of a codec",
-        "nothing comes back for an answer",
+        "an answer is not answered itself",
         "Give a codec that has no answers",
     ),
     Combination(
         "a codec for matrices",
         "`all_reduce`",
-        "gradients are reduced by pieces, which are vectors, and the codec makes only "
-        "matrices smaller",
+        "gradients are reduced by pieces, which are vectors, and the codec compresses "
+        "only matrices",
         "Take a codec that works by blocks, such as `codecs.quantize(8)`",
     ),
     Combination(
         "row-sparse gradients",
         "`all_reduce` with a codec",
-        "the codec encodes whole gradients, and rows travel as they are, or by "
+        "the codec encodes whole gradients, and rows are sent as they are, or by "
         "`codecs.cast`",
         "Put `densify()` first, or give such gradients an `all_reduce` of their own",
         errors.TreeMismatchError,
@@ -209,8 +210,8 @@ COMBINATIONS = (
     Combination(
         "a robust combine",
         "a center that is not synchronous",
-        "the combine makes one message of those of a round, and the center takes them "
-        "one by one",
+        "the combine needs all messages of a round, and the center applies them one "
+        "by one",
         "Give the center `mode=Synchronous()` (`--mode synchronous`)",
     ),
     Combination(
@@ -231,7 +232,7 @@ COMBINATIONS = (
     Combination(
         "durability",
         "a center with a parent",
-        "what the center owes to its parent would be lost with its process",
+        "exchanges that were not yet sent to the parent would be lost with the process",
         "Give the parent a durability",
     ),
     Combination(
@@ -256,7 +257,7 @@ COMBINATIONS = (
     Combination(
         "`tls`",
         "`credentials`",
-        "gRPC's credentials are made of `tls`",
+        "gRPC's credentials are made from `tls`",
         "Give one of them, not both",
     ),
 )

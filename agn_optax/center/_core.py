@@ -155,7 +155,7 @@ class Core:
             if params is not None and self._store is None:
                 self.initialize(params, worker="")
         except BaseException:
-            self.close("it could not be made")
+            self.close("this center could not be created")
             raise
 
     # State.
@@ -276,8 +276,8 @@ class Core:
         version = version or current
         if version is not current and not (version.readers or version.escaped):
             raise errors.WorkerStateError(
-                f"the answer of version {version.number} is kept no longer: its worker "
-                "has gone on, or has joined anew"
+                f"the answer of version {version.number} was released, because its "
+                "worker has continued or has joined again"
             )
         return version
 
@@ -296,8 +296,8 @@ class Core:
         """Write a snapshot now: see `LocalCenter.write_snapshot`."""
         if self._keeper is None:
             raise errors.DurabilityError(
-                "this center is kept nowhere: give it a durability (--journal, "
-                "--snapshots)"
+                "this center is in memory only, so it writes no snapshots: give it a "
+                "durability (--journal, --snapshots)"
             )
         return self._keeper.save()
 
@@ -313,10 +313,12 @@ class Core:
         check.float_leaves(params, "params")
         with self._changed:
             if self._store is not None and self._chief not in (None, worker):
-                by = f"worker {self._chief!r}" if self._chief else "whoever made it"
+                how = "was created with its parameters"
+                if self._chief:
+                    how = f"worker {self._chief!r} has initialized"
                 raise errors.AlreadyInitializedError(
-                    f"worker {worker!r} wants to initialize a center that {by} has "
-                    "initialized; start it with chief=False, and it adopts the center"
+                    f"worker {worker!r} cannot initialize a center that {how}; start "
+                    "the worker with chief=False, and it adopts the center"
                 )
             if self._store is None:
                 store = Store(
@@ -577,8 +579,8 @@ class Core:
         answers = self.rule.codec.answer_dtype or "unrounded"
         refusal = Refusal(
             "nonfinite",
-            "with this message, or with another one of its round, the center would not "
-            f"be finite any more, as it is or as workers adopt it ({answers})",
+            "with this message, or another one of its round, the center would not be "
+            f"finite, either itself or as workers adopt it ({answers})",
         )
         others = {batch.entries[i].worker: refusal for i in batch.taken}
         return self.ledger.refusing(batch, others)
@@ -638,7 +640,7 @@ class Core:
             why = "" if refusal is None else refusal.why
             if refusal is not None:
                 _log.warning(
-                    "a message of worker %r was refused: %s", entry.worker, why
+                    "a message of worker %r was rejected: %s", entry.worker, why
                 )
             if refusal is not None and refusal.is_last:
                 in_a_row = self.ledger.refusals.refuse.in_a_row
@@ -646,8 +648,8 @@ class Core:
                     sequence,
                     errors.MessageRefusedError(
                         f"worker {entry.worker!r} has sent {in_a_row} messages or more "
-                        f"in a row that this center refuses, the last one because "
-                        f"{why}; the center stays as it was. Start again from the "
+                        "in a row that this center rejects, the last one because "
+                        f"{why}; the center is unchanged. Start again from the "
                         "center, with a smaller learning rate or with clipping"
                     ),
                 )
@@ -788,7 +790,7 @@ def _again(error: Exception) -> Exception:
     try:
         return copy.copy(error)
     except Exception:  # its constructor takes other arguments than `args`
-        return errors.CenterError(f"it failed: {error!r}")
+        return errors.CenterError(f"the exchange failed: {error!r}")
 
 
 @dataclasses.dataclass(eq=False)

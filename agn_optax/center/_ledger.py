@@ -179,8 +179,8 @@ class Ledger:
         most = limits.max_workers
         if most is not None and barrier > most:
             raise errors.InvalidArgumentError(
-                f"barrier must be at most max_workers, {most}, or nobody ever starts; "
-                f"got {barrier}"
+                f"barrier must be at most max_workers, {most}, or no worker ever "
+                f"starts; got {barrier}"
             )
         self.mode = mode
         self.limits = limits
@@ -221,8 +221,8 @@ class Ledger:
         member = self._present.get(worker)
         if member is None:
             raise errors.WorkerStateError(
-                f"worker {worker!r} is not one of this center's: it never joined, "
-                "left, or was given up; join again"
+                f"worker {worker!r} is not registered at this center: it never joined, "
+                "left, or its session expired; join again"
             )
         if member.incarnation != incarnation:
             raise _was_replaced(worker)
@@ -264,13 +264,13 @@ class Ledger:
             raise _was_replaced(worker)
         if old is None or old.gone:
             for most, why in (
-                (self.limits.max_workers, "this center takes"),
-                (room, "the memory that this center may use is for"),
+                (self.limits.max_workers, "this center takes at most"),
+                (room, "the memory that this center may use is enough for"),
             ):
                 if most is not None and there >= most:
                     raise errors.CenterFullError(
                         f"no room for worker {worker!r}: {why} {most} workers, and "
-                        f"{there} are there"
+                        f"{there} are registered"
                     )
         elif old.connected and not (is_same or replace):
             raise errors.NameTakenError(
@@ -617,6 +617,6 @@ class Ledger:
 
 def _was_replaced(worker: str) -> errors.WorkerStateError:
     return errors.WorkerStateError(
-        f"worker {worker!r} was replaced by another one of that name, or has been away "
-        "for so long that it is forgotten; start() again"
+        f"worker {worker!r} was replaced by another one of that name, or its session "
+        "ended too long ago to be resumed; start() again"
     )

@@ -120,8 +120,8 @@ class LocalCenter:
             _log.warning(
                 "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
                 "combines the messages of all workers by their mean, and in mode %s n "
-                "workers move the center n times as far, unless its optimizer is one "
-                "for messages one by one (agn_optax.center_optimizers)",
+                "workers move the center n times as far, unless its optimizer is for "
+                "messages that are applied one by one (agn_optax.center_optimizers)",
                 rule.name,
                 self.core.ledger.mode,
             )
@@ -160,7 +160,7 @@ class LocalCenter:
                 )
             center.core.restore(saved)
         except BaseException:
-            center.close("it could not be restored")
+            center.close("this center could not be restored")
             raise
         return center
 
@@ -244,8 +244,8 @@ class LocalCenter:
         center, incarnation = (self.life, None) if life is None else life
         if center != self.life:
             raise errors.WorkerStateError(
-                f"worker {worker!r} comes back to a center that has been started anew "
-                "since, or is another one; start() again"
+                f"worker {worker!r} cannot resume its session at this center, which "
+                "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
             worker, incarnation, params, replace=True, back=life is not None
@@ -259,8 +259,8 @@ class LocalCenter:
         session.leave()
         raise errors.NotInitializedError(
             f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
-            f"workers to start together, and {len(self.core.ledger.present())} "
-            "others are there"
+            "workers to start together; other workers that have joined: "
+            f"{len(self.core.ledger.present())}"
         )
 
     def close(self, reason: str = "this center has been closed") -> None:

@@ -59,7 +59,7 @@ class ShardedCenter:
             )
         if fragments is not None and len(fragments) != len(centers):
             raise errors.InvalidArgumentError(
-                f"a center in {len(centers)} shards keeps as many fragments, got "
+                f"a center in {len(centers)} shards needs as many fragments, got "
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
@@ -100,8 +100,9 @@ class ShardedCenter:
         lives = own if life is None else life
         if len(lives) != len(own):
             raise errors.WorkerStateError(
-                f"worker {worker!r} comes back to a center in {len(own)} shards, and "
-                f"had joined one in {len(lives)}; start() again"
+                f"worker {worker!r} cannot resume its session at a center in "
+                f"{len(own)} shards, because it had joined one in {len(lives)}; "
+                "start() again"
             )
         if params is not None:
             self._check_model(params)
@@ -290,9 +291,9 @@ class ShardedSession(Session):
         shards = len(self._sessions)
         if self._is_over:
             raise errors.WorkerStateError(
-                f"a shard has refused a message of worker {self.worker!r} that others "
-                "may have applied, who would take the next one for the same: start() "
-                "again"
+                f"a shard has rejected a message of worker {self.worker!r} that other "
+                "shards may have applied, which would take the next message for the "
+                "same one: start() again"
             )
         versions, contribution = submission.anchor_version, submission.contribution
         if not isinstance(versions, tuple) or len(versions) != shards:

@@ -172,7 +172,7 @@ class Store:
             expected = jax.eval_shape(
                 functools.partial(rounds.init_public, rule), params
             )
-            what = "the rule's public center"
+            what = "the rule's broadcast parameters"
             check.same_tree(public, expected, "saved.public", what)
         version = int(saved.version)
         if version < 0:
@@ -198,7 +198,7 @@ class Store:
         most = float(jnp.finfo(codec.answer_dtype).max)
         if largest > most:
             raise errors.InvalidArgumentError(
-                f"by codec {codec.name!r} workers adopt the center as "
+                f"with codec {codec.name!r} workers adopt the center as "
                 f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
                 f"{most:g}; the first parameters have {largest:g}"
             )
@@ -265,7 +265,7 @@ class Store:
         if self.packing is None or not self.packing.holds(contribution):
             like = self.contribution_like
             check.same_tree(
-                contribution, like, "contribution", "what this center takes"
+                contribution, like, "contribution", "the expected contribution"
             )
             check.same_kinds(contribution, like, "contribution")
         return self.place(contribution)

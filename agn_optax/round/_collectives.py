@@ -243,9 +243,9 @@ def check_alike(tree: PyTree, axis_name: Any) -> None:
             if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
                 raise errors.InvalidArgumentError(
                     f"the workers of {axis_name!r} begin with different parameters, "
-                    f"first in params{keystr(path)}: each would have another center, "
-                    "and for good. Begin with the same, and let them differ by their "
-                    "data"
+                    f"first in params{keystr(path)}, so that each would keep another "
+                    "center. Begin with the same parameters, and give the workers "
+                    "different data"
                 )
         return tree, batched[0]
 

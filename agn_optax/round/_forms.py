@@ -204,9 +204,9 @@ def phases(
             first = state.fragments[0]
         if counts_exchanges(rule.center, unwrapped(first.center_state)):
             _log.warning(
-                "the center optimizer of rule %r has a schedule, which is asked once "
-                "an exchange: after N local steps with period P it is at N / P. "
-                "agn_optax.by_local_steps(optimizer) has it count local steps",
+                "the center optimizer of rule %r has a schedule, which counts "
+                "exchanges: after N local steps with period P it is at N / P. "
+                "agn_optax.by_local_steps(optimizer) makes it count local steps",
                 rule.name,
             )
         return state
@@ -217,7 +217,7 @@ def phases(
             layout.check_center(params, state.center)
         elif fragments is None or isinstance(state, ExchangeState):
             raise errors.TreeMismatchError(
-                f"the state is a {type(state).__name__}, and {rule.name} was made with "
+                f"the state is a {type(state).__name__}, but {rule.name} was made with "
                 f"fragments={fragments}"
             )
         else:
@@ -661,10 +661,10 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     """
     if _goes_on(opt_state):
         _log.warning(
-            "a chain goes on after a rule. If that is a drop-in one, what comes after "
-            "it changes the updates by which parameters become the center, and they do "
-            "not become it: put the rule last. (After the local phase of phases() all "
-            "is in order)"
+            "a chain has more transformations after a rule. After a drop-in rule, they "
+            "change the updates that set the parameters to the center, which must stay "
+            "as they are: put the rule last. (After the local phase of phases(), they "
+            "are fine)"
         )
     center = _whole_center(find_state(opt_state))
     if params is None:

@@ -161,8 +161,8 @@ class Fragments:
         divided = Parts(sorted(_parts.balanced(params, self.parts, rows=False)))
         if not all(divided):
             raise errors.InvalidArgumentError(
-                f"the parameters have {sum(map(len, divided))} leaves, which cannot be "
-                f"{self.parts} fragments: a leaf is not cut"
+                f"the parameters have {sum(map(len, divided))} leaves, too few for "
+                f"{self.parts} fragments: a leaf is not divided"
             )
         return divided
 
@@ -201,8 +201,8 @@ class Fragments:
         """Check that the delay and all offsets fit into a period."""
         if self.delay >= period or any(t > period for t in self.offsets or ()):
             raise errors.InvalidArgumentError(
-                "a fragment's message must land before its next one, and its offset "
-                f"must be in the period: got delay={self.delay}, "
+                "a fragment's exchange must be complete before its next one begins, "
+                f"and its offset must be in the period: got delay={self.delay}, "
                 f"offsets={self.offsets} and a period of {period}"
             )
 
@@ -307,7 +307,7 @@ def chosen(
     given = [number for number in (fragment, landing) if number is not None]
     if any(map(check.is_traced, given)):
         raise errors.InvalidTypeError(
-            "fragment and landing are numbers that a program is compiled for: jax.jit("
+            "fragment and landing must be static, got a traced value: use jax.jit("
             'tx.exchange, static_argnames=("fragment", "landing"))'
         )
     there = range(0 if fragments is None else len(fragments))
@@ -349,8 +349,8 @@ def begin(
     if begun is None:
         jax.eval_shape(lambda: of_part(params, alone))  # raises if the whole fails too
         raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot begin with a fragment of the parameters, where "
-            "None is in place of the other leaves. A mask or labels of its center "
+            f"rule {rule.name!r} cannot begin with a fragment of the parameters, in "
+            "which the other leaves are None. A mask or labels of its center "
             "optimizer must be functions of the parameters, and not trees"
         )
     # A copy, because some optimizers keep the parameters passed to their init.
@@ -367,8 +367,8 @@ def check_state(
     """
     if len(state.fragments) != len(fragments):
         raise errors.TreeMismatchError(
-            f"the state has {len(state.fragments)} fragments, and there are "
-            f"{len(fragments)} here"
+            f"the state must have {len(fragments)} fragments, got "
+            f"{len(state.fragments)}"
         )
     parts = fragments.divide(params).cut(params)
     for part, own in zip(parts, state.fragments, strict=True):
@@ -394,7 +394,7 @@ def each(
         if (own[number].in_flight is None) != (not fragments.delay):
             raise errors.TreeMismatchError(
                 f"the state is of fragments {'without' if fragments.delay else 'with'} "
-                f"a delay, and here delay={fragments.delay}"
+                f"a delay, but here delay={fragments.delay}"
             )
         cut[number], own[number] = exchange(cut[number], own[number])
     return _parts.join(cut), state._replace(fragments=tuple(own))

@@ -91,8 +91,8 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
         for tree in known:
             if not _is_like(tree, params):
                 raise errors.TreeMismatchError(
-                    "params are another tree than what the state keeps for each "
-                    f"parameter: {jax.tree.structure(params)} and "
+                    "params must have the same tree as the parameters of the state: "
+                    f"got {jax.tree.structure(params)}, expected "
                     f"{jax.tree.structure(tree)}"
                 )
     return _named(list(_found(opt_state, (), _Test(like))))
@@ -130,7 +130,7 @@ def _structure_of(known: list[PyTree]) -> PyTree:
     whole = [tree for tree in known if not trees.nodes(tree, optax.MaskedNode)]
     if not whole or any(not _is_like(tree, whole[0]) for tree in whole):
         raise errors.MissingArgumentError(
-            "slots needs params to know what is like them: the state has "
+            "slots needs params to find the trees like them: the state has "
             f"{'several trees' if whole else 'no tree'} that could be the parameters'. "
             "Call slots(opt_state, params)"
         )

@@ -75,7 +75,7 @@ def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
             if at >= end:  # nothing had been written here, so nothing is lost
                 caplog.clear()
                 assert read(kept) == (whole, life), where
-                assert "which are left out" in caplog.text, where
+                assert "which are ignored" in caplog.text, where
                 continue
             with pytest.raises(errors.DurabilityError) as raised:
                 pytest.fail(f"{where}: {len(read(kept)[0])} of {len(whole)} records")
@@ -106,4 +106,4 @@ def test_empty_or_missing_lock_file_is_accepted(kept):
         change()
         found, life = read(kept)
         assert found == whole
-        assert "lock is not there to say how much there was" in life
+        assert "lock is missing, which holds the number" in life

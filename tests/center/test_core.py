@@ -582,11 +582,11 @@ def test_response_is_not_read_once_its_worker_has_joined_anew():
     bert.submit(Submission(1, jnp.ones(2), anchor_version=1))
     assert bert.answer(1).version.number == 2
     with (
-        pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"),
+        pytest.raises(errors.WorkerStateError, match="version 1 was released"),
         core.reading(answer.version),
     ):
         pass
-    with pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"):
+    with pytest.raises(errors.WorkerStateError, match="version 1 was released"):
         core.snapshot(answer.version)
 
 

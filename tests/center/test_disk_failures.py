@@ -271,7 +271,7 @@ def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp
         send(center)
         wait_until(lambda: "no snapshot could be written" in caplog.text)
         assert "No space left on device" in center.core.degraded
-        assert ("the journal goes on in its old file" in caplog.text) == files
+        assert ("the journal continues in its old file" in caplog.text) == files
         assert not center.core.failure
         copy = shutil.copytree(disk / "a", tmp_path / "copy")
     with found(copy) as again:

@@ -157,7 +157,7 @@ def test_damage_to_synced_records_raises(file):
         numbers(file, 0)
     damage(file, begins[1] + 5000)
     damage(file, begins[1])  # its length is damaged, too
-    with pytest.raises(_records.DamagedError, match=r"record 2 after it is whole"):
+    with pytest.raises(_records.DamagedError, match=r"record 2 after it is complete"):
         numbers(file, 0)
 
 

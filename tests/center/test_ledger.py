@@ -990,7 +990,7 @@ def test_forgotten_session_must_start_again(monkeypatch):
     for worker in "abc":
         made.leave(worker, "1")
     assert made.find("a") is None
-    with pytest.raises(errors.WorkerStateError, match="it is forgotten"):
+    with pytest.raises(errors.WorkerStateError, match="too long ago to be resumed"):
         made.join("a", "1", 0.0, back=True)
     made.join("b", "1", 0.0, back=True)
     made.join("a", "2", 0.0)
@@ -1124,13 +1124,15 @@ def test_absent_worker_cannot_submit(how):
         made.leave("a", "1")
     elif how == "given up":
         made.disconnect("a", "1", 1, 0.0)
-    with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
+    with pytest.raises(
+        errors.WorkerStateError, match=r"'a' is not registered.*join again"
+    ):
         made.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
 def test_full_center_rejects_new_workers():
     made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
-    message = "no room for worker 'c': this center takes 2 workers, and 2 are there"
+    message = "'c': this center takes at most 2 workers, and 2 are registered"
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 0.0)
     made.join("a", "2", 0.0, replace=True)  # it replaces only its own session

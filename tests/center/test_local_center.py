@@ -126,7 +126,9 @@ def test_only_one_worker_can_initialize():
     with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
         center.initialize(tree(), worker="bert")
     assert center.version == 1
-    with pytest.raises(errors.AlreadyInitializedError, match="whoever made it"):
+    with pytest.raises(
+        errors.AlreadyInitializedError, match="created with its parameters"
+    ):
         agn_optax.LocalCenter(shared.downpour(), tree()).initialize(tree(), worker="a")
 
 
@@ -237,7 +239,7 @@ def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkey
     session = center.join("anna")
 
     def exchange():
-        said = "was replaced" if again else "is not one of this center's"
+        said = "was replaced" if again else "is not registered at this center"
         with pytest.raises(errors.WorkerStateError, match=said):
             session.exchange(Submission(1, jnp.ones(4), anchor_version=0))
 

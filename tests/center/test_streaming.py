@@ -458,10 +458,10 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         worker_of(shards(), fragments=eager)
     with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
-    with pytest.raises(errors.InvalidArgumentError, match="must land before"):
+    with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=PERIOD))
     elastic = shards(shared.easgd(0.3))
-    with pytest.raises(errors.InvalidArgumentError, match="same force, of which"):
+    with pytest.raises(errors.InvalidArgumentError, match="same force, which mixing"):
         worker_of(elastic, fragments=agn_optax.Fragments(2, mixing=0.5))
     with pytest.raises(errors.InvalidTypeError, match="that exchanges all at once"):
         worker_of(shards(), period=agn_optax.dynamic_period(8))
@@ -484,7 +484,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
     saved = worker.save(params, state)
     with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
         worker.restore(saved, life=worker.life[:1])
-    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards keeps as many"):
+    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards needs as many"):
         ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
 
 

@@ -447,7 +447,7 @@ class Run(contextlib.ExitStack):
         center.process.fill_disk()
         code = center.process.wait(TIMEOUT)
         if code is not None and (
-            code != 1 or "cannot be kept" not in center.process.said()
+            code != 1 or "no longer be saved" not in center.process.said()
         ):
             outcome.broken.append(f"with a full disk: {code}, {center.process.said()}")
         center.end(KILL)

@@ -231,7 +231,7 @@ def test_operator_can_drain_a_center(runtime, tokens, tmp_path):
             assert process.wait(PATIENCE) == 0
             said = process.stderr.read()
             assert said.count("draining") == 1
-            assert "has asked for" in said
+            assert "as requested by" in said
             assert DRAINS not in said
         finally:
             process.kill()

@@ -426,7 +426,7 @@ def test_doctor_reports_the_answer_of_a_proxy(variables, nowhere):
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):
     where = tmp_path / "center"
     found = checks(f"file:{where}", code=1)
-    assert "no center has left its address" in found["address"][1]
+    assert "no center has published its address" in found["address"][1]
     where.write_text(f"{server.address}\n")
     found = checks(f"file:{where}", code=0)
     assert found["address"][1].startswith(f"{server.address} is 127.0.0.1")

@@ -193,7 +193,7 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
     result, said = found["rates"]
     assert result == "warning"
     assert said.startswith("grpc ")
-    assert "no way by socket" in said
+    assert "cannot connect by socket" in said
 
 
 @pytest.mark.slow

@@ -294,7 +294,9 @@ def test_serve_ends_when_its_journal_cannot_be_written(address, tmp_path, monkey
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 
-    with pytest.raises(AssertionError, match=r"cannot be kept in .* No space left on"):
+    with pytest.raises(
+        AssertionError, match=r"no longer be saved in .* No space left on"
+    ):
         serve(
             address,
             rules.downpour(),

@@ -87,7 +87,7 @@ def is_refused(processes):
     try:
         service.environment()
     except errors.InvalidArgumentError as error:
-        return "job of jax.distributed with 2: with one of these, all" in str(error)
+        return "job of jax.distributed with 2: if one of these ends" in str(error)
     return False
 
 

@@ -405,11 +405,11 @@ def rejection(rule, codec, place, dtype, fragments):
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
         if rule.startswith("easgd"):
-            return "mixing would take|eager updates adopt"
+            return "mixing would reduce|eager updates adopt"
         if place in outside and fragments == "eager":
             return "outside its program has no center optimizer"
         if place == "overlapping":
-            return "answers are adopted when they come"
+            return "an answer is adopted when it arrives"
     if fragments == "eager" and rule == "median":
         return "eager"
     # A fragment has whole leaves; a shard may have a part of a leaf.
@@ -418,11 +418,11 @@ def rejection(rule, codec, place, dtype, fragments):
     ):
         return "a center in shards and"
     if place == "in pairs" and codec != "identity":
-        return "sends centers along|where one center is whole"
+        return "sends centers along|differences need one center"
     if place == "in pairs" and rule == "median":
         return "it must be 'sum' or 'mean'"
     if place == "shards of towers" and codec not in ("identity", "cast"):
-        return "a center in shards and|where one center is whole"
+        return "a center in shards and|differences need one center"
     return None
 
 

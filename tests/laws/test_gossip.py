@@ -391,7 +391,7 @@ def test_gossip_over_several_mesh_axes_equals_one_axis():
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
-        (shared.downpour(), {"axis_name": None}, "axis of the workers that meet"),
+        (shared.downpour(), {"axis_name": None}, "axis of the workers that"),
         (
             agn_optax.rules.downpour(codec=agn_optax.codecs.cast("bfloat16")),
             {},

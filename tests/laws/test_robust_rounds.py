@@ -344,7 +344,11 @@ def test_sharded_center_rejects_aggregation_of_whole_messages():
     ("name", "fragments", "why"),
     [
         ("krum", {}, r"with krum\(2\): a fragment has a part"),
-        ("median", {"delay": 1, "eager": True}, "'average' with median: .* no message"),
+        (
+            "median",
+            {"delay": 1, "eager": True},
+            "'average' with median: .* no such shares",
+        ),
     ],
 )
 def test_fragments_reject_unsupported_robust_aggregation(name, fragments, why):

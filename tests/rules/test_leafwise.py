@@ -223,7 +223,7 @@ def test_log_says_why_an_exchange_is_whole(groups, caplog):
         trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
     (record,) = caplog.records
     assert "by groups of leaves" in record.message
-    assert "made of several leaves" in record.message
+    assert "depends on several leaves" in record.message
 
 
 def test_unrelated_error_of_the_optimizer_is_raised(groups):

@@ -195,7 +195,7 @@ def test_slot_names_are_unique():
 
 
 def test_slots_reject_params_of_another_model():
-    with pytest.raises(errors.TreeMismatchError, match="another tree"):
+    with pytest.raises(errors.TreeMismatchError, match="have the same tree"):
         agn_optax.slots(agn().init(PARAMS), {"w": jnp.ones(3)})
 
 

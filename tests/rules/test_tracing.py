@@ -140,4 +140,4 @@ def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
     with caplog.at_level("DEBUG", "agn_optax"):
         assert not _elementwise.is_uniform(rule, abstract, parts)
     (record,) = caplog.records
-    assert record.message.startswith("not done: the center of rule 'agn' is kept in")
+    assert record.message.startswith("not done: the center of rule 'agn' in two")

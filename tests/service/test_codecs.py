@@ -316,7 +316,9 @@ def test_unrequested_differences_are_rejected(served, monkeypatch):
         session.submit(Submission(1, anchor.params, **how))
         submission, parcel = session._in_flight
         session._in_flight = submission._replace(anchor=None), parcel
-        with pytest.raises(errors.ProtocolError, match="none were asked for"):
+        with pytest.raises(
+            errors.ProtocolError, match="the whole center was asked for"
+        ):
             session.collect(1)
 
 

@@ -271,7 +271,9 @@ def test_exchange_raises_same_error_over_all_transports_if_journal_failed(
             assert str(error).endswith(server.center.core.failure)
         # All other calls raise, too.
         for ask in (center.pull, lambda: center.join("another")):
-            with pytest.raises(errors.CenterUnreachableError, match="cannot be kept"):
+            with pytest.raises(
+                errors.CenterUnreachableError, match="no longer be saved"
+            ):
                 ask()
 
 

@@ -115,7 +115,7 @@ def test_environment_is_read_with_its_defaults(set_environment):
 @pytest.mark.parametrize("name", ["CENTER", "RANK", "WORKERS"])
 def test_missing_variable_is_named(set_environment, name):
     set_environment(**{name: None})
-    wanted = f"AGN_OPTAX_{name} is not in the environment, and no .*agn-optax launch"
+    wanted = f"AGN_OPTAX_{name} is not set, and no .*agn-optax launch"
     with pytest.raises(errors.InvalidArgumentError, match=wanted):
         service.environment()
 
@@ -246,15 +246,15 @@ def test_explicit_variables_override_the_engine(given):
         (STEP | {"AGN_OPTAX_PROCESSES": "3"}, "got 3"),
         (
             ARRAY | JOB | {"JOB_COMPLETION_INDEX": "4"},
-            "Kubernetes.*SLURM.*not agree",
+            "Kubernetes.*SLURM.*disagree",
         ),
-        (SLICE | NODES | {"SKYPILOT_NODE_RANK": "0"}, "SkyPilot.*TPU.*do not agree"),
-        (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "may have grown"),
-        (ARRAY | {"SLURM_ARRAY_TASK_COUNT": "4"}, "may have grown"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "AGN_OPTAX_WORKERS is not in"),
-        ({"SLURM_JOB_ID": "5"}, "AGN_OPTAX_RANK is not in"),
+        (SLICE | NODES | {"SKYPILOT_NODE_RANK": "0"}, "SkyPilot.*TPU.*disagree"),
+        (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "may be only a part"),
+        (ARRAY | {"SLURM_ARRAY_TASK_COUNT": "4"}, "may be only a part"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "AGN_OPTAX_WORKERS is not set"),
+        ({"SLURM_JOB_ID": "5"}, "AGN_OPTAX_RANK is not set"),
         (ARRAY | {"SLURM_ARRAY_TASK_ID": "x"}, "SLURM_ARRAY_TASK_ID must be a whole"),
-        (ARRAY | {"AGN_OPTAX_PROCESSES": "2"}, "AGN_OPTAX_PROCESS is not in"),
+        (ARRAY | {"AGN_OPTAX_PROCESSES": "2"}, "AGN_OPTAX_PROCESS is not set"),
     ],
 )
 def test_ambiguous_variables_are_rejected(given, variables, said):
@@ -279,7 +279,9 @@ def test_workers_of_one_step_are_not_joined_by_accident(given):
 
 def test_rule_is_read_from_the_environment(set_environment, monkeypatch):
     set_environment()
-    with pytest.raises(errors.MissingArgumentError, match="make the rule here"):
+    with pytest.raises(
+        errors.MissingArgumentError, match="Make the rule of the center"
+    ):
         _ = service.environment().rule
     monkeypatch.setenv("AGN_OPTAX_RULE", '{"rule": "easgd", "moving_rate": 0.25}')
     assert service.environment().rule.name == "easgd"
@@ -288,8 +290,8 @@ def test_rule_is_read_from_the_environment(set_environment, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "must be an object of JSON"),
-        ("[]", "must be an object of JSON"),
+        ("{", "must be a JSON object"),
+        ("[]", "must be a JSON object"),
         ("{}", "no rule"),
         ('{"rule": "easgd"}', "rule easgd needs moving_rate"),
         ('{"rule": ["agn"]}', "rule must be one of"),

@@ -238,7 +238,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
         assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
     with watched(None, durability=kept) as (_, monitor, _):
         (text,) = told(monitor, "restarted")
-        assert text == f"the center in {tmp_path} goes on at version 1"
+        assert text == f"the center in {tmp_path} continues at version 1"
 
 
 def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):

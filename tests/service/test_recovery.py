@@ -372,7 +372,7 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
         asked = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )
-        wait_until(lambda: "another worker initializes this center" in caplog.text)
+        wait_until(lambda: "another worker is initializing this center" in caplog.text)
         assert not asked.done()
         if ends == "breaks off":
             link.cancel()

@@ -170,7 +170,7 @@ def test_worker_gets_the_reason_of_a_rejection(serve, connect, direct, caplog):
     params, state = worker.start()
     params, state = worker.exchange(jax.tree.map(lambda x: x + 9, params), state)
     assert worker.refusal.startswith("its norm is 32.45, and this center takes 10")
-    assert "a message of worker 'anna' was refused: its norm is 32.45" in caplog.text
+    assert "a message of worker 'anna' was rejected: its norm is 32.45" in caplog.text
     assert_identical(params, ONES)
     params, state = a_step(worker, params, state)
     assert (worker.exchanges, worker.refused, server.center.version) == (2, 1, 1)

@@ -489,7 +489,7 @@ def test_shards_of_another_mesh_are_rejected():
     with pytest.raises(errors.TreeMismatchError, match="no 'towers' among"):
         other.replicate(saved)
     turned = agn_optax.Towers(4, workers=2)
-    with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), and here"):
+    with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), but here"):
         turned.center_params(jax.tree.map(np.asarray, state))
 
 

@@ -249,10 +249,12 @@ class Keeper:
             _repeat(record, store)
             memories.append(record.about["ledger"])
         version = ledger.version = store.current.number
-        self.found = f"{where} goes on at version {version}"
+        self.found = f"{where} continues at version {version}"
         if lost := self._directory.lost(self._number):
             # Its workers may be ahead of it, so they must start again.
-            self.found = f"{where} goes on as another one, at version {version}: {lost}"
+            self.found = (
+                f"{where} continues with a new id, at version {version}: {lost}"
+            )
             _log.warning("%s", self.found)
             for memory in memories:
                 ledger.recall(memory, now, gone=True)
@@ -396,7 +398,9 @@ class Keeper:
                     self._directory.make_promise("whole", number)
                     self._forget(number + 1)
                     if self._lost_journal:
-                        _log.warning("it is whole in its last snapshot after all")
+                        _log.warning(
+                            "the center is complete on disk, in its last snapshot"
+                        )
             except OSError as error:
                 self._fail(error)
 
@@ -437,15 +441,15 @@ class Keeper:
             return
         assert self._saved is not None
         said = (
-            f"this center is in memory only: its exchanges cannot be written to "
-            f"{self._directory.path} any more: {error}"
+            "this center is in memory only, because its exchanges can no longer be "
+            f"written to {self._directory.path}: {error}"
         )
         try:
             self._directory.make_promise("memory", self._saved[0])
         except OSError as unmarked:
             said += (
-                f". Nor can it be written there that some are missing ({unmarked}): if "
-                "a center goes on from that directory, have all workers start again"
+                f". Nor can the lock there be marked as incomplete ({unmarked}): if a "
+                "center continues from that directory, have all workers start again"
             )
         with self._changed:
             self._lost_journal, self._saved_at = said, time.monotonic()
@@ -455,8 +459,7 @@ class Keeper:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self.failure = (
-                f"this center cannot be kept in {self._directory.path} any more: "
-                f"{error}"
+                f"this center can no longer be saved in {self._directory.path}: {error}"
             )
             _log.error("%s", self.failure)
             self._changed.notify_all()
@@ -480,7 +483,7 @@ class Keeper:
             except Exception as error:  # of any kind: a later snapshot may succeed
                 self._lost_snapshot = (
                     f"no snapshot could be written to {self._directory.path}; the next "
-                    f"one will be tried in due time: {error}"
+                    f"attempt follows in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
                 if not isinstance(self._durability, Journal):  # a journal has it all
@@ -595,7 +598,7 @@ def _state(
         params = description.rebuild(described.structure, iter(snapshot.arrays))
     wanted = trees.describe(params, dtype)
     if words := described.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
+        raise errors.TreeMismatchError(f"{where} is of another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(
@@ -606,7 +609,7 @@ def _state(
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:
         raise errors.RuleMismatchError(
-            f"{where} is one of another rule: its center optimizer has another state. "
+            f"{where} is of another rule: its center optimizer has another state. "
             "Give it the same optimizer, or another directory"
         )
     center_state, public = jax.tree.unflatten(jax.tree.structure(state), rest)
@@ -654,14 +657,14 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
         if described.structure is None:
             raise errors.DurabilityError(
                 f"{where} has parameters in containers other than dicts, lists and "
-                "tuples, which only its program knows"
+                "tuples, which only its own program can rebuild"
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
         for record in found.replay_kept(snapshot.number):
             if record.about["messages"]:
                 raise errors.InvalidArgumentError(
-                    f"{where} has exchanges since its last snapshot, which its rule "
-                    "makes again: give the rule, or have a snapshot written first "
+                    f"{where} has exchanges since its last snapshot, which must be "
+                    "applied again: give the rule, or have a snapshot written first "
                     "(`agn-optax save`)"
                 )
         return CenterState(params, None, snapshot.about["version"])
@@ -676,7 +679,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
 def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
     if other := difference(snapshot.about["rule"], rule):
         raise errors.RuleMismatchError(
-            f"{where} is one of another rule: {other}. Give it the same optimizers "
+            f"{where} is of another rule: {other}. Give it the same optimizers "
             "and settings, or another directory"
         )
 

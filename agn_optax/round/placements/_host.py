@@ -52,8 +52,8 @@ class HostMemory(DeviceMemory):
             )
         if not _stays_on_host():
             raise errors.InvalidArgumentError(
-                f"memory='host' needs a newer JAX: {jax.__version__} takes to the "
-                "device whatever a program leaves on the host"
+                f"memory='host' needs a newer JAX: {jax.__version__} moves the outputs "
+                "of a program from the host to the device"
             )
 
     def store(self, center: PyTree, center_state: PyTree) -> tuple[PyTree, PyTree]:

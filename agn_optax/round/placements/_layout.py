@@ -99,7 +99,7 @@ class Layout(abc.ABC):
         if unmet := _collectives.unmet(self.workers):
             (name,) = unmet
             raise errors.InvalidArgumentError(
-                f"{rule} exchanges over axis_name={self.axis_name!r}, and the workers "
+                f"{rule} exchanges over axis_name={self.axis_name!r}, but the workers "
                 f"are the {_collectives.size(unmet)} members of {name!r}: each would "
                 f"train a model of its own. Give the rule axis_name={name!r}"
             )

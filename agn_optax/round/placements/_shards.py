@@ -164,8 +164,9 @@ class Sharded(Layout):
         if (center.axes, center.cut) != here:
             raise errors.TreeMismatchError(
                 f"the state's center is in shards over the axes {center.axes} of sizes "
-                f"{center.cut}, and here they are {here[0]} of sizes {here[1]}. Read "
-                "it with center_params where it was made, and start anew from that"
+                f"{center.cut}, but here over {here[0]} of sizes {here[1]}. Read it "
+                "with center_params on the mesh where it was made, and start anew from "
+                "the result"
             )
         return jax.tree.unflatten(
             jax.tree.structure(center.pieces),
@@ -177,7 +178,7 @@ def gathered(center: CenterShards) -> PyTree:
     """Return the whole center, whose axes must be bound here."""
     within, across = center.axes
     axes = (*within, *across)
-    hint = "this center is in shards over it, use towers.center_params(opt_state)"
+    hint = "the center is in shards over this axis; use towers.center_params(opt_state)"
     check.axis_bound(axes, hint)
     layout = Sharded(across, Placement(shard_axis=axes))
     like = layout._like_whole(center)

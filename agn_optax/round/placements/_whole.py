@@ -81,8 +81,8 @@ class Gossip(Whole):
         super().check_rule(rule)
         if not self.workers:
             raise errors.InvalidArgumentError(
-                f"gossip={self.gossip} needs the axis of the workers that meet: give "
-                "axis_name"
+                f"gossip={self.gossip} needs the axis of the workers that exchange in "
+                "pairs: give axis_name"
             )
         if not rule.codec.is_identity:
             got = f"gossip={self.gossip}, rule {rule.name!r} with codec {rule.codec}"
@@ -145,10 +145,10 @@ class Gossip(Whole):
             varying = _collectives.varying(leaf)
             if missing := [name for name in self.workers if name not in varying]:
                 raise errors.InvalidArgumentError(
-                    "with gossip every worker has a center of its own, and this state "
-                    f"is one for all of {missing[0]!r}: make it inside, or give "
-                    "shard_map in_specs and out_specs with a row of the state for each "
-                    f"worker, PartitionSpec({missing[0]!r})"
+                    "with gossip every worker has a center of its own, but all workers "
+                    f"of {missing[0]!r} share this state: create it inside shard_map, "
+                    "or give shard_map in_specs and out_specs with a row of the state "
+                    f"for each worker, PartitionSpec({missing[0]!r})"
                 )
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
@@ -157,7 +157,7 @@ class Gossip(Whole):
     def _like_whole(self, center: PyTree) -> PyTree:
         if center.axes != self.workers:
             raise errors.TreeMismatchError(
-                f"the state has a center for each worker of {center.axes}, and here "
+                f"the state has a center for each worker of {center.axes}, but here "
                 f"the workers are those of axis_name={self.axis_name!r}"
             )
         return center.center
@@ -167,7 +167,8 @@ def mean_center(center: OwnCenter) -> PyTree:
     """Return the workers' mean center if their axes are bound, else this worker's."""
     if not any(map(check.is_bound, center.axes)):
         return center.center  # all rows of a state, or one of them
-    check.axis_bound(center.axes, "or leave all of them out for this worker's own")
+    hint = "bind all of them for the mean center, or none for this worker's own"
+    check.axis_bound(center.axes, hint)
     workers = _collectives.size(center.axes)
 
     def mean(c: jax.Array) -> jax.Array:

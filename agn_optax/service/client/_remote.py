@@ -101,13 +101,13 @@ class Remote:
         if said.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
                 f"the center at {self.address} speaks version {said.protocol} of the "
-                f"protocol, and this release {_address.PROTOCOL}"
+                f"protocol, but this release speaks version {_address.PROTOCOL}"
             )
         _fingerprint.compare(said.rule, self.rule, self.address)
         if self.connection.timeout <= said.waiting_interval:
             raise errors.InvalidArgumentError(
                 f"timeout must be longer than the {said.waiting_interval:g} s in which "
-                f"the center at {self.address} may be silent to whoever waits there, "
+                f"the center at {self.address} may send nothing to a waiting worker, "
                 f"got {self.connection.timeout:g}"
             )
         self.description = said
@@ -120,9 +120,9 @@ class Remote:
                 schema = _trees.from_bytes(said.schema)
                 if schema.hash != said.schema_hash:
                     raise errors.ProtocolError(
-                        f"the center at {self.address} describes another tree than the "
-                        f"one that it names: {schema.hash.hex()}, and not "
-                        f"{said.schema_hash.hex()}"
+                        f"the tree that the center at {self.address} describes must "
+                        f"have the hash {said.schema_hash.hex()}, got "
+                        f"{schema.hash.hex()}"
                     )
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
@@ -191,8 +191,8 @@ class Remote:
         )
         if difference:
             raise errors.TreeMismatchError(
-                f"{what} of another model: {difference}. (Of a center in shards, every "
-                "worker must have all addresses, in one order)"
+                f"{what} of another model: {difference}. (If the center is in shards, "
+                "give every worker all addresses, in the same order)"
             )
 
     def answer_in(
@@ -204,11 +204,13 @@ class Remote:
         if said.snapshot.HasField("differences"):
             count = said.snapshot.differences
             if travels.differences is None:
-                raise errors.ProtocolError("differences came, and none were asked for")
+                raise errors.ProtocolError(
+                    "the center sent differences, but the whole center was asked for"
+                )
             least = max(1, trees.nbytes(travels.difference))
             if count * least > schema.size:
                 raise errors.ProtocolError(
-                    f"{count} differences are more than the whole center"
+                    f"{count} differences are larger than the whole center"
                 )
             schema = travels.differences(count)
         return _version_in(said, link, schema, self.address)
@@ -305,7 +307,7 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info("%s: not by %s", self.address, failed)
+                    _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers
@@ -315,7 +317,7 @@ class Remote:
                     return self.dial()
         why = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
-            f"no way to the center at {self.address}: "
+            f"cannot connect to the center at {self.address}: "
             f"{why or 'none of the transports works there'}"
         )
 
@@ -351,10 +353,10 @@ def _version_in(
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Return the metadata and the arrays of a received version."""
     if not said.HasField("snapshot"):
-        raise errors.ProtocolError("a snapshot was expected, got another packet")
+        raise errors.ProtocolError("expected a snapshot, got another frame")
     if said.snapshot.schema_hash != schema.hash:
         raise errors.TreeMismatchError(
-            f"the center at {address} holds another tree than it did before"
+            f"the tree of the center at {address} has changed"
         )
     return said.snapshot, schema.views(link.buffer(schema, "an answer"))
 

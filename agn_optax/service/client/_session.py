@@ -192,8 +192,8 @@ class RemoteSession(Session):
             link.send(Parcel(pb.Frame(join=join)))
             if (said := link.control()).HasField("waiting"):
                 _log.warning(
-                    "worker %r waits at the center at %s until there are as many as "
-                    "its barrier wants",
+                    "worker %r waits at the center at %s until enough workers for its "
+                    "barrier have joined",
                     self.worker,
                     remote.address,
                 )
@@ -232,10 +232,12 @@ class RemoteSession(Session):
             own, theirs = submission.sequence, answer[0].sequence
             if theirs != own:
                 raise errors.ProtocolError(
-                    f"an answer to exchange {own} was expected, got one to {theirs}"
+                    f"expected an answer to exchange {own}, got one to {theirs}"
                 )
             if answer[0].HasField("differences") and submission.anchor is None:
-                raise errors.ProtocolError("differences came, and none were asked for")
+                raise errors.ProtocolError(
+                    "the center sent differences, but the whole center was asked for"
+                )
         return answer
 
     @contextlib.contextmanager

@@ -250,7 +250,7 @@ def serve(
     if parent is not None:
         upwards = getattr(parent.center, "address", "this process")
     with contextlib.ExitStack() as undone:
-        undone.callback(center.close, "nothing can listen at its address")
+        undone.callback(center.close, "the server could not be started")
         servicer = Servicer(center.core, door, kept, upwards, limits)
         server = Server(center, servicer, _listeners(servicer, settings, direct=direct))
         undone.callback(server.stop)
@@ -283,7 +283,7 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
         if settings.direct_address.startswith("unix:"):
             raise errors.InvalidArgumentError(
                 f'direct_address must be "host:port", got {settings.direct_address!r}: '
-                "beside a Unix socket there is another one anyway"
+                "beside a Unix socket, direct connections use a Unix socket, too"
             )
     if settings.page is not None:
         if _address.check(settings.page).startswith("unix:"):
@@ -310,7 +310,7 @@ def _listeners(
             try:
                 listener = transport.listen(servicer, settings)
             except OSError as error:  # workers can still use gRPC
-                _log.warning("nobody is listened to by %s: %s", transport.name, error)
+                _log.warning("no connections by %s: %s", transport.name, error)
                 continue
             if listener is not None:
                 made[transport.name] = listener

@@ -240,9 +240,9 @@ class Servicer:
     def _admit(self, key: Hashable, size: float, tokens: float = 1.0) -> None:
         if not self._limiter.take(key, size, tokens):
             raise errors.CenterBusyError(
-                f"too many calls: a caller may make {self._limiter.rate:g} a second "
-                f"beside its exchanges, after {size:.0f} at once, and one that moves "
-                "many bytes counts as many; try again"
+                f"too many calls: beside its exchanges, a caller may make {size:.0f} "
+                f"calls at once and then {self._limiter.rate:g} a second, and a call "
+                "that moves many bytes counts as several; try again"
             )
 
     def admit_host(self, host: str) -> None:
@@ -376,7 +376,7 @@ class Servicer:
                 return pb.Initialized(version=version)
             # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
-                "another worker initializes this center; try again"
+                "another worker is initializing this center; try again"
             )
             with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
                 return self._initialize(start, reader, context, caller)
@@ -429,7 +429,7 @@ class Servicer:
                 f"{self.limits.memory}: serve it with more memory="
             )
         if not self._next(reader, context).HasField("parameters"):
-            raise errors.ProtocolError("parameters were expected, got another packet")
+            raise errors.ProtocolError("expected parameters, got another frame")
         buffer = reader.buffer(schema, "the parameters")
         params = _trees.build(schema, schema.views(buffer))
         return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
@@ -437,7 +437,7 @@ class Servicer:
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """Send the current version of the center."""
         caller.check("Pull")
-        many = errors.CenterBusyError("too many pulls wait already; try again")
+        many = errors.CenterBusyError("too many pulls are already waiting; try again")
         with self._pulling.one(caller.key, many):
             yield from self._pull(request, caller)
 
@@ -505,15 +505,15 @@ class Servicer:
         The rate limit is applied after the answer, so that its wait is not measured.
         """
         caller.check("Probe")
-        busy = errors.CenterBusyError("others measure already; try again")
+        busy = errors.CenterBusyError("other callers are already measuring; try again")
         with self._probing.one(caller.key, busy, _STALLED / 2):
             while control is not None:
                 if not control.HasField("probe"):
-                    raise errors.ProtocolError("a probe was expected")
+                    raise errors.ProtocolError("expected a probe, got another frame")
                 probe = control.probe
                 if max(probe.size, probe.answer) > MOST_PROBED:
                     raise errors.ProtocolError(
-                        f"a probe has at most {MOST_PROBED} bytes each way, got "
+                        f"a probe must have at most {MOST_PROBED} bytes each way, got "
                         f"{probe.size} and {probe.answer}"
                     )
                 if probe.size:
@@ -534,8 +534,8 @@ class Servicer:
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
-                "was started anew, or from a snapshot, and has not all that was "
-                "exchanged. Adopt what it has with start()"
+                "was started anew, or from a snapshot, and may lack exchanges. Adopt "
+                "its parameters with start()"
             )
         if not context.is_active():
             return  # the worker may already be back in another call
@@ -572,7 +572,7 @@ class Servicer:
                     let_go()
                 continue
             if not control.HasField("message"):
-                raise errors.ProtocolError("a message was expected, got another packet")
+                raise errors.ProtocolError("expected a message, got another frame")
             yield from self._exchange(session, control.message, reader)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
@@ -583,8 +583,8 @@ class Servicer:
             caller.check("Alive")
             if len(lives) > self.workers:
                 raise errors.ProtocolError(
-                    f"this center has {self.workers} workers at most, got signs of "
-                    f"life of {len(lives)}"
+                    f"this center has at most {self.workers} workers, got heartbeats "
+                    f"of {len(lives)}"
                 )
             for worker, _ in lives:
                 caller.check("Alive", worker)
@@ -660,7 +660,7 @@ class Servicer:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")
         self.is_drained = True
-        _log.warning("draining, as %s has asked for", caller.said)
+        _log.warning("draining, as requested by %s", caller.said)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
@@ -702,7 +702,7 @@ class Servicer:
             if now is not caller:
                 now.check("Exchange", worker)
         except errors.NotAllowedError as error:
-            raise errors.CenterUnreachableError(f"not any more: {error}") from None
+            raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
         return now
 
     @functools.cached_property
@@ -801,8 +801,8 @@ class Servicer:
         schema = self._travels.message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
-                "the message is of another tree than the center's; the worker must "
-                "describe the center again"
+                "the message does not match the center's tree; the worker must ask for "
+                "the center's description again"
             )
         return schema
 
@@ -978,8 +978,8 @@ def _check_name(name: str, least: int = 1) -> None:
     """Check the length of a worker's name or of a session id."""
     if not least <= len(name.encode()) <= _MOST_NAME:
         raise errors.ProtocolError(
-            f"the names of a worker and of its incarnation have {least} to "
-            f"{_MOST_NAME} bytes, got {len(name.encode())}: {name[:40]!r}"
+            f"a worker's name and its session id must have {least} to {_MOST_NAME} "
+            f"bytes, got {len(name.encode())}: {name[:40]!r}"
         )
 
 
@@ -991,7 +991,7 @@ def _control(reader: Reader) -> pb.Frame:
     """
     control = reader.control()
     if control is None:
-        raise errors.ProtocolError("a call ended where a packet was expected")
+        raise errors.ProtocolError("expected a frame, but the call ended")
     return control
 
 

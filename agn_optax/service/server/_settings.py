@@ -139,10 +139,10 @@ class Security:
             return Access()
         if not is_local:
             raise errors.InvalidArgumentError(
-                "whoever reaches it beyond this machine could change the center: give "
-                "access=Access(...) (--tokens), ask workers for certificates with the "
-                "ca= of tls (--tls-client-ca), or say insecure=True (--insecure) in a "
-                "network that you trust"
+                "every program that can reach this address from another machine could "
+                "change the center: give access=Access(...) (--tokens), require "
+                "certificates of workers by the ca= of tls (--tls-client-ca), or give "
+                "insecure=True (--insecure) in a network that you trust"
             )
         return None
 
