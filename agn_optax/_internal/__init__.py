@@ -26,5 +26,3 @@ from agn_optax._internal.backoff import Backoff as Backoff
 from agn_optax._internal.description import Description as Description
 from agn_optax._internal.description import Leaf as Leaf
 from agn_optax._internal.files import write_whole as write_whole
-from agn_optax._internal.signals import handled as handled
-from agn_optax._internal.signals import told_to_end as told_to_end

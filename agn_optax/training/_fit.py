@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check, told_to_end
+from agn_optax._internal import check
+from agn_optax._signals import told_to_end
 from agn_optax.towers import Towers
 from agn_optax.training._places import OfTowers, OfWorker
 from agn_optax.training._progress import showing

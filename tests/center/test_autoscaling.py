@@ -141,7 +141,9 @@ def test_max_workers_limits_the_present_workers():
         shared.downpour(), ZEROS, limits=Limits(max_workers=2, lease=0.1)
     )
     sessions = [center.join(name) for name in "ab"]
-    with pytest.raises(errors.CenterFullError, match="takes 2 workers, and 2 are"):
+    with pytest.raises(
+        errors.CenterFullError, match="takes at most 2 workers, and 2 are"
+    ):
         train(center, "c", 1)
     sessions[0].leave()
     train(center, "c", 1)  # it leaves at the end

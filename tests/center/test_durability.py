@@ -160,9 +160,9 @@ def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     again = kept(Journal(killed(tmp_path / "a")))
     session = again.core.join("w", "life", back=True)
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
-    answer = session.answer(1, timeout=LIMIT)
-    assert answer.applied
-    np.testing.assert_array_equal(answer.version.params, -1)
+    kept_answer = session.answer(1, timeout=LIMIT)
+    assert kept_answer.answer.applied
+    np.testing.assert_array_equal(kept_answer.version.params, -1)
     assert again.version == 1
     again.close()
     center.close()

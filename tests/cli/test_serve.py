@@ -332,7 +332,7 @@ def test_serve_combines_a_round_with_krum(address):
             ["--combine=mode"],
             "--combine must be one of sum, mean, median, trimmed_mean",
         ),
-        (["--combine=median"], "by median, and a center in mode Asynchronous() takes"),
+        (["--combine=median"], "got rule 'downpour' with median, mode=Asynchronous()"),
         (["--mode=synchronous", "--max-rounds-ahead=1"], "applies to --mode bounded"),
         (["--mode=synchronous", "--late=never"], "late must be 'next'"),
         (["--mode=synchronous", "--quorum=0"], "quorum must be a whole number >= 1"),

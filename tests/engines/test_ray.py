@@ -74,7 +74,8 @@ def test_dry_run_prints_actors_and_commands(here):
     assert lines[0] == (
         "# actor slots-center, detached, with {'CPU': 1.0, 'keeps': 0.01}"
     )
-    assert f"--barrier=2 --save={here}/final --json --address=NODE:0" in lines[1]
+    for option in ("--barrier=2", f"--save={here}/final", "--json", "--address=NODE:0"):
+        assert option in lines[1].split()
     assert f"--journal={here}/kept/journal" in lines[1]
     assert lines[4] == "# actor slots-worker-1, with {'CPU': 1.0}"
     assert f"AGN_OPTAX_CENTER=file:{here}/kept/center" in lines[5]

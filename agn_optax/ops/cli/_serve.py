@@ -12,7 +12,7 @@ import jax
 import typer
 
 from agn_optax import errors, service
-from agn_optax._internal import handled
+from agn_optax._signals import handled
 from agn_optax.ops.cli import _center_options, _export, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._notify import notify

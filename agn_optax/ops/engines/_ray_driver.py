@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agn_optax import errors
-from agn_optax._internal import handled
+from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
 from agn_optax.ops.engines._local import CENTER, exit_code
 from agn_optax.ops.engines._ray_actors import (

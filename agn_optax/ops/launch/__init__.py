@@ -1,7 +1,7 @@
 """Programs side by side on this machine: start, watch, restart and end them.
 
 Callers need only `run`. `_program` has the descriptions of programs, `_launch` keeps
-programs running, `_process` is one running program, `_signals` handles signals, and
+programs running, `_process` is one running program, `agn_optax._signals` handles signals, and
 `_guard` ends all programs if the launcher is killed.
 """
 

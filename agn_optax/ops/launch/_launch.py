@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Literal, get_args
 
 from agn_optax import errors
-from agn_optax._internal import handled
+from agn_optax._signals import handled
 from agn_optax.ops.launch._guard import Guard
 from agn_optax.ops.launch._process import Process
 from agn_optax.ops.launch._program import Ended, Program
