@@ -1,6 +1,6 @@
 """One worker of several on digits: DiLoCo around a center that `launch` starts.
 
-agn-optax launch --workers 2 --rule diloco --mode synchronous python minimal_worker.py
+agn-optax launch --workers 2 --rule diloco --mode synchronous minimal_worker.py
 """
 
 import jax

@@ -189,11 +189,9 @@ def requirements(extra):
 
 def test_every_package_that_a_layer_imports_is_in_an_extra():
     extras = {
-        "cli": ["cli", "keys", "flax"],
         "checkpoint": ["flax"],
-        "service": ["service", "metrics"],
         "training": ["cli"],
-        "engines": ["kubernetes", "ray"],
+        "ops": ["cli", "keys", "flax", "metrics", "kubernetes", "ray"],
     }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():

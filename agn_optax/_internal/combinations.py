@@ -72,8 +72,8 @@ COMBINATIONS = (
         "a center in shards",
         "a rule that is not elementwise",
         "each shard has only a part of the elements",
-        "Take a center optimizer that reads one element at a time, or keep the center "
-        "whole",
+        "Take a center optimizer and a codec that read one element at a time, such as "
+        "`optax.sgd` and `cast`, or keep the center whole",
     ),
     Combination(
         "a center in shards",
@@ -204,6 +204,13 @@ COMBINATIONS = (
         "the codec encodes whole gradients, and rows are sent as they are, or by "
         "`codecs.cast`",
         "Put `densify()` first, or give such gradients an `all_reduce` of their own",
+        errors.TreeMismatchError,
+    ),
+    Combination(
+        "row-sparse gradients",
+        "`all_reduce` with a delay",
+        "rows cannot wait, because they change from step to step",
+        "Leave `delay` out, or put `densify()` first",
         errors.TreeMismatchError,
     ),
     # Centers outside the program, and their workers.

@@ -1,7 +1,7 @@
 """The store: the versions of a center, which do not change, and the compiled programs.
 
-Only the store calls the rule's functions for the center. It knows neither workers nor
-locks: its owner calls it from one thread at a time.
+Only the store moves the center. It knows neither workers nor locks: its owner calls it
+from one thread at a time.
 """
 
 from __future__ import annotations

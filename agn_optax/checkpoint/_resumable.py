@@ -135,7 +135,6 @@ class Resumable:
         self.resumed = False
         self._beside = beside
         self.checkpoints = _save.Rotation(directory, keep)
-        worker.before_send = self._before_send
 
     def __getattr__(self, name: str) -> Any:
         if name == "worker":  # not set yet
@@ -173,6 +172,7 @@ class Resumable:
 
         Also raises the errors of `Worker.start`.
         """
+        self.worker.before_send = self._before_send
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
@@ -204,8 +204,13 @@ class Resumable:
 
     def close(self) -> None:
         """Leave the center; a later process may continue from the last checkpoint."""
-        self.worker.before_send = None
+        self.detach()
         self.worker.leave()
+
+    def detach(self) -> None:
+        """Write no more checkpoints; the worker stays at its center."""
+        if self.worker.before_send == self._before_send:
+            self.worker.before_send = None
         self.checkpoints.close()
 
     @property

@@ -17,7 +17,7 @@
 An optimizer state that holds its center makes both halves at once by `exchange`, or
 with local steps between them by `send` and `receive_late`. A worker and a center
 outside the program call the same pieces, with a connection between them. No other
-module calls the functions of a rule.
+module knows the order (`rules` calls the functions of a rule to compare rules).
 """
 
 from __future__ import annotations

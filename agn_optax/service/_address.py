@@ -8,7 +8,7 @@ from typing import Any
 from agn_optax import errors
 
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 hosts of addresses on all networks
-PROTOCOL = 2  # version of center.proto
+PROTOCOL = 1  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
 # Seconds between two Waiting frames, which show a worker that the center is alive.
 WAITING_INTERVAL = 2.0

@@ -131,7 +131,7 @@ class Described(_message.Message):
     def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace", "takes_weights")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,7 +156,6 @@ class Description(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     GRACE_FIELD_NUMBER: _ClassVar[int]
     STOP_GRACE_FIELD_NUMBER: _ClassVar[int]
-    TAKES_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -174,8 +173,7 @@ class Description(_message.Message):
     versions: _containers.ScalarMap[str, str]
     grace: float
     stop_grace: float
-    takes_weights: bool
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ..., takes_weights: bool = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")

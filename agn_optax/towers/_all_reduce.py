@@ -309,9 +309,8 @@ def _after_one_another(
 def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceState]:
     """Return the previous step's gradients, and a state with the current ones."""
     if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
-        raise errors.TreeMismatchError(
-            "updates has row-sparse gradients, which cannot wait: their rows change "
-            "from step to step. Leave delay out, or put densify() first"
+        combinations.refuse(
+            "row-sparse gradients", "all_reduce with a delay", "updates, delay=1"
         )
     check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
     before = optax.tree.cast_like(state.in_flight, updates)

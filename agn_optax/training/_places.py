@@ -91,7 +91,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
 
     def __exit__(self, *exception: object) -> None:
         if isinstance(self._worker, checkpoint.Resumable):
-            self._worker.checkpoints.close()
+            self._worker.detach()
 
     def _keep(self, state: PyTree) -> None:
         self._kept["steps"] = jnp.asarray(self.steps)

@@ -9,7 +9,8 @@ reports events, and asks questions that are answered from numbers alone:
     send             the message is sent in the background, and a new round begins
     answer           the answer has arrived, for which the caller has waited
     lose             the center is unreachable: the same message must be sent again
-    discard          the message was certainly not applied; its steps stay in the round
+    discard          the message was certainly not applied: before `send` its steps stay
+                     in the round, afterwards they are lost
     adopt            the answer was adopted
     is_full, must_act, may_receive, is_due, background  what to do next
 

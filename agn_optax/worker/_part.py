@@ -239,8 +239,7 @@ class Part:
     def restore(
         self, params: PyTree, state: LocalState, saved: PartState, life: Any
     ) -> tuple[PyTree, LocalState]:
-        """Join the center, and continue: see `Worker.restore`."""
-        params, state, anchor = trees.copy((params, state, saved.anchor))
+        """Join the center, and continue with these arrays: see `Worker.restore`."""
         its, settled = (None, 0) if life is None else life
         session = self.center.join(self.name, params, life=its)
         weight = None if saved.weight is None else float(saved.weight)
@@ -250,7 +249,7 @@ class Part:
             counts=Counts(int(saved.local_steps), weight),
         )
         seen = jax.tree.map(int, saved.anchor_version)
-        self._begin(session, (params, state), Snapshot(anchor, seen))
+        self._begin(session, (params, state), Snapshot(saved.anchor, seen))
         self._knows_anchor = life is not None  # else the center may have a new id
         self.pace = None if saved.pace is None else float(saved.pace)
         return params, state

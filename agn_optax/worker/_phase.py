@@ -180,7 +180,7 @@ class Divided:
 
     def restored(self, loops: Sequence[Loop], state: Any) -> Loop:
         params, own = _united(loops)
-        return params, StreamingState(trees.copy(state.inner_state), own)
+        return params, StreamingState(state.inner_state, own)
 
     def joined(self, loops: Sequence[Loop], state: Any, *, resets: bool) -> Loop:
         (params, own), inner_state = _united(loops), state.inner_state

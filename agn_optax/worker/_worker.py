@@ -20,7 +20,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, combinations
+from agn_optax._internal import check, combinations, trees
 from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._machine import Counts
@@ -758,13 +758,17 @@ class Worker:
             )
         self._phase.check_restored(saved.params, saved.state)
         cut, states = self._phase.cut(saved.params), self._phase.states(saved.state)
-        each = [*zip(cut, states, saved.parts, strict=True)]
-        for part, own in zip(self._parts, each, strict=True):
+        for part, *own in zip(self._parts, cut, states, saved.parts, strict=True):
             part.check_restored(*own)
+        # Copies may fail, so they are made before the worker leaves.
+        params, state = trees.copy((saved.params, saved.state))
+        kept = [own._replace(anchor=trees.copy(own.anchor)) for own in saved.parts]
+        cut, states = self._phase.cut(params), self._phase.states(state)
+        each = [*zip(cut, states, kept, strict=True)]
         self.leave()
         loops = self._all(lambda part, own, life: part.restore(*own, life), each, lives)
         self._turn, self._last = int(saved.turn) % count, self._parts[0]
-        return self._phase.restored(loops, saved.state)
+        return self._phase.restored(loops, state)
 
 
 def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:

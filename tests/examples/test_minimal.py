@@ -34,7 +34,7 @@ def printed(arguments, **variables):
 @pytest.mark.slow
 def test_minimal_workers_meet_and_learn():
     launch = ["-m", "agn_optax.ops.cli", "launch", "--workers=2", "--rule=diloco"]
-    program = ["--mode=synchronous", sys.executable, "minimal_worker.py"]
+    program = ["--mode=synchronous", "minimal_worker.py"]
     said = printed([*launch, *program])
     found = re.findall(r"loss ([0-9.]+) after (\d+) exchanges", said)
     assert len(found) == 2, said

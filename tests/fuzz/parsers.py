@@ -105,12 +105,12 @@ CLAIMS = pb.Message(
     sequence=2, schema_hash=SCHEMA.hash, weight=2.5, has_anchor=True, anchor_version=1
 )
 PACKETS = [
-    _packet(pb.Frame(join=pb.Join(protocol=2, worker="anna", incarnation="1" * 32))),
+    _packet(pb.Frame(join=pb.Join(protocol=1, worker="anna", incarnation="1" * 32))),
     _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
     _packet(pb.Frame(message=MESSAGE), TREE),
     _packet(pb.Frame(message=CLAIMS), TREE),
     _packet(pb.Frame(acknowledge=1)),
-    _packet(pb.Frame(start=pb.Start(protocol=2, schema_size=9)), TREE),
+    _packet(pb.Frame(start=pb.Start(protocol=1, schema_size=9)), TREE),
     _packet(pb.Frame(parameters=pb.Parameters()), TREE),
     _packet(pb.Frame(joined=pb.Joined(center="c" * 32))),
     _packet(pb.Frame(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),

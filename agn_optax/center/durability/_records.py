@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MAGIC = b"agnoptax"
-_FORMAT = 3
+_FORMAT = 1
 _ALIGNMENT = 64  # bytes, of records and arrays
 _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece

@@ -1,4 +1,4 @@
-"""Measure the constants of `agn_optax.planning.Machine` on this machine.
+"""Measure the constants of `agn_optax.ops.planning.Machine` on this machine.
 
 The time of an exchange is modeled as a straight line: an overhead plus seconds per
 byte. Exchanges of two sizes, with a center in another process and over a real socket,

@@ -103,7 +103,7 @@ def held(stored: PyTree) -> PyTree:
 
 def place_of(stored: PyTree) -> str:
     """Describe where a stored center is, as `Layout.place` does."""
-    center = unwrapped(stored)
+    center = stored.tree if isinstance(stored, OnHost) else stored
     kinds = {CenterShards: "in shards", OwnCenter: "each worker's own"}
     memory = "host" if isinstance(stored, OnHost) else "device"
     return f"{kinds.get(type(center), 'whole')}, on the {memory}"

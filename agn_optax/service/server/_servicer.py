@@ -814,8 +814,8 @@ class Servicer:
             kept = yield from self._settled(session, message, reader, busy, traffic)
             answer = kept.answer
             if answer.norm is not None:
-                traffic.norm = float(answer.norm)
-                answer = answer._replace(norm=traffic.norm)
+                norm = traffic.norm = float(answer.norm)
+                answer = answer._replace(norm=norm)
             life = session.worker, session.incarnation
             self.tell("exchange", *life, message.steps, answer)
             with self.core.reading(kept.version) as version:
