@@ -8,175 +8,149 @@ printed, with the quartiles in brackets.
     python benchmarks/optimizer_overhead.py --millions 10 40
 """
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-import side_by_side
-from report import Report, Row, parse
+from measuring import Benchmark, Form, Run
 
 import agn_optax
 from agn_optax import rules
 
 PyTree = Any
 
-# Rules that keep no record; agn has separate rows.
-RECORDLESS: dict[str, Callable[[], rules.Rule]] = {
-    "downpour": rules.downpour,
-    "agn_window": rules.agn_window,
-    "diloco": rules.diloco,
-    "easgd": functools.partial(rules.easgd, 0.1),
-}
-
 
 def adam() -> optax.GradientTransformation:
     return optax.adam(1e-3)
 
 
-@dataclasses.dataclass
-class Form(side_by_side.Form):
-    """One way to make a period of steps."""
+RULES = {
+    "agn": rules.agn(adam()),
+    "downpour": rules.downpour(),
+    "agn_window": rules.agn_window(),
+    "diloco": rules.diloco(),
+    "easgd": rules.easgd(0.1),
+}
 
-    temporary: float  # bytes that its programs allocate besides their arguments
+
+def compiled(function: Callable[..., Any], *args: PyTree) -> Any:
+    """Compile a program that donates its first two arguments."""
+    return jax.jit(function, donate_argnums=(0, 1)).lower(*args).compile()
 
 
-class Bench:
-    """All forms for parameters of one size, in equal leaves."""
+def stepping(
+    tx: Any, params: PyTree, batch: PyTree, gradient: Any, period: int, exchange: Any
+) -> tuple[Run, list[Any]]:
+    """Return a function that makes a period of steps, and its programs.
 
-    def __init__(self, size: int, leaf: int, period: int) -> None:
-        self.leaves = max(1, round(size / leaf))
-        self.shape = (size // self.leaves,)
-        self.bytes = 4 * self.leaves * self.shape[0]
-        self.period = period
-        self.grads = [jnp.full(self.shape, 0.1) for _ in range(self.leaves)]
+    Args:
+      tx: the optimizer.
+      params: the first parameters, which are donated.
+      batch: the batch of all steps.
+      gradient: (params, batch) -> gradient.
+      period: steps.
+      exchange: (params, state) -> (params, state), after the steps; None for none.
+    """
 
-    def params(self) -> PyTree:
-        """Make parameters in separate buffers, to be donated."""
-        return [jnp.full(self.shape, 0.5 + i) for i in range(self.leaves)]
+    def step(params: PyTree, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = tx.update(gradient(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
 
-    def stepping(
-        self, name: str, tx: Any, *, exchange: bool = False, peer: str = "plain"
-    ) -> Form:
-        """Make a form with a program for a step, and one for the exchange if asked."""
+    loop = [params, tx.init(params)]
+    local = compiled(step, *loop, batch)
+    ending = [compiled(exchange, *loop)] if exchange else []
 
-        def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    def run() -> None:
+        for _ in range(period):
+            loop[:] = local(*loop, batch)
+        for program in ending:
+            loop[:] = program(*loop)
+        jax.block_until_ready(loop)
+
+    return run, [local, *ending]
+
+
+def scanned(
+    tx: Any, params: PyTree, grads: PyTree, period: int
+) -> tuple[Run, list[Any]]:
+    """Return what `stepping` does, in one program for the whole period."""
+    exchange = getattr(tx, "exchange", lambda *loop: loop)
+
+    def whole(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+        def step(params: PyTree, state: PyTree, _: Any) -> Any:
             updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            return optax.apply_updates(params, updates), state, ()
 
-        params = self.params()
-        loop = [params, tx.init(params)]
-        local = self._compile(step, *loop, self.grads)
-        ending = self._compile(tx.exchange, *loop) if exchange else None
+        whole_round = agn_optax.scan_round(step, exchange)
+        return whole_round(params, state, jnp.arange(period))[:2]
 
-        def run() -> None:
-            params, state = loop
-            for _ in range(self.period):
-                params, state = local(params, state, self.grads)
-            if ending is not None:
-                params, state = ending(params, state)
-            loop[:] = jax.block_until_ready((params, state))
+    loop = [params, tx.init(params)]
+    program = compiled(whole, *loop, grads)
 
-        return Form(name, peer, run, self._temporary(local, ending))
+    def run() -> None:
+        loop[:] = jax.block_until_ready(program(*loop, grads))
 
-    def scanned(self, name: str, tx: Any, *, peer: str) -> Form:
-        """Make a form with one program for the whole period."""
-
-        def nothing(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            return params, state
-
-        finish = getattr(tx, "exchange", nothing)
-
-        def period(
-            params: PyTree, state: PyTree, grads: PyTree
-        ) -> tuple[PyTree, PyTree]:
-            def local_step(params: PyTree, state: PyTree, _: Any) -> Any:
-                updates, state = tx.update(grads, state, params)
-                return optax.apply_updates(params, updates), state, ()
-
-            whole = agn_optax.scan_round(local_step, finish)
-            return whole(params, state, jnp.arange(self.period))[:2]
-
-        params = self.params()
-        loop = [params, tx.init(params)]
-        program = self._compile(period, *loop, self.grads)
-
-        def run() -> None:
-            loop[:] = jax.block_until_ready(program(*loop, self.grads))
-
-        return Form(name, peer, run, self._temporary(program))
-
-    def forms(self) -> list[Form]:
-        """Every form, its peer before it."""
-        agn = agn_optax.phases(adam(), rules.agn(adam()))
-        forms = [
-            self.stepping("plain", adam()),
-            self.stepping("MultiSteps", optax.MultiSteps(adam(), self.period)),
-            self.stepping("agn, drop-in", agn_optax.agn(adam(), self.period)),
-            self.stepping("agn, local phase alone", agn),
-            self.stepping("agn, split", agn, exchange=True),
-            self.scanned("plain, scanned", adam(), peer="plain"),
-            self.scanned("agn, round", agn, peer="plain, scanned"),
-        ]
-        for name, rule in RECORDLESS.items():
-            tx = agn_optax.phases(adam(), rule())
-            drop_in = agn_optax.exchange_every(adam(), rule(), self.period)
-            forms += [
-                self.stepping(f"{name}, drop-in", drop_in),
-                self.stepping(f"{name}, split", tx, exchange=True),
-                self.scanned(f"{name}, round", tx, peer="plain, scanned"),
-            ]
-        return forms
-
-    @staticmethod
-    def _compile(function: Callable[..., Any], *args: PyTree) -> Any:
-        return jax.jit(function, donate_argnums=(0, 1)).lower(*args).compile()
-
-    @staticmethod
-    def _temporary(*programs: Any) -> float:
-        return max(
-            program.memory_analysis().temp_size_in_bytes
-            for program in programs
-            if program
-        )
+    return run, [program]
 
 
-def measure(bench: Bench, repeats: int, report: Report) -> list[Row]:
-    """One row per form: its time per step, and relative to its peer's."""
-    forms = bench.forms()
-    rows = side_by_side.measure(forms, repeats, report.console)
-    for form in forms:
-        row = rows[form.name]
-        row["ms_a_step"] = 1e3 * row.pop("seconds") / bench.period
-        row["temporary,_models"] = round(form.temporary / bench.bytes, 2)
-    return list(rows.values())
+class Overhead(Benchmark, quick="--millions 0.1 --leaf 0.05"):
+    """Overhead of the optimizers.
 
+    Args:
+      millions: parameters.
+      leaf: millions of parameters in a leaf.
+      period: steps between exchanges.
+    """
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Overhead of the optimizers.")
-    add = parser.add_argument
-    add("--millions", type=float, nargs="+", default=[10, 40], help="of parameters")
-    add("--leaf", type=float, default=1, help="millions of parameters in a leaf")
-    add("--period", type=int, default=10)
-    add("--repeats", type=int, default=15, help="periods measured of every form")
-    args = parse(parser, millions=[0.1], leaf=0.05, repeats=1)
-    report = Report(args.json)
-    for millions in args.millions:
-        bench = Bench(int(millions * 1e6), int(args.leaf * 1e6), args.period)
-        rows = measure(bench, args.repeats, report)
-        title = (
-            f"{millions:g} M float32 parameters in {bench.leaves} leaves, adam, "
-            f"period {args.period}"
-        )
-        report.add(f"{millions:g} M", title, rows)
-    report.write()
+    millions: Sequence[float] = (10.0, 40.0)
+    leaf: float = 1.0
+    period: int = 10
+
+    def run(self) -> None:
+        """Add a table for each number of parameters."""
+        for millions in self.millions:
+            self.table(millions, max(1, round(millions / self.leaf)))
+
+    def table(self, millions: float, leaves: int) -> None:
+        """Measure all forms in turns."""
+        shape = (int(1e6 * millions) // leaves,)
+        grads = [jnp.full(shape, 0.1) for _ in range(leaves)]
+        forms, temporary = [], {}
+        for name, tx in self.optimizers().items():
+            # In separate buffers, to be donated.
+            params = [jnp.full(shape, 0.5 + i) for i in range(leaves)]
+            if "round" in name or "scanned" in name:
+                run, programs = scanned(tx, params, grads, self.period)
+            else:
+                given = lambda _, grads: grads  # noqa: E731
+                exchange = tx.exchange if "split" in name else None
+                run, programs = stepping(
+                    tx, params, grads, given, self.period, exchange
+                )
+            peer = "plain, scanned" if "round" in name else "plain"
+            forms.append(Form(name, peer, run))
+            used = [each.memory_analysis().temp_size_in_bytes for each in programs]
+            temporary[name] = max(used) / sum(leaf.nbytes for leaf in grads)
+        rows = self.turns(forms).rows(forms)
+        for row in rows:
+            row["ms_a_step"] = row["milliseconds"] / self.period
+            row["temporary,_models"] = round(temporary[row["form"]], 2)
+        title = f"{millions:g} M float32 parameters in {leaves} leaves, adam"
+        self.add(f"{millions:g} M", f"{title}, period {self.period}", rows)
+
+    def optimizers(self) -> dict[str, Any]:
+        """Return an optimizer for each form, the peers first."""
+        made: dict[str, Any] = {"plain": adam(), "plain, scanned": adam()}
+        made["MultiSteps"] = optax.MultiSteps(adam(), self.period)
+        for name, rule in RULES.items():
+            drop_in = agn_optax.exchange_every(adam(), rule, self.period)
+            split = agn_optax.phases(adam(), rule)
+            made |= {f"{name}, drop-in": drop_in, f"{name}, split": split}
+            made |= {f"{name}, local phase alone": split, f"{name}, round": split}
+        return made
 
 
 if __name__ == "__main__":
-    main()
+    Overhead.main()

@@ -16,13 +16,8 @@ their centers is tested.
     python benchmarks/quality.py --codecs pairs momentum NoLoCo --workers 8
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-import pathlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,79 +25,107 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from report import Report, Row, parse
+from measuring import CONSOLE, Benchmark, Row
 from rich.progress import track
 
 import agn_optax
 from agn_optax import codecs, rules
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from examples import datasets
 from examples.towers import Transformer
 
 PyTree = Any
 
-AS_IT_IS = "float32"
+PLAIN = "float32"
 # By the names of this table; rules.CODECS has the names of the command line's --codec.
 CODECS = {
-    AS_IT_IS: codecs.identity(),
+    PLAIN: codecs.identity(),
     **rules.CODECS,
     "int4 alone": codecs.quantize(4),
     "codebook4": codecs.error_feedback(codecs.quantize(4, format="codebook")),
     "codebook2": codecs.error_feedback(codecs.quantize(2, format="codebook")),
 }
-COMPARED = ("int8", "int4", "codebook2", "top_k")
-
-
-class Method(NamedTuple):
-    """A rule, and the placement of its center."""
-
-    rule: rules.Rule
-    placement: agn_optax.Placement | None = None
-
-
+# SparseLoCo's center step with a rate of 1, DiLoCo's with momentum, and DiLoCo's with
+# SparseLoCo's rate of 0.8, without momentum; NoLoCo's, and two without a common center.
 PAIRS = agn_optax.Placement(gossip=1.0)
-MOMENTUM = rules.diloco(optax.sgd(0.7, momentum=0.5))
-# Rules with which the codecs are compared: SparseLoCo's center step with a rate of 1,
-# DiLoCo's with momentum, and DiLoCo's with SparseLoCo's rate of 0.8, without momentum.
-RULES: dict[str, Callable[..., rules.Rule]] = {
-    "average": rules.average,
-    "diloco": rules.diloco,
-    "sgd": functools.partial(rules.diloco, optax.sgd(0.8)),
+NOLOCO = functools.partial(rules.diloco, optax.sgd(0.7, momentum=0.5))
+RULES: dict[str, tuple[Callable[..., rules.Rule], agn_optax.Placement | None]] = {
+    "average": (rules.average, None),
+    "diloco": (rules.diloco, None),
+    "sgd": (functools.partial(rules.diloco, optax.sgd(0.8)), None),
+    "momentum": (NOLOCO, None),
+    "pairs": (rules.average, PAIRS),
+    "NoLoCo": (NOLOCO, PAIRS),
 }
-METHODS = {
-    "pairs": Method(rules.average(), PAIRS),
-    "momentum": Method(MOMENTUM),
-    "NoLoCo": Method(MOMENTUM, PAIRS),
-}
-
-
-def method_of(name: str, rule: str) -> Method:
-    """Return a method by its name; a codec's name applies it to a rule."""
-    if name in CODECS:
-        return Method(RULES[rule](codec=CODECS[name]))
-    return METHODS[name]
+CONTEXT = 32  # characters of a row of text
 
 
 class Problem(NamedTuple):
-    """A learning problem."""
+    """A learning problem; batches are pairs of inputs and labels."""
 
     init: Callable[[jax.Array], PyTree]  # key -> parameters
-    # Logits and labels of a batch: [..., classes] and [...].
-    predict: Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array]]
-    # Batches of all workers: leaves [workers, period, rows, ...].
+    predict: Any  # (parameters, inputs) -> logits
+    # Of all workers: [workers, period, rows, ...].
     draw: Callable[[np.random.Generator], PyTree]
-    test: PyTree  # a batch
+    test: PyTree
     inner: optax.GradientTransformation
 
 
-def digits(args: argparse.Namespace) -> Problem:
+def trained(
+    problem: Problem, rule: rules.Rule, rounds: int, workers: int, **settings: Any
+) -> Callable[[int], np.ndarray]:
+    """Return a function that trains with a seed; programs are compiled once.
+
+    Args:
+      problem: the problem.
+      rule: the rule of the exchanges.
+      rounds: rounds of training.
+      workers: workers, which are rows of a vmap.
+      settings: others of `agn_optax.phases`.
+
+    Returns:
+      ``seed -> [loss, accuracy]``, of the center on the test batch.
+    """
+    tx = agn_optax.phases(problem.inner, rule, axis_name="workers", **settings)
+
+    def loss(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        inputs, labels = batch
+        logits = problem.predict(params, inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (jnp.argmax(logits, axis=-1) == labels).mean()
+
+    def step(params: PyTree, state: Any, batch: PyTree) -> Any:
+        grads, _ = jax.grad(loss, has_aux=True)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, ()
+
+    fragments = settings.get("fragments")
+    whole_round = agn_optax.scan_round(step, tx.exchange, fragments=fragments)
+    run = jax.jit(jax.vmap(whole_round, axis_name="workers"), donate_argnums=(0, 1))
+
+    @jax.jit
+    def start(key: jax.Array) -> tuple[PyTree, Any]:
+        params = problem.init(key)
+        rows = jax.tree.map(lambda x: jnp.stack([x] * workers), params)
+        return rows, jax.vmap(tx.init)(rows)
+
+    def train(seed: int) -> np.ndarray:
+        params, state = start(jax.random.key(seed))
+        rng = np.random.default_rng(seed)
+        for _ in range(rounds):
+            params, state, _ = run(params, state, problem.draw(rng))
+        # With pairs, all workers have centers of their own, else the same.
+        each = agn_optax.center_params(state)
+        center = jax.tree.map(lambda x: x.mean(axis=0), each)
+        return np.array(jax.jit(loss)(center, problem.test), float)
+
+    return train
+
+
+def digits(shape: tuple[int, ...], _: float) -> Problem:
     """Return a problem in which each worker has a share of the training digits."""
     data = datasets.digits()
-    shape = (args.workers, args.period, args.rows)
-    share = len(data.train.labels) // args.workers
-    first = share * np.arange(args.workers)[:, None, None]
+    share = len(data.train.labels) // shape[0]
+    first = share * np.arange(shape[0])[:, None, None]
     model = nn.Sequential(
         [nn.Dense(256), nn.relu, nn.Dense(256), nn.relu, nn.Dense(10)]
     )
@@ -111,173 +134,106 @@ def digits(args: argparse.Namespace) -> Problem:
         images = split.images.reshape(len(split.images), -1)
         return images[rows], split.labels[rows]
 
-    def predict(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        images, labels = batch
-        return jnp.asarray(model.apply(params, images)), labels
-
     return Problem(
-        init=lambda key: model.init(key, jnp.zeros((1, 64))),
-        predict=predict,
-        draw=lambda rng: flat(data.train, first + rng.integers(0, share, shape)),
-        test=flat(data.test),
-        inner=optax.adamw(1e-3),
+        lambda key: model.init(key, jnp.zeros((1, 64))),
+        model.apply,
+        lambda rng: flat(data.train, first + rng.integers(0, share, shape)),
+        flat(data.test),
+        optax.adamw(1e-3),
     )
 
 
-def text(args: argparse.Namespace) -> Problem:
+def text(shape: tuple[int, ...], megabytes: float) -> Problem:
     """Return a problem of predicting the characters of Python's source."""
-    data = datasets.python_source(args.megabytes)
-    model = Transformer(args.layers, args.width, args.context)
-    window = np.arange(args.context + 1)
+    data = datasets.python_source(megabytes)
+    model = Transformer(layers=2, width=64, context=CONTEXT)
+    window = np.arange(CONTEXT + 1)
 
     def windows(characters: Any, rng: np.random.Generator, *shape: int) -> PyTree:
         starts = rng.integers(0, len(characters) - len(window), size=shape)
-        return characters[starts[..., None] + window]
+        rows = characters[starts[..., None] + window].astype(np.int32)
+        return rows[..., :-1], rows[..., 1:]
 
-    def predict(params: PyTree, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = rows.astype(jnp.int32)
-        return jnp.asarray(model.apply(params, rows[:, :-1])), rows[:, 1:]
-
-    shape = (args.workers, args.period, args.rows)
     return Problem(
-        init=lambda key: model.init(key, jnp.zeros((1, args.context), jnp.int32)),
-        predict=predict,
-        draw=lambda rng: windows(data.train, rng, *shape),
-        test=windows(data.test, np.random.default_rng(0), args.tested),
-        inner=optax.adamw(3e-3),
+        lambda key: model.init(key, jnp.zeros((1, CONTEXT), jnp.int32)),
+        model.apply,
+        lambda rng: windows(data.train, rng, *shape),
+        windows(data.test, np.random.default_rng(0), 256),
+        optax.adamw(3e-3),
     )
 
 
 PROBLEMS = {"digits": digits, "text": text}
 
 
-class Trained(NamedTuple):
-    """Results of one seed, on held-out data."""
-
-    loss: float  # nats
-    accuracy: float  # in [0, 1]
-
-
-def training(
-    problem: Problem, method: Method, args: argparse.Namespace
-) -> Callable[[int], Trained]:
-    """Return a function that trains with a seed; programs are compiled once."""
-    tx = agn_optax.phases(
-        problem.inner, method.rule, axis_name="workers", placement=method.placement
-    )
-
-    def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        logits, labels = problem.predict(params, batch)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean()
-
-    def step(params: PyTree, state: Any, batch: PyTree) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    whole_round = agn_optax.scan_round(step, tx.exchange)
-    run = jax.jit(jax.vmap(whole_round, axis_name="workers"), donate_argnums=(0, 1))
-
-    @jax.jit
-    def start(key: jax.Array) -> tuple[PyTree, Any]:
-        params = problem.init(key)
-        rows = jax.tree.map(lambda x: jnp.stack([x] * args.workers), params)
-        return rows, jax.vmap(tx.init)(rows)
-
-    @jax.jit
-    def measured(params: PyTree) -> tuple[jax.Array, jax.Array]:
-        logits, labels = problem.predict(params, problem.test)
-        right = jnp.argmax(logits, axis=-1) == labels
-        return loss(params, problem.test), right.mean()
-
-    def train(seed: int) -> Trained:
-        params, state = start(jax.random.key(seed))
-        rng = np.random.default_rng(seed)
-        for _ in range(args.rounds):
-            params, state, _ = run(params, state, problem.draw(rng))
-        centers = agn_optax.center_params(state)
-        if method.placement is None:  # all workers have the same center
-            center = jax.tree.map(lambda x: x[0], centers)
-        else:
-            center = jax.tree.map(lambda x: x.mean(axis=0), centers)
-        return Trained(*map(float, measured(center)))
-
-    return train
-
-
 def bits_of(codec: codecs.Codec, params: PyTree) -> float:
     """Return the bits per parameter that are sent."""
     sent = jax.eval_shape(lambda x: codec.encode(x, codec.init(x))[0], params)
-
-    def bytes_of(tree: PyTree) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    return 32 * bytes_of(sent) / bytes_of(params)
+    sent_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(sent))
+    return round(8 * sent_bytes / sum(x.size for x in jax.tree.leaves(params)), 3)
 
 
-def rows_of(
-    problem: Problem, args: argparse.Namespace, report: Report
-) -> Iterator[Row]:
-    """Yield one row for each codec; the first has none."""
-    params = jax.eval_shape(problem.init, jax.random.key(0))
-    plain: list[Trained] = []
-    for name in (AS_IT_IS, *args.codecs):
-        method = method_of(name, args.rule)
-        train = training(problem, method, args)
-        seeds = track(range(args.seeds), name, console=report.console, transient=True)
-        found = [train(seed) for seed in seeds]
-        plain = plain or found
-        losses = [one.loss for one in found]
-        more = [
-            100 * (one.loss / other.loss - 1)
-            for one, other in zip(found, plain, strict=True)
-        ]
-        yield {
-            "codec": name,
-            "bits": round(bits_of(method.rule.codec, params), 3),
-            "loss": float(np.mean(losses)),
-            "of_seeds": [min(losses), max(losses)],
-            "above_%": float(np.mean(more)),
-            "of_seeds_%": [min(more), max(more)],
-            "accuracy_%": 100 * float(np.mean([one.accuracy for one in found])),
-        }
+class Quality(
+    Benchmark,
+    quick="--codecs int4 --seeds 1 --workers 2 --period 2 --rounds 2 --megabytes 0.5",
+):
+    """Loss at the end of training, for each codec.
 
+    Args:
+      only: the problems.
+      codecs: names of codecs.
+      rule: the rule around the codecs.
+      seeds: runs of each.
+      workers: workers.
+      period: local steps of a round.
+      rounds: rounds of training.
+      megabytes: size of the text.
+    """
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Loss at the end, for each codec.")
-    add = functools.partial(parser.add_argument, type=int)
-    add("--only", nargs="+", type=str, choices=PROBLEMS, default=tuple(PROBLEMS))
-    add("--codecs", nargs="+", type=str, choices=(*CODECS, *METHODS), default=COMPARED)
-    add("--rule", type=str, choices=RULES, default="average", help="around codecs")
-    add("--seeds", default=3)
-    add("--workers", default=4)
-    add("--period", default=10, help="local steps of a round")
-    add("--rounds", default=100, help="of training")
-    add("--rows", default=4, help="of a worker's batch")
-    add("--context", default=32, help="characters of a row of text")
-    add("--width", default=64, help="of the transformer, in sixteens")
-    add("--layers", default=2, help="of the transformer")
-    add("--tested", default=256, help="rows of text")
-    add("--megabytes", type=float, default=8.0, help="of text")
-    tiny = {"context": 16, "width": 16, "layers": 1, "tested": 4, "megabytes": 0.5}
-    quick = {"codecs": ["int4"], "seeds": 1, "workers": 2, "period": 2, "rounds": 2}
-    args = parse(parser, **quick, **tiny)
-    report = Report(args.json)
-    for name in args.only:
-        problem, rows = PROBLEMS[name](args), []
-        for row in rows_of(problem, args, report):
-            report.say(f"{name}, {row['codec']}: {row['loss']:.4f} nats")
-            rows.append(row)
-        params = jax.eval_shape(problem.init, jax.random.key(0))
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        title = (
-            f"{name}: {size:,} parameters, {args.workers} workers, {args.rounds} rounds"
-            f" of {args.period} steps, {args.seeds} seeds"
-        )
-        report.add(name, title, rows)
-    report.write()
+    only: Sequence[str] = tuple(PROBLEMS)
+    codecs: Sequence[str] = ("int8", "int4", "codebook2", "top_k")
+    rule: str = "average"
+    seeds: int = 3
+    workers: int = 4
+    period: int = 10
+    rounds: int = 100
+    megabytes: float = 8.0
+
+    def run(self) -> None:
+        """Add a table for each problem."""
+        for name in self.only:
+            shape = (self.workers, self.period, 4)  # rows of a batch
+            problem = PROBLEMS[name](shape, self.megabytes)
+            params = jax.eval_shape(problem.init, jax.random.key(0))
+            rows = self.rows(problem, params)
+            size = sum(leaf.size for leaf in jax.tree.leaves(params))
+            title = f"{size:,} parameters, {self.workers} workers, {self.rounds} rounds"
+            title += f" of {self.period} steps, {self.seeds} seeds, {self.rule}"
+            self.add(name, f"{name}: {title}", rows)
+
+    def rows(self, problem: Problem, params: PyTree) -> list[Row]:
+        """Train with each codec, without one first."""
+        rows, plain = [], np.ones(self.seeds)
+        rule, place = RULES[self.rule]
+        for name in track((PLAIN, *self.codecs), console=CONSOLE, transient=True):
+            coded = rule(codec=CODECS[name])
+            train = trained(problem, coded, self.rounds, self.workers, placement=place)
+            losses, accuracies = np.array([train(seed) for seed in range(self.seeds)]).T
+            plain = losses if name == PLAIN else plain
+            more = 100 * (losses / plain - 1)
+            rows.append(
+                {
+                    "codec": name,
+                    "bits": bits_of(CODECS[name], params),
+                    "loss": losses.mean(),
+                    "of_seeds": [losses.min(), losses.max()],
+                    "above_%": more.mean(),
+                    "of_seeds_%": [more.min(), more.max()],
+                    "accuracy_%": 100 * accuracies.mean(),
+                }
+            )
+        return rows
 
 
 if __name__ == "__main__":
-    main()
+    Quality.main()
