@@ -36,14 +36,14 @@ from agn_optax.service.transports import _socket
 from agn_optax.service.wire._packets import HEAD
 
 SIZE = 40e3  # bytes of the model
-Act = Callable[[], Any]
 
 
-def connected(address: str, tls: Tls | None) -> tuple[dict[str, Act], Act]:
-    """Return the acts of a badly behaved peer by name, and what ends it."""
-    numbers, stack = itertools.count(), contextlib.ExitStack()
-    center = stack.enter_context(centers.connect(address, "socket", tls=tls))
-    observer = stack.enter_context(service.Observer(address, tls=tls))
+@functools.cache
+def acts_of(address: str, tls: Tls | None) -> dict[str, Callable[[], Any]]:
+    """Return the acts of a badly behaved peer by name; "" closes what is open."""
+    numbers = itertools.count()
+    center = centers.connect(address, "socket", tls=tls)
+    observer = service.Observer(address, tls=tls)
     context: Any = None if tls is None else tls.context(serves=False)
     direct = observer.status()["direct_address"]
     ports = [int(each.rpartition(":")[2]) for each in (address, direct)]
@@ -61,7 +61,11 @@ def connected(address: str, tls: Tls | None) -> tuple[dict[str, Act], Act]:
         """Open a silent connection, in place of the oldest if there are ``most``."""
         if len(held) >= most:
             held.pop(0).close()
-        held.append(stack.enter_context(dial(port)))
+        held.append(dial(port))
+
+    def release() -> None:
+        while held:
+            held.pop().close()
 
     def send() -> None:
         session = center.join("eve")
@@ -90,7 +94,8 @@ def connected(address: str, tls: Tls | None) -> tuple[dict[str, Act], Act]:
             with contextlib.suppress(grpc.RpcError):
                 list(call(slowly()))
 
-    acts: dict[str, Act] = {
+    return {
+        "": release,
         "connects, and ends the connection": connect,
         "says nothing over 200 connections": lambda: hold(200, next(numbers) % 2),
         "asks for the status": observer.status,
@@ -103,31 +108,25 @@ def connected(address: str, tls: Tls | None) -> tuple[dict[str, Act], Act]:
         "TLS handshakes": lambda: shake_hands(1),
         "TLS handshakes at the port of gRPC": lambda: shake_hands(0),
     }
-    return acts, stack.close
 
 
-# Acts that cost the peer next to nothing are made more often a second, at most.
-OFTEN = ("reconnects", "greets", "TLS")
-
-_peer: list[tuple[dict[str, Act], Act]] = []  # in the peer's process
-
-
-def begin(address: str, tls: Tls | None) -> list[str]:
+def names_of(address: str, tls: Tls | None) -> list[str]:
     """Connect a peer, and return the names of its acts."""
-    _peer[:] = [connected(address, tls)]
-    return list(_peer[0][0])
+    return [name for name in acts_of(address, tls) if name]
 
 
-def misbehave(name: str, end: float) -> int:
+def misbehave(address: str, tls: Tls | None, name: str, end: float) -> int:
     """Act until ``end``, and return the number of acts."""
-    ((acts, close),) = _peer
-    start, done, rate = time.monotonic(), 0, 2000 if name.startswith(OFTEN) else 100
+    acts = acts_of(address, tls)
+    # Acts that cost the peer next to nothing are made more often a second, at most.
+    rate = 2000 if name.startswith(("reconnects", "greets", "TLS")) else 100
+    start, done = time.monotonic(), 0
     while time.monotonic() < end:
         with contextlib.suppress(errors.AgnOptaxError, OSError):
             acts[name]()
         done += 1
         time.sleep(max(0.0, start + done / rate - time.monotonic()))
-    close()
+    acts[""]()
     return done
 
 
@@ -172,9 +171,7 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         measured = functools.partial(self.measured, run, address, tls)
         alone = "nobody, over TLS" if tls else "nobody"
         yield Form(alone, alone, functools.partial(measured, alone))
-        names = self.bad.call(begin, address, tls)
-        self.bad.call(misbehave, names[0], 0.0)  # ends it
-        for name in names:
+        for name in self.bad.call(names_of, address, tls):
             if name.startswith("TLS") == (tls is not None):
                 yield Form(name, alone, functools.partial(measured, name))
 
@@ -182,9 +179,8 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         """Return the seconds of an exchange beside an act, or beside nobody."""
         done: Callable[[], int] = int  # no acts
         if not name.startswith("nobody"):
-            self.bad.call(begin, address, tls)
             end = time.monotonic() + self.window
-            done = self.bad.submit(misbehave, name, end).result
+            done = self.bad.submit(misbehave, address, tls, name, end).result
         before = self.center.call(time.process_time)
         seconds = centers.seconds_of_one(run, self.window)
         spent = self.center.call(time.process_time) - before

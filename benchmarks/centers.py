@@ -25,12 +25,9 @@ LEAVES = 4  # of a model, if nothing else is given
 LOOPBACK = 1e15  # bytes/s of an infinitely fast link: only the ends take time
 
 
-def connect(
-    address: str | list[str], transport: str = "", codec: str = "", **options: Any
-) -> Any:
+def connect(address: Any, transport: str = "", codec: str = "", **options: Any) -> Any:
     """Connect to a center of `serve`; "" takes the best transport."""
-    if transport:
-        options["transports"] = [transport]
+    options["transports"] = [transport] if transport else None
     return service.connect(address, rule(codec), **options)
 
 
@@ -79,11 +76,9 @@ def serve(
       parent: address of the center that this one is a worker of.
       options: others of `agn_optax.service.serve`.
     """
-    if tokens:
-        options["access"] = service.Access(tokens.encode())
-    if parent:
-        options["parent"] = connect(parent, "socket")
     options = {"max_workers": 256, "calls": None, **options}
+    options["access"] = service.Access(tokens.encode()) if tokens else None
+    options["parent"] = connect(parent, "socket") if parent else None
     params = tree(size, leaves) if size else None
     server = service.serve(rule(codec), params, **options)
     _servers[server.address] = server
@@ -167,43 +162,36 @@ def workers(
     return [functools.partial(make, address, name=f"worker-{i}") for i, address in each]
 
 
-class Crew(contextlib.ExitStack):
-    """Workers as threads of a few processes, which all do the same thing."""
+# A crew: processes with teams of workers, which are threads of theirs.
 
-    def __init__(self, processes: int) -> None:
-        super().__init__()
-        self._processes = [self.enter_context(Process()) for _ in range(processes)]
 
-    def hire(self, team: str, makers: Sequence[Callable[[], Run]]) -> None:
-        """Make the functions of a team in the processes, round robin."""
-        self._everywhere(_hire, team, makers)
+def everywhere(crew: list[Process], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in each process, with the slice of all that is its own."""
+    answers = [
+        process.submit(function, slice(i, None, len(crew)), *args)
+        for i, process in enumerate(crew)
+    ]
+    return [answer.result() for answer in answers]
 
-    def work(
-        self, team: str, workers: int, window: float, pause: float = 0.0
-    ) -> list[float]:
-        """Return how often each of the first workers ran in ``window`` seconds.
 
-        A run that begins before the window or ends after it counts in part. Every run
-        begins with a pause in seconds, in place of local steps.
-        """
-        start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
-        done = self._everywhere(_work, team, workers, start, start + window, pause)
-        return list(itertools.chain.from_iterable(done))
+def work(
+    crew: list[Process], team: str, workers: int, window: float, pause: float = 0.0
+) -> list[float]:
+    """Return how often each of the first workers ran in ``window`` seconds.
 
-    def _everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function in each process, with the slice of all that is its own."""
-        count = len(self._processes)
-        answers = [
-            process.submit(function, slice(i, None, count), *args)
-            for i, process in enumerate(self._processes)
-        ]
-        return [answer.result() for answer in answers]
+    A run that begins before the window or ends after it counts in part. Every run
+    begins with a pause in seconds, in place of local steps.
+    """
+    start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
+    done = everywhere(crew, _work, team, workers, start, start + window, pause)
+    return list(itertools.chain.from_iterable(done))
 
 
 _teams: dict[str, list[Run]] = {}  # in a process of a crew
 
 
-def _hire(own: slice, team: str, makers: Sequence[Callable[[], Run]]) -> None:
+def hire(own: slice, team: str, makers: Sequence[Callable[[], Run]]) -> None:
+    """Make the functions of a team, round robin; called `everywhere`."""
     _teams[team] = [make() for make in makers[own]]
     for run in _teams[team]:
         run()

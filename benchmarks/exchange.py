@@ -6,19 +6,21 @@ takes turns with
     gRPC stream      raw bytes there and back in chunks of 1 MiB, without an addition;
                      by the synchronous and by the asyncio client; the one with the
                      smaller median is the peer
-    raw socket       send, add, send back, at most 4 MiB at a time
+    raw socket       send, add, send back, 4 MiB at a time
     shared memory    the worker writes, the other process adds, the worker reads
     torch rpc        push, add, pull by torch.distributed.rpc, if `--torch-python` names
                      a Python that has torch
 
 and so do contributions in bfloat16 and in float32. "speed" is relative to the peer's,
 the median of neighbors in time with its quartiles; "of gRPC" is the same relative to
-the bare gRPC stream. GB/s count both directions.
+the bare gRPC stream. GB/s count both directions. In a second table centers have tokens
+and TLS, and the peer is the same transport in plain text and open.
 
     python benchmarks/exchange.py --megabytes 400
     python benchmarks/exchange.py --torch-python ~/torch/bin/python
 """
 
+import functools
 import tempfile
 
 import centers
@@ -28,6 +30,7 @@ from measuring import Benchmark, Form, Process, Row
 
 STREAM = "gRPC stream"
 SHARED_MEMORY = "shared memory"
+TOKEN = "0123456789abcdef0123456789abcdef"  # noqa: S105 opens nothing else
 
 
 class Exchange(Benchmark, quick="--megabytes 0.1"):
@@ -42,9 +45,9 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
     torch_python: str = ""
 
     def run(self) -> None:
-        """Measure all forms in turns, over each network."""
+        """Measure all forms in turns, over each network, and with tokens and TLS."""
+        size = round(1e6 * self.megabytes)
         for network in ("TCP", "Unix socket"):
-            size = round(1e6 * self.megabytes)
             forms = self.forms(network, size)
             times = self.turns(forms)
             best = min(peers.CLIENTS, key=times.median)
@@ -55,6 +58,10 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
                 row["of_gRPC"] = round(float(1 / of_stream), 3)
             key = f"{network}, {self.megabytes:g} MB"
             self.add(key, f"{key} in {centers.LEAVES} leaves; {best} is the peer", rows)
+        if size <= 1e8:  # all eight centers are there at once
+            forms = self.trusted(size)
+            rows = self.turns(forms).rows(forms, size)
+            self.add("trust", f"{self.megabytes:g} MB, with tokens and TLS", rows)
 
     def forms(self, network: str, size: int) -> list[Form]:
         """Return all ways to exchange ``size`` bytes over TCP or a Unix socket."""
@@ -85,6 +92,23 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
                 how: Row = {"name": name, "stack": self.stack, "codec": codec}
                 run = centers.worker(served, transport, size, **how)
                 forms.append(Form(name, bound, run))
+        return forms
+
+    def trusted(self, size: int) -> list[Form]:
+        """Return exchanges with tokens and TLS, each with its own center."""
+        forms, process = [], self.use(Process())
+        own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
+        # The token, and the TLS settings of the center and of its worker.
+        ways = {"open": ("", None, None), "a token": (TOKEN, None, None)}
+        ways |= {"TLS": ("", own, tls), "TLS, a token": (TOKEN, own, tls)}
+        for transport in ("socket", "grpc"):
+            for way, (token, theirs, ours) in ways.items():
+                tokens = f"worker * {token}" if token else ""
+                address = process.call(centers.serve, size, tokens=tokens, tls=theirs)
+                how: Row = {"stack": self.stack, "tls": ours, "token": token or None}
+                run = centers.worker(address, transport, size, **how)
+                some = functools.partial(centers.seconds_of_one, run, 0.1)
+                forms.append(Form(f"{transport}, {way}", f"{transport}, open", some))
         return forms
 
 

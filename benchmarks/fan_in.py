@@ -59,16 +59,18 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
             stream = peer.call(peers.serve_grpc, size)
             for name, client in peers.CLIENTS.items():
                 teams[name] = [functools.partial(client, stream, size)] * most
-        crew = self.use(centers.Crew(PROCESSES))
+        crew = [self.use(Process()) for _ in range(PROCESSES)]
         done: dict[str, list[list[float]]] = defaultdict(list)  # [runs][workers]
 
         def count(name: str, team: str, workers: int) -> float:
-            done[name].append(crew.work(team, workers, self.window, self.pause))
+            done[name].append(
+                centers.work(crew, team, workers, self.window, self.pause)
+            )
             return self.window / sum(done[name][-1])
 
         forms: dict[str, list[Form]] = defaultdict(list)
         for team, makers in teams.items():
-            crew.hire(team, makers)
+            centers.everywhere(crew, centers.hire, team, makers)
             for n in self.workers:
                 run = functools.partial(count, f"{team}, {n}", team, n)
                 first = f"{team}, {self.workers[0]}"

@@ -47,7 +47,7 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
     megabytes: float = 40.0
     gigabits: Sequence[float] = (0.1, 1.0, 10.0)
     codecs: Sequence[str] = ("bfloat16", "int8", "int4")
-    shards: Sequence[int] = ()
+    shards: Sequence[int] = (2,)
 
     def run(self) -> None:
         """Measure all forms at each rate."""

@@ -66,12 +66,12 @@ class Times(dict[str, list[float]]):
         rows = []
         for name, peer, _ in forms:
             seconds, relative = self.median(name), self.relative(name, peer)
+            more = spread("ratio", relative)
+            if size is not None:
+                more = spread("speed", 1 / relative) | {"a_second": 1 / seconds}
+                more["GB/s"] = 2e-9 * size / seconds
             row: Row = {"form": name, "milliseconds": 1e3 * seconds, "peer": peer}
-            if size is None:
-                rows.append(row | spread("ratio", relative))
-            else:
-                row |= {"a_second": 1 / seconds, "GB/s": 2e-9 * size / seconds}
-                rows.append(row | spread("speed", 1 / relative))
+            rows.append(row | more)
         return rows
 
 

@@ -77,17 +77,16 @@ class Memory(Benchmark, quick="--megabytes 20 --workers 1 --transports memory"):
 
     def run(self) -> None:
         """Measure each transport with each number of workers."""
-        rows = []
-        for transport in self.transports:
-            for n in self.workers:
-                server, worker = self.peaks(transport, n)
-                for process, models in (("server", server), ("worker", worker)):
-                    where = {"process": process, "workers": n, "transport": transport}
-                    rows.append(where | models)
+        rows = [
+            {"process": process, "workers": n, "transport": transport, **models}
+            for transport in self.transports
+            for n in self.workers
+            for process, models in self.peaks(transport, n).items()
+        ]
         title = f"{self.megabytes:g} MB, {EXCHANGES} exchanges of every worker"
         self.add("memory", f"memory in models of {title}", rows)
 
-    def peaks(self, transport: str, workers: int) -> list[dict[str, float]]:
+    def peaks(self, transport: str, workers: int) -> dict[str, dict[str, float]]:
         """Measure the server, and the worker with the largest peak."""
         processes = [self.use(Process()) for _ in range(1 + workers)]
         server, *clients = processes
@@ -96,22 +95,20 @@ class Memory(Benchmark, quick="--megabytes 20 --workers 1 --transports memory"):
         for client in clients:
             client.call(start, address, transport)
         time.sleep(0.2)  # freed memory goes back to the kernel
-        idle = [process.call(settle) for process in processes]
+        initial, held = np.array([process.call(settle) for process in processes]).T
         for answer in [client.submit(exchange) for client in clients]:
             answer.result()
-        peak = [process.call(status, "VmHWM") for process in processes]
+        peak = np.array([process.call(status, "VmHWM") for process in processes])
         self.stack.close()
-        initial, held = np.array(idle).T
+        most = 1 + int(np.argmax(peak[1:] - base[1:]))
         columns = {"initializing": initial - base, "held": held - base}
-        columns |= {"above": peak - held, "peak": np.array(peak) - base}
-        most = 1 + int(np.argmax(columns["peak"][1:]))
-        return [
-            {
-                name: float(each[i] / 1e6 / self.megabytes)
-                for name, each in columns.items()
+        columns |= {"above": peak - held, "peak": peak - base}
+        return {
+            name: {
+                key: float(x[i] / 1e6 / self.megabytes) for key, x in columns.items()
             }
-            for i in (0, most)
-        ]
+            for name, i in (("server", 0), ("worker", most))
+        }
 
 
 if __name__ == "__main__":

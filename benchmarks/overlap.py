@@ -101,7 +101,7 @@ def train_alone(model: Model, end: float) -> Spans:
 def train(
     model: Model, address: str, transport: str, rounds: int, cores: list[int]
 ) -> tuple[Spans, Spans]:
-    """Return steps and exchanges of a process that began on one core.
+    """Return steps and exchanges; JAX has started all its threads before, on one core.
 
     Args:
       model: the model.
@@ -110,8 +110,6 @@ def train(
       rounds: exchanges to return, and one more.
       cores: the other cores, for all threads of the exchanges.
     """
-    square = jnp.ones((model.width, model.width))
-    jax.block_until_ready(square @ square)  # JAX has started all its threads now
     steps, answers, departures = Spans(), Spans(), []
     length, answered, exchange = 2, 0, Session.exchange
 
@@ -198,10 +196,8 @@ class Overlap(
         layers = max(2, round(1e6 * self.megabytes / 4 / self.width**2))
         some = min(self.trained, layers - 1)
         few, size = max(1, BATCH * some // layers), 4 * layers * self.width**2
-        models = {
-            f"{some} of {layers} layers": Model(layers, self.width, some, BATCH),
-            f"all {layers} layers": Model(layers, self.width, layers, few),
-        }
+        models = {f"{some} of": Model(layers, self.width, some, BATCH)}
+        models["all"] = Model(layers, self.width, layers, few)
         cores = sorted(os.sched_getaffinity(0))
         others, rows = cores[1:] or cores, []
         server, process = self.use(Process(others)), self.use(Process(cores[:1]))
@@ -219,7 +215,8 @@ class Overlap(
                 found[transport] = process.call(train, *how)
                 server.call(centers.stop, address)
             rows += [
-                {"trained": trained, "transport": transport, **row_of(*spans)}
+                {"trained": f"{trained} {layers} layers", "transport": transport}
+                | row_of(*spans)
                 for transport, spans in found.items()
             ]
         title = f"local steps during an exchange of {self.megabytes:g} MB"

@@ -26,7 +26,7 @@ import numpy as np
 from measuring import Process, Run
 
 CHUNK = 1 << 20  # bytes of one gRPC message, the fastest size
-BUFFER = 4 << 20  # bytes of one call of a socket
+PIECE = 1 << 20  # numbers that a socket's other end adds at once
 SERVICE, METHOD = "benchmark.Peer", "ThereAndBack"
 Array = np.ndarray[Any, Any]
 
@@ -127,11 +127,10 @@ def _serve_one(path: str, talk: Callable[[socket.socket], None]) -> Any:
 
 
 def _connect(address: Any) -> socket.socket:
-    if isinstance(address, str):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address)
-    else:
-        connection = socket.create_connection(address)
+    is_path = isinstance(address, str)
+    connection = socket.socket(socket.AF_UNIX if is_path else socket.AF_INET)
+    connection.connect(address)
+    if not is_path:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -139,11 +138,8 @@ def _connect(address: Any) -> socket.socket:
 def _receive(source: socket.socket, array: Array) -> None:
     """Fill an array from a socket; raise if the other end has closed."""
     view = array.data.cast("B")
-    while view:
-        count = source.recv_into(view, min(BUFFER, len(view)))
-        if not count:
-            raise ConnectionResetError
-        view = view[count:]
+    if source.recv_into(view, 0, socket.MSG_WAITALL) < len(view):
+        raise ConnectionResetError
 
 
 def _there_and_back(
@@ -163,10 +159,10 @@ def _there_and_back(
 
 def _add(size: int, peer: socket.socket) -> None:
     """Be the other end of a raw socket."""
-    center, piece = _floats(size), _floats(BUFFER)
+    center, piece = _floats(size), _floats(4 * PIECE)
     while True:
-        for i in range(0, len(center), len(piece)):
-            part = center[i : i + len(piece)]  # added while still in the cache
+        for i in range(0, len(center), PIECE):
+            part = center[i : i + PIECE]  # added while still in the cache
             _receive(peer, piece[: len(part)])
             part += piece[: len(part)]
         peer.sendall(center.data)
@@ -223,11 +219,11 @@ def _add_shared(names: list[str], peer: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def torch_rpc(python: str, size: int, *options: str) -> Iterator[Run]:
+def torch_rpc(python: str, size: int) -> Iterator[Run]:
     """Push, add, pull between two processes of torch; see torch_peer.py."""
     program = pathlib.Path(__file__).with_name("torch_peer.py")
     with subprocess.Popen(  # noqa: S603 our own program
-        [python, "-W", "ignore", str(program), str(size), *options],
+        [python, "-W", "ignore", str(program), str(size)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -33,9 +33,9 @@ def exchange(tables: Tables) -> Any:
     points = [
         (network, row["form"], float(size.removesuffix(" MB")), row["GB/s"])
         for table in tables
-        for network, size in [table["key"].split(", ")]
+        for network, comma, size in [table["key"].partition(", ")]
         for row in table["rows"]
-        if "bfloat16" not in row["form"]
+        if comma and "bfloat16" not in row["form"]
     ]
     return _lines(points, "MB in each direction", "GB/s, both directions")
 
@@ -91,18 +91,17 @@ def optimizer_overhead(tables: Tables) -> Any:
     Bars begin at 1, on a logarithmic axis: a form that takes twice as long is as far
     from 1 as one that takes half as long.
     """
+    tables = [table for table in tables if table["key"].endswith(" M")]
     figure, axes = _panels(len(tables), 6)
     for axis, table in zip(axes, tables, strict=True):
-        rows = [row for row in table["rows"] if row["form"] != row["peer"]]
-        names = [f"{row['form']} / {row['peer']}" for row in reversed(rows)]
-        ratios = np.array([row["ratio"] for row in reversed(rows)])
-        spread = np.abs(
-            np.array([row["quartiles"] for row in reversed(rows)]).T - ratios
-        )
+        rows = [row for row in reversed(table["rows"]) if row["form"] != row["peer"]]
+        names = [f"{row['form']} / {row['peer']}" for row in rows]
+        ratios = np.array([row["ratio"] for row in rows])
+        spread = np.abs(np.array([row["quartiles"] for row in rows]).T - ratios)
         axis.barh(names, ratios - 1, left=1.0, xerr=spread, color="#56B4E9")
         axis.axvline(1.0, color="black", linewidth=1)
-        axis.set_title(table["title"], fontsize="medium")
-        axis.set_xlabel("time relative to the peer's, with quartiles (log scale)")
+        label = "time relative to the peer's, with quartiles (log scale)"
+        axis.set(title=table["title"], xlabel=label)
         _logarithmic(axis.xaxis, [0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5, 8])
     figure.tight_layout()
     return figure

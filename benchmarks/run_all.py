@@ -19,16 +19,19 @@ from measuring import CONSOLE, Row, markdown
 
 HERE = pathlib.Path(__file__).parent
 RUNS = (
-    *("optimizer_overhead", "train_step", "towers"),
-    *("exchange --megabytes 4 --repeats 27", "exchange --repeats 27"),
+    *("optimizer_overhead", "towers", "startup", "encoding", "quality"),
+    *("exchange --megabytes 0.04", "exchange --megabytes 4", "exchange"),
     *("exchange --megabytes 400", "fan_in", "fan_in --megabytes 0.04 --workers 1 4"),
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5",
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5 --pause 0.5",
-    *("tree", "bad_peers", "trust", "trust --megabytes 0.04"),
-    *("link", "link --megabytes 400 --gigabits 1 10 --codecs"),
-    "link --gigabits 0 0.32 --codecs --shards 1 8",
-    *("overlap", "size", "memory", "journal", "journal --workers 2"),
-    *("encoding", "streaming", "quality", "startup"),
+    *("tree", "bad_peers", "link", "link --megabytes 400 --gigabits 1 10 --codecs"),
+    *("link --gigabits 0 0.32 --codecs --shards 8", "overlap", "memory"),
+    *("size", "size --leaves 10", "size --sizes 4e7 --leaves 10 100 1000"),
+    *(
+        "size --sizes 4e8 --leaves 1 10 100 1000 10000",
+        "journal",
+        "journal --workers 2",
+    ),
 )
 
 
@@ -59,21 +62,17 @@ def main() -> None:
     names = list(dict.fromkeys(each.split()[0] for each in RUNS))
     add("--only", nargs="+", choices=names, default=names)
     add("--quick", action="store_true", help="each once, tiny: does everything work?")
-    add("--torch-python", help="a Python that has torch, for its peer in exchange.py")
     add("--output", type=pathlib.Path, default=pathlib.Path("bench-output"))
     args = parser.parse_args()
     found, failed = [], []
     for line in [f"{name} --quick" for name in names] if args.quick else RUNS:
         name, *options = line.split()
-        if name not in args.only:
-            continue
-        CONSOLE.rule(line)
-        if name == "exchange" and args.torch_python:
-            options += ["--torch-python", args.torch_python]
-        try:
-            found.append(run(name, options))
-        except subprocess.CalledProcessError:  # run the others all the same
-            failed.append(line)
+        if name in args.only:
+            CONSOLE.rule(line)
+            try:
+                found.append(run(name, options))
+            except subprocess.CalledProcessError:  # run the others all the same
+                failed.append(line)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(found, indent=1))
     (args.output / "results.md").write_text(page(found))

@@ -6,6 +6,7 @@ within one process, and every ratio is of two neighbors in time.
     python benchmarks/towers.py --millions 40 --towers 4
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from measuring import Benchmark, Form, Row, Run
-from traffic import Traffic, traffic
+from traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, rules
@@ -21,20 +22,14 @@ from agn_optax import codecs, rules
 PyTree = Any
 
 
-def feedback(codec: codecs.Codec) -> Row:
-    return {"codec": codecs.error_feedback(codec)}
-
-
+BFLOAT16 = codecs.cast("bfloat16")
 GRADIENTS: dict[str, Row] = {
     "all-reduce": {},
     "buckets of 4 MiB": {"bucket_bytes": 2**22},
-    "bfloat16, summed in float32": {
-        "codec": codecs.cast("bfloat16"),
-        "sum_dtype": "float32",
-    },
-    "8 bits, error feedback": feedback(codecs.quantize(8)),
-    "4 bits, error feedback": feedback(codecs.quantize(4)),
-    "1 bit, error feedback": feedback(codecs.sign()),
+    "bfloat16, summed in float32": {"codec": BFLOAT16, "sum_dtype": "float32"},
+    "8 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(8))},
+    "4 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(4))},
+    "1 bit, error feedback": {"codec": codecs.error_feedback(codecs.sign())},
 }
 RULES = {
     "agn": rules.agn(optax.adam(1e-3)),
@@ -65,60 +60,43 @@ class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
         shape = (int(1e6 * self.millions) // leaves,)
         self.params = [jnp.full(shape, 0.5) for _ in range(leaves)]
         self.bytes = sum(leaf.nbytes for leaf in self.params)
-        title = f"{self.millions:g} M float32 parameters in {leaves} leaves"
-        rows = self.traffic()
-        self.add("traffic", f"a step of {self.towers} towers sends, {title}", rows)
+        title = f"{self.towers} towers, {self.millions:g} M float32 parameters in "
+        title += f"{leaves} leaves"
+        self.add("traffic", f"a step of {title} sends", list(self.traffic()))
         rows = [row for name in RULES for row in self.exchanges(name)]
-        title = f"{self.towers} towers, {title}; memory of a tower in models"
-        self.add("exchanges", f"an exchange of {title}", rows)
+        self.add("exchanges", f"an exchange of {title}; memory in models", rows)
 
-    def traffic(self) -> list[Row]:
-        """Return collectives and bytes of a step in every mode, the mean of a round."""
-        least = 2 * (self.towers - 1) / self.towers * self.bytes  # all-reduce, a device
-        sent: dict[str, tuple[float, float]] = {}
-        for name, options in GRADIENTS.items():
-            reduce = agn_optax.all_reduce("towers", **options)
-            tx = optax.chain(reduce, optax.sgd(0.1))
-            step = self.step(agn_optax.Towers(self.towers), tx)
-            sent[f"data parallel, {name}"] = step.collectives, step.bytes_sent
-        for mode, workers in {"independent": self.towers, "2 islands": 2}.items():
-            mesh = agn_optax.Towers(self.towers, workers=workers)
-            split = agn_optax.phases(
-                optax.sgd(0.1), rules.average(), axis_name="workers"
-            )
-            tx = optax.chain(agn_optax.all_reduce("towers"), split)
-            step = self.step(mesh, tx)
-            exchange = traffic(compiled(mesh, split, self.state(mesh, tx)))
-            sent[f"{mode}, period {self.period}"] = (
-                step.collectives + exchange.collectives / self.period,
-                step.bytes_sent + exchange.bytes_sent / self.period,
-            )
-        return [
-            {
+    def traffic(self) -> Iterator[Row]:
+        """Yield collectives and bytes of a step in every mode, the mean of a round."""
+        split = agn_optax.phases(optax.sgd(0.1), rules.average(), axis_name="workers")
+        modes: dict[str, tuple[int, Row, Any]] = {
+            f"data parallel, {name}": (1, options, optax.sgd(0.1))
+            for name, options in GRADIENTS.items()
+        }
+        modes[f"independent, period {self.period}"] = self.towers, {}, split
+        modes[f"2 islands, period {self.period}"] = 2, {}, split
+        for name, (workers, options, inner) in modes.items():
+            mesh: Any = agn_optax.Towers(self.towers, workers=workers)
+            tx = optax.chain(agn_optax.all_reduce("towers", **options), inner)
+            state = self.state(mesh, tx)
+            batch = mesh.shard(np.ones(self.towers, np.float32))
+            step = traffic(mesh.step(train_step(tx)).lower(state, batch).compile())
+            collectives, sent = float(step.collectives), float(step.bytes_sent)
+            if inner is split:
+                exchange = traffic(compiled(mesh, split, state))
+                collectives += exchange.collectives / self.period
+                sent += exchange.bytes_sent / self.period
+            least = 2 * (self.towers - 1) / self.towers * self.bytes  # all-reduce
+            yield {
                 "mode": name,
                 "collectives": collectives,
-                "megabytes": round(each / 1e6, 3),
-                "of_minimum": round(each / least, 4),
+                "megabytes": round(sent / 1e6, 3),
+                "of_minimum": round(sent / least, 4),
             }
-            for name, (collectives, each) in sent.items()
-        ]
 
     def state(self, mesh: Any, tx: Any) -> Any:
         """Make parameters and optimizer state on a mesh."""
         return mesh.create(lambda params: (params, tx.init(params)), self.params)
-
-    def step(self, mesh: Any, tx: Any) -> Traffic:
-        """Return the traffic of a train step, whose gradient needs no work."""
-
-        def train_step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
-            params, opt_state = state
-            grads = jax.tree.map(lambda p: p * batch.mean(), params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), batch.mean()
-
-        batch = mesh.shard(np.ones(self.towers, np.float32))
-        lowered = mesh.step(train_step).lower(self.state(mesh, tx), batch)
-        return traffic(lowered.compile())
 
     def exchanges(self, rule: str) -> list[Row]:
         """Measure exchanges of independent towers and of one data-parallel worker."""
@@ -129,26 +107,30 @@ class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
         ):
             mesh = agn_optax.Towers(self.towers, workers=workers)
             for name, shard_axis in (("whole", None), ("in shards", axis)):
-                placement = agn_optax.Placement(shard_axis=shard_axis)
-                tx = agn_optax.phases(
-                    optax.sgd(0.1),
-                    RULES[rule],
-                    axis_name="workers",
-                    placement=placement,
-                )
-                state = self.state(mesh, tx)
-                kept = jax.tree.leaves(
-                    (state[1].center, state[1].center_state, state[1].local)
-                )
-                own = sum(leaf.addressable_shards[0].data.nbytes for leaf in kept)
-                held.append(round(own / self.bytes, 3))
-                run = repeated(compiled(mesh, tx, state), state)
+                at = agn_optax.Placement(shard_axis=shard_axis)
+                how: Row = {"axis_name": "workers", "placement": at}
+                tx = agn_optax.phases(optax.sgd(0.1), RULES[rule], **how)
+                params, own = self.state(mesh, tx)
+                kept = jax.tree.leaves((own.center, own.center_state, own.local))
+                held.append(sum(x.addressable_shards[0].data.nbytes for x in kept))
+                run = repeated(compiled(mesh, tx, (params, own)), (params, own))
                 forms.append(Form(f"{mode}, {name}", f"{mode}, whole", run))
         rows = self.turns(forms).rows(forms)
-        return [
-            {"rule": rule, **row, "held": models}
-            for row, models in zip(rows, held, strict=True)
-        ]
+        for row, each in zip(rows, held, strict=True):
+            row |= {"rule": rule, "held": round(each / self.bytes, 3)}
+        return rows
+
+
+def train_step(tx: Any) -> Any:
+    """Return a train step whose gradient needs no work."""
+
+    def step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
+        params, opt_state = state
+        grads = jax.tree.map(lambda p: p * batch.mean(), params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), batch.mean()
+
+    return step
 
 
 def compiled(mesh: Any, tx: Any, state: PyTree) -> Any:

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 # Bytes sent by a device in the best algorithms (ring, pairwise exchange), in units of
 # the bytes of the result; n is the number of devices that take part.
-_SENT = {
+_SHARED = ("all-gather", "all-to-all", "ragged-all-to-all", "collective-broadcast")
+_SENT = dict.fromkeys(_SHARED, lambda n: (n - 1) / n) | {
     "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: n - 1.0,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
-    "collective-broadcast": lambda n: (n - 1) / n,
 }
 
 _OPERATION = re.compile(
@@ -71,7 +68,9 @@ def traffic(compiled: Any) -> Traffic:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
     """
-    text = compiled if isinstance(compiled, str) else _text(compiled)
+    if not (isinstance(compiled, str) or hasattr(compiled, "as_text")):
+        raise TypeError(f"compiled must be a compiled program, got {compiled!r}")
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
     devices = math.prod(int(n) for n in _DEVICES.findall(text.partition("\n")[0]))
     kinds: Counter[str] = Counter()
     sent = 0.0
@@ -116,15 +115,6 @@ def _executed(text: str) -> Iterator[tuple[str, int]]:
                     yield from walk(each.strip(" %"), inner)
 
     return walk(entry, 1)
-
-
-def _text(compiled: Any) -> str:
-    if not hasattr(compiled, "as_text"):
-        raise TypeError(
-            "compiled must be a compiled program, jitted.lower(...).compile(), got "
-            f"{compiled!r}"
-        )
-    return compiled.as_text()
 
 
 def _nbytes(dtype: str, shape: str) -> int:

@@ -65,11 +65,12 @@ class TreeOfCenters(Benchmark, quick="--levels 2 --step 0.05 --window 0.6"):
                 how: Row = {"parent": parent, "parent_period": 1}
                 made.append((site, site.call(centers.serve, **how)))
             levels.append([address for _, address in made[-count:]])
-        crew = self.use(centers.Crew(PROCESSES))
-        crew.hire("", centers.workers(levels[-1], "socket", SIZE, workers))
+        crew = [self.use(Process()) for _ in range(PROCESSES)]
+        makers = centers.workers(levels[-1], "socket", SIZE, workers)
+        centers.everywhere(crew, centers.hire, "", makers)
         thread = self.use(ThreadPoolExecutor(1))
         whole = (self.repeats + 2) * self.window
-        work = thread.submit(crew.work, "", workers, whole, self.step)
+        work = thread.submit(centers.work, crew, "", workers, whole, self.step)
         looks = []
         for _ in range(1 + self.repeats):  # all work at the first look
             time.sleep(self.window)
