@@ -16,7 +16,6 @@ import functools
 import itertools
 import os
 import socket
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -25,10 +24,10 @@ from typing import Any
 
 import centers
 import grpc
+import numpy as np
 from measuring import Benchmark, Form, Process, Run
 
 from agn_optax import errors, service
-from agn_optax.service import Tls
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security._access import KEY_SIZE
 from agn_optax.service.server import _servicer
@@ -39,7 +38,7 @@ SIZE = 40e3  # bytes of the model
 
 
 @functools.cache
-def acts_of(address: str, tls: Tls | None) -> dict[str, Callable[[], Any]]:
+def acts_of(address: str, tls: service.Tls | None) -> dict[str, Callable[[], Any]]:
     """Return the acts of a badly behaved peer by name; "" closes what is open."""
     numbers = itertools.count()
     center = centers.connect(address, "socket", tls=tls)
@@ -62,10 +61,6 @@ def acts_of(address: str, tls: Tls | None) -> dict[str, Callable[[], Any]]:
         if len(held) >= most:
             held.pop(0).close()
         held.append(dial(port))
-
-    def release() -> None:
-        while held:
-            held.pop().close()
 
     def send() -> None:
         session = center.join("eve")
@@ -95,7 +90,7 @@ def acts_of(address: str, tls: Tls | None) -> dict[str, Callable[[], Any]]:
                 list(call(slowly()))
 
     return {
-        "": release,
+        "": held.clear,
         "connects, and ends the connection": connect,
         "says nothing over 200 connections": lambda: hold(200, next(numbers) % 2),
         "asks for the status": observer.status,
@@ -110,12 +105,12 @@ def acts_of(address: str, tls: Tls | None) -> dict[str, Callable[[], Any]]:
     }
 
 
-def names_of(address: str, tls: Tls | None) -> list[str]:
+def names_of(address: str, tls: service.Tls | None) -> list[str]:
     """Connect a peer, and return the names of its acts."""
     return [name for name in acts_of(address, tls) if name]
 
 
-def misbehave(address: str, tls: Tls | None, name: str, end: float) -> int:
+def misbehave(address: str, tls: service.Tls | None, name: str, end: float) -> int:
     """Act until ``end``, and return the number of acts."""
     acts = acts_of(address, tls)
     # Acts that cost the peer next to nothing are made more often a second, at most.
@@ -149,33 +144,31 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         self.center, self.bad = self.use(Process()), self.use(Process())
         # A peer on another host would take no time from the worker and the center.
         self.bad.call(os.nice, 19)
-        # By form: s of the center's CPU an exchange, and the peer's acts.
-        self.processor: dict[str, list[float]] = defaultdict(list)
-        self.acts: dict[str, list[int]] = defaultdict(list)
+        # By form: ms of the center's CPU an exchange, and the peer's acts a second.
+        self.found: dict[str, list[Any]] = defaultdict(list)
         own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
         forms = [*self.forms(None, None), *self.forms(own, tls)]
         self.center.call(spare_nothing)
         rows = self.turns(forms).rows(forms, SIZE)
         for row in rows:
-            spent = statistics.median(self.processor[row["form"]])
-            row["processor_ms_an_exchange"] = 1e3 * spent
-            done = statistics.mean(self.acts[row["form"]])
-            row["its_acts_a_second"] = done / self.window
+            spent, acts = np.median(self.found[row["form"]], axis=0).tolist()
+            row |= {"processor_ms_an_exchange": spent, "its_acts_a_second": acts}
         self.add("bad peers", "40 KB over a socket, beside a bad peer", rows)
 
-    def forms(self, own: Tls | None, tls: Tls | None) -> Iterator[Form]:
+    def forms(self, own: service.Tls | None, tls: service.Tls | None) -> Iterator[Form]:
         """Yield the forms at a center with or without TLS."""
-        options: dict[str, Any] = {"max_workers": 4, "calls": 20.0, "tls": own}
-        address = self.center.call(centers.serve, SIZE, **options)
-        run = centers.worker(address, "socket", SIZE, stack=self.stack, tls=tls)
-        measured = functools.partial(self.measured, run, address, tls)
+        at = self.center.call(centers.serve, SIZE, max_workers=4, calls=20.0, tls=own)
+        run = centers.worker(at, "socket", SIZE, stack=self.stack, tls=tls)
+        measured = functools.partial(self.measured, run, at, tls)
         alone = "nobody, over TLS" if tls else "nobody"
         yield Form(alone, alone, functools.partial(measured, alone))
-        for name in self.bad.call(names_of, address, tls):
+        for name in self.bad.call(names_of, at, tls):
             if name.startswith("TLS") == (tls is not None):
                 yield Form(name, alone, functools.partial(measured, name))
 
-    def measured(self, run: Run, address: str, tls: Tls | None, name: str) -> float:
+    def measured(
+        self, run: Run, address: str, tls: service.Tls | None, name: str
+    ) -> float:
         """Return the seconds of an exchange beside an act, or beside nobody."""
         done: Callable[[], int] = int  # no acts
         if not name.startswith("nobody"):
@@ -184,8 +177,8 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         before = self.center.call(time.process_time)
         seconds = centers.seconds_of_one(run, self.window)
         spent = self.center.call(time.process_time) - before
-        self.processor[name].append(spent * seconds / self.window)
-        self.acts[name].append(done())
+        spent_and_done = np.array([1e3 * spent * seconds, done()]) / self.window
+        self.found[name].append(spent_and_done)
         return seconds
 
 

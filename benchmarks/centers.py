@@ -1,6 +1,5 @@
 """Centers in other processes, and workers that exchange with them."""
 
-import contextlib
 import functools
 import itertools
 import pathlib
@@ -46,25 +45,16 @@ def tree(size: float, leaves: int = LEAVES, value: float = 0.0) -> PyTree:
 def plan(size: float, machine: Machine, codec: str = "", **cluster: Any) -> Cost:
     """Predict the cost of exchanging ``size`` bytes of parameters after every step."""
     cluster = {"step_time": 1.0, "bandwidth": LOOPBACK, **cluster}
-    return planning.plan(
-        rule(codec),
-        jax.eval_shape(lambda: tree(size)),
-        Cluster(machine=machine, **cluster),
-        inner=optax.sgd(0.1),
-        period=1,
-    )
+    like, inner = jax.eval_shape(lambda: tree(size)), optax.sgd(0.1)
+    where = Cluster(machine=machine, **cluster)
+    return planning.plan(rule(codec), like, where, inner=inner, period=1)
 
 
 _servers: dict[str, Any] = {}  # in the process that serves
 
 
 def serve(
-    size: float = 0.0,
-    leaves: int = LEAVES,
-    codec: str = "",
-    tokens: str = "",
-    parent: str = "",
-    **options: Any,
+    size: float = 0.0, leaves: int = LEAVES, codec: str = "", **options: Any
 ) -> str:
     """Serve a center in this process, and return its address.
 
@@ -72,13 +62,14 @@ def serve(
       size: bytes of its parameters; 0 leaves them to a chief, a parent or a disk.
       leaves: leaves of its parameters.
       codec: name of its codec.
-      tokens: text of a token file.
-      parent: address of the center that this one is a worker of.
-      options: others of `agn_optax.service.serve`.
+      options: of `agn_optax.service.serve`, where ``access`` may be the text of a token
+        file, and ``parent`` an address.
     """
     options = {"max_workers": 256, "calls": None, **options}
-    options["access"] = service.Access(tokens.encode()) if tokens else None
-    options["parent"] = connect(parent, "socket") if parent else None
+    if options.get("access"):
+        options["access"] = service.Access(options["access"].encode())
+    if "parent" in options:
+        options["parent"] = connect(options["parent"], "socket")
     params = tree(size, leaves) if size else None
     server = service.serve(rule(codec), params, **options)
     _servers[server.address] = server
@@ -108,25 +99,21 @@ def seconds_of_one(exchange: Run, window: float) -> float:
 
 
 def exchanging(
-    center: Any,
-    contribution: PyTree,
-    worker: str = "anna",
-    version: Any = 0,
-    codec: str = "",
+    center: Any, numbers: PyTree, name: str = "anna", version: Any = 0, codec: str = ""
 ) -> Run:
     """Return a function that makes one exchange, always up to date.
 
-    With the name of a codec, it encodes the contribution, with the codec's state.
+    With the name of a codec, it encodes the numbers, with the codec's state.
     """
-    session, sequences = center.join(worker), itertools.count(1)
-    state = rule(codec).codec.init(contribution)
+    session, sequences = center.join(name), itertools.count(1)
+    state = rule(codec).codec.init(numbers)
     encode = jax.jit(rule(codec).codec.encode, donate_argnums=1)
 
     def run() -> None:
         nonlocal version, state
-        sent = contribution
+        sent = numbers
         if codec:
-            sent, state = encode(contribution, state)
+            sent, state = encode(numbers, state)
         snapshot = session.exchange(next(sequences), sent, anchor_version=version)
         jax.block_until_ready(snapshot.params)
         version = snapshot.version
@@ -135,18 +122,14 @@ def exchanging(
 
 
 def worker(
-    address: str,
-    transport: str,
-    size: float,
-    leaves: int = LEAVES,
-    name: str = "anna",
-    stack: contextlib.ExitStack | None = None,
-    **options: Any,
+    address: str, transport: str, size: float, leaves: int = LEAVES, **options: Any
 ) -> Run:
-    """Return a function that exchanges over its own connection, which a stack closes.
+    """Return a function that exchanges over its own connection, which stays open.
 
-    Contributions are ones, so that a center shows how many have arrived.
+    Contributions are ones. The name of the worker, and a stack that closes the
+    connection, may be among the options.
     """
+    name, stack = options.pop("name", "anna"), options.pop("stack", None)
     center = connect(address, transport, **options)
     if stack is not None:
         stack.enter_context(center)

@@ -23,9 +23,7 @@ from agn_optax import codecs
 
 CODECS = [
     codecs.cast("bfloat16"),
-    codecs.quantize(8),
-    codecs.quantize(4),
-    codecs.quantize(2),
+    *(codecs.quantize(bits) for bits in (8, 4, 2)),
     codecs.quantize(4, format="e3m0"),
     codecs.quantize(4, format="codebook"),
     codecs.quantize(4, rounding="stochastic"),
@@ -34,8 +32,7 @@ CODECS = [
     codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
     codecs.random_k(64),
     codecs.low_rank(4),
-    codecs.error_feedback(codecs.quantize(8)),
-    codecs.error_feedback(codecs.quantize(4)),
+    *(codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4)),
 ]
 
 

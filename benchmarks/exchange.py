@@ -29,7 +29,6 @@ import peers
 from measuring import Benchmark, Form, Process, Row
 
 STREAM = "gRPC stream"
-SHARED_MEMORY = "shared memory"
 TOKEN = "0123456789abcdef0123456789abcdef"  # noqa: S105 opens nothing else
 
 
@@ -54,10 +53,11 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
             times[STREAM] = times[best]  # the peer of the other forms
             rows = times.rows(forms, size)
             for row in rows:
-                of_stream = np.median(times.relative(row["form"], STREAM))
-                row["of_gRPC"] = round(float(1 / of_stream), 3)
+                ratios = np.divide(times[STREAM], times[row["form"]])
+                row["of_gRPC"] = round(float(np.median(ratios)), 3)
             key = f"{network}, {self.megabytes:g} MB"
             self.add(key, f"{key} in {centers.LEAVES} leaves; {best} is the peer", rows)
+            del forms  # frees their buffers
         if size <= 1e8:  # all eight centers are there at once
             forms = self.trusted(size)
             rows = self.turns(forms).rows(forms, size)
@@ -78,11 +78,11 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
         connect = peers.raw_socket(peer, size, "" if is_tcp else f"{folder}/raw")
         forms.append(Form(raw, STREAM, connect(self.stack)))
         memory = self.use(peers.shared_memory(peer, size, f"{folder}/turns"))
-        forms.append(Form(SHARED_MEMORY, STREAM, memory))
+        forms.append(Form("shared memory", STREAM, memory))
         if self.torch_python and is_tcp:
             run = self.use(peers.torch_rpc(self.torch_python, size))
             forms.append(Form("torch rpc", STREAM, run))
-        bounds = {"grpc": STREAM, "socket": raw, "memory": SHARED_MEMORY}
+        bounds = {"grpc": STREAM, "socket": raw, "memory": "shared memory"}
         for codec in ("", "bfloat16"):
             here: Row = {"address": address(f"center{codec}"), "codec": codec}
             served = center.call(centers.serve, size, **here)
@@ -99,12 +99,12 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
         forms, process = [], self.use(Process())
         own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
         # The token, and the TLS settings of the center and of its worker.
-        ways = {"open": ("", None, None), "a token": (TOKEN, None, None)}
+        ways: Row = {"open": ("", None, None), "a token": (TOKEN, None, None)}
         ways |= {"TLS": ("", own, tls), "TLS, a token": (TOKEN, own, tls)}
         for transport in ("socket", "grpc"):
             for way, (token, theirs, ours) in ways.items():
-                tokens = f"worker * {token}" if token else ""
-                address = process.call(centers.serve, size, tokens=tokens, tls=theirs)
+                access = f"worker * {token}" if token else None
+                address = process.call(centers.serve, size, access=access, tls=theirs)
                 how: Row = {"stack": self.stack, "tls": ours, "token": token or None}
                 run = centers.worker(address, transport, size, **how)
                 some = functools.partial(centers.seconds_of_one, run, 0.1)

@@ -63,10 +63,9 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
         done: dict[str, list[list[float]]] = defaultdict(list)  # [runs][workers]
 
         def count(name: str, team: str, workers: int) -> float:
-            done[name].append(
-                centers.work(crew, team, workers, self.window, self.pause)
-            )
-            return self.window / sum(done[name][-1])
+            found = centers.work(crew, team, workers, self.window, self.pause)
+            done[name].append(found)
+            return self.window / sum(found)
 
         forms: dict[str, list[Form]] = defaultdict(list)
         for team, makers in teams.items():
@@ -82,8 +81,7 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
             for row, n in zip(rows, self.workers, strict=True):
                 shares = np.sum(done[row["form"]][1:], axis=0)  # without the warm-up
                 cost = centers.plan(size, machine, step_time=step, workers=n)
-                row["workers"] = n
-                row["of_peak"] = round(row["a_second"] / peak, 3)
+                row |= {"workers": n, "of_peak": round(row["a_second"] / peak, 3)}
                 row["slowest"] = round(float(shares.min() / shares.mean()), 3)
                 row["planned"] = n * cost.utilization / step
             key = f"{self.megabytes:g} MB, {team}"

@@ -16,16 +16,15 @@ constants and the disk's measured rate.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import centers
-import memory
 import numpy as np
 from measuring import Benchmark, Form, Process, Run
 
@@ -41,15 +40,18 @@ BOTH = "none, then disk"
 def disk(file: pathlib.Path, size: int) -> Iterator[Run]:
     """Open a file that grows, and yield a function that writes and syncs once."""
     content = np.random.default_rng(0).bytes(size)
-    with file.open("wb", buffering=0) as opened:
+    with file.open("wb") as opened:
 
         def run() -> None:
-            left = memoryview(content)
-            while left:
-                left = left[opened.write(left) :]
+            opened.write(content)
+            opened.flush()
             os.fdatasync(opened.fileno())
 
         yield run
+
+
+def together(threads: ThreadPoolExecutor, exchanges: list[Run]) -> None:
+    list(threads.map(lambda exchange: exchange(), exchanges))
 
 
 class Durability(Benchmark, quick="--millions 0.1"):
@@ -68,24 +70,29 @@ class Durability(Benchmark, quick="--millions 0.1"):
     def run(self) -> None:
         """Measure all forms in turns, and then a restart."""
         size, workers = 4 * int(1e6 * self.millions), self.workers
-        name = self.use(tempfile.TemporaryDirectory(dir=self.directory))
-        folder = pathlib.Path(name)
+        folder = pathlib.Path(self.use(tempfile.TemporaryDirectory(dir=self.directory)))
+        second = self.use(Process())
         kept = Journal(folder / "center", size=1 << 40)
-        first, second = self.use(Process()), self.use(Process())
-        write = self.use(disk(folder / "disk", workers * size))
-        plain, _ = self.exchanges(self.use(Process()), size)
-        always, address = self.exchanges(first, size, durability=kept)
-        runs = {"disk": write, "none": plain, "always": always}
+        runs: dict[str, Run] = {"disk": self.use(disk(folder / "disk", workers * size))}
+        for name, durability in (("none", None), ("always", kept)):
+            process = self.use(Process())
+            address = process.call(centers.serve, size, LEAVES, durability=durability)
+            exchanges = [
+                centers.worker(address, "", size, LEAVES, name=f"{i}", stack=self.stack)
+                for i in range(workers)
+            ]
+            threads = self.use(ThreadPoolExecutor(workers))
+            runs[name] = functools.partial(together, threads, exchanges)
         forms = [Form(name, "disk", run) for name, run in runs.items()]
-        times = self.turns(forms, shuffled=True)
+        times = self.turns(forms)
         both = zip(times["none"], times["disk"], strict=True)
         times[BOTH] = [exchange + write for exchange, write in both]
         forms = forms[:2] + [forms[2]._replace(peer=peer) for peer in ("none", BOTH)]
         rows = times.rows(forms)
         for row in rows:
             row["MB/s"] = 1e-3 * size * workers / row["milliseconds"]
-        second.call(memory.begin)
-        first.__exit__()  # kills it, and waits for its end, which frees the center
+        second.call(centers.tree, 4.0)  # loads JAX
+        process.__exit__()  # kills it, and waits for its end, which frees the center
         begin = time.perf_counter()
         second.call(centers.serve, durability=kept, address=address)
         took = time.perf_counter() - begin
@@ -97,22 +104,8 @@ class Durability(Benchmark, quick="--millions 0.1"):
         title = (
             f"{4 * self.millions:g} MB, workers: {workers}, planned {cost.exchange:g}"
         )
-        title += f" s; restart after {records} exchanges: {took:g} s, planned {until:g}"
+        title += f" s; restart of {records} records: {took:g} s, planned {until:g} s"
         self.add(f"{workers} workers", title, rows)
-
-    def exchanges(self, process: Process, size: int, **how: Any) -> tuple[Run, str]:
-        """Return an exchange of all workers at once with a new center; its address."""
-        address = process.call(centers.serve, size, LEAVES, **how)
-        threads = self.use(ThreadPoolExecutor(self.workers))
-        runs = [
-            centers.worker(address, "", size, LEAVES, f"worker-{i}", self.stack)
-            for i in range(self.workers)
-        ]
-
-        def run() -> None:
-            list(threads.map(lambda exchange: exchange(), runs))
-
-        return run, address
 
 
 if __name__ == "__main__":

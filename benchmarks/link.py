@@ -58,10 +58,8 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
             rates = _calibrate.coding_rates(rules.CODECS[codec])
             cases[codec] = codec, 1, replace(machine, **rates)
         cases |= {f"{n} shards": ("", n, machine) for n in self.shards}
-        numbers = [
-            1e-3 * jax.random.normal(jax.random.key(i), leaf.shape)
-            for i, leaf in enumerate(centers.tree(size))
-        ]
+        shape = centers.LEAVES, size // 4 // centers.LEAVES
+        numbers = list(1e-3 * jax.random.normal(jax.random.key(0), shape))
         processes = [self.use(Process())]
         forms = [Form(RAW, RAW, peers.raw_socket(processes[0], size)(self.stack))]
         for name, (codec, shards, _) in cases.items():

@@ -18,9 +18,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -31,9 +31,9 @@ from rich.progress import track
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "examples")]  # some benchmarks use examples
 
-T = TypeVar("T")
 Row = dict[str, Any]
 Run = Callable[[], float | None]  # returns the seconds if it measures the time itself
+PACKAGES = ("jax", "optax", "grpcio", "agn_optax")
 PATIENCE = 600.0  # s for one answer of a process; a longer wait is an error
 # Wide enough for tables, if the output is not a terminal.
 CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
@@ -54,10 +54,6 @@ class Times(dict[str, list[float]]):
         """Return the median seconds of a form."""
         return float(np.median(self[name]))
 
-    def relative(self, name: str, peer: str) -> Any:
-        """Return the times of a form relative to those of its peer."""
-        return np.array(self[name]) / np.array(self[peer])
-
     def rows(self, forms: Iterable[Form], size: float | None = None) -> list[Row]:
         """Return a table row for each form, with its time relative to its peer's.
 
@@ -65,13 +61,14 @@ class Times(dict[str, list[float]]):
         """
         rows = []
         for name, peer, _ in forms:
-            seconds, relative = self.median(name), self.relative(name, peer)
-            more = spread("ratio", relative)
-            if size is not None:
-                more = spread("speed", 1 / relative) | {"a_second": 1 / seconds}
-                more["GB/s"] = 2e-9 * size / seconds
+            seconds, ratios = self.median(name), np.divide(self[name], self[peer])
             row: Row = {"form": name, "milliseconds": 1e3 * seconds, "peer": peer}
-            rows.append(row | more)
+            if size is None:
+                row |= spread("ratio", ratios)
+            else:
+                row |= spread("speed", 1 / ratios) | {"a_second": 1 / seconds}
+                row["GB/s"] = 2e-9 * size / seconds
+            rows.append(row)
         return rows
 
 
@@ -82,7 +79,7 @@ def spread(name: str, values: Any) -> Row:
 
 
 class Benchmark:
-    """A benchmark; the annotated attributes of a subclass are its options.
+    """A benchmark; the annotated attributes of a subclass are options of its `run`.
 
     An option whose default is a tuple takes several values; one named ``only`` takes
     some of its default. A subclass says which options ``--quick`` stands for, beside
@@ -99,28 +96,20 @@ class Benchmark:
         vars(self).update(options)
         self.tables: list[Row] = []
         self.stack = contextlib.ExitStack()  # resources of the next table
+        self.use = self.stack.enter_context
 
-    def run(self) -> None:
-        """Measure, and add tables."""
-        raise NotImplementedError
-
-    def use(self, resource: contextlib.AbstractContextManager[T]) -> T:
-        """Enter a context, which ends with the next table."""
-        return self.stack.enter_context(resource)
-
-    def turns(self, forms: Sequence[Form], *, shuffled: bool = False) -> Times:
+    def turns(self, forms: Sequence[Form]) -> Times:
         """Measure every form ``repeats`` times, after a warm-up run.
 
-        If ``shuffled``, each turn has a new random order, for forms that leave work
-        behind that slows down the next one.
+        Each turn has a new random order, because a form may leave work behind that
+        slows down the next one.
         """
         for form in forms:
             form.run()
         times = Times((form.name, []) for form in forms)
         order = np.random.default_rng(0)
         for _ in track(range(self.repeats), console=CONSOLE, transient=True):
-            turn = np.arange(len(forms))
-            for i in order.permutation(turn) if shuffled else turn:
+            for i in order.permutation(len(forms)):
                 start = time.perf_counter()
                 own = forms[i].run()
                 whole = time.perf_counter() - start
@@ -135,10 +124,8 @@ class Benchmark:
         """
         self.stack.close()
         for row in rows:
-            try:
-                json.dumps(row, allow_nan=False)
-            except ValueError:
-                raise ValueError(f"{title}: a number is not finite: {row}") from None
+            if {"NaN", "Infinity"} & set(re.findall(r"\w+", json.dumps(row))):
+                raise ValueError(f"{title}: a number is not finite: {row}")
         self.tables.append({"key": key, "title": title, "rows": rows})
         CONSOLE.print(Markdown(markdown(self.tables[-1])))
 
@@ -165,15 +152,15 @@ class Benchmark:
         options = vars(parser.parse_args())
         if options["quick"]:
             options = vars(parser.parse_args([*cls._quick.split(), *sys.argv[1:]]))
-        benchmark = cls(**options)
+        benchmark: Any = cls(**options)
         with benchmark.stack:
             benchmark.run()
         described = machine()  # after `run`, which may configure JAX
         CONSOLE.print(", ".join(f"{key} {value}" for key, value in described.items()))
         if (file := options["json"]) is not None:
-            program, *given = sys.argv
-            command = ["python", f"benchmarks/{pathlib.Path(program).name}", *given]
-            found = {"command": shlex.join(command), "machine": described}
+            program = f"benchmarks/{pathlib.Path(sys.argv[0]).name}"
+            command = shlex.join(["python", program, *sys.argv[1:]])
+            found = {"command": command, "machine": described}
             file.write_text(json.dumps(found | {"tables": benchmark.tables}, indent=1))
 
 
@@ -181,13 +168,12 @@ def machine() -> Row:
     """Describe the machine of the measurements."""
     cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*: (.*)", cpuinfo)
-    packages = ("jax", "optax", "grpcio", "agn_optax")
     return {
         "device": jax.devices()[0].device_kind,
         "processor": model[1] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
@@ -217,15 +203,11 @@ class Process(ProcessPoolExecutor):
 
     It is spawned, never forked: neither JAX nor gRPC survives a fork. As a context
     manager it is killed at the end.
-
-    Args:
-      cores: cores on which it may run; None for all cores of this process.
     """
 
-    def __init__(self, cores: Collection[int] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(1, multiprocessing.get_context("spawn"))
-        with on_cores(cores):  # inherited by the child, before it imports anything
-            self.pid: int = self.call(os.getpid)
+        self.pid: int = self.call(os.getpid)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function in the process, and return its result or raise its error."""
@@ -235,14 +217,3 @@ class Process(ProcessPoolExecutor):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.shutdown()
-
-
-@contextlib.contextmanager
-def on_cores(cores: Collection[int] | None) -> Iterator[None]:
-    """Let threads and processes that this thread starts run on these cores only."""
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, before if cores is None else cores)
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -11,7 +11,6 @@ the one with the largest peak.
     python benchmarks/memory.py --megabytes 400 --workers 1 4
 """
 
-import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -51,9 +50,9 @@ def settle() -> tuple[int, int]:
 _worker: dict[str, Any] = {}  # in the processes of workers
 
 
-def start(address: str, transport: str) -> None:
+def start(address: str, transport: str, name: str) -> None:
     center = centers.connect(address, transport)
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1, name=f"{os.getpid()}")
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
     _worker.update(loop=worker.start(), exchange=worker.exchange)
 
 
@@ -92,8 +91,8 @@ class Memory(Benchmark, quick="--megabytes 20 --workers 1 --transports memory"):
         server, *clients = processes
         base = [process.call(begin) for process in processes]
         address = server.call(centers.serve, 1e6 * self.megabytes)
-        for client in clients:
-            client.call(start, address, transport)
+        for i, client in enumerate(clients):
+            client.call(start, address, transport, f"{i}")
         time.sleep(0.2)  # freed memory goes back to the kernel
         initial, held = np.array([process.call(settle) for process in processes]).T
         for answer in [client.submit(exchange) for client in clients]:

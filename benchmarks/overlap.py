@@ -17,13 +17,14 @@ memory).
     python benchmarks/overlap.py --megabytes 400
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from measuring import Benchmark, Process, Row, on_cores, spread
+from measuring import Benchmark, Process, Row, spread
 
 import agn_optax
 from agn_optax.center import Session
 
 PyTree = Any
-BATCH = 64
+BATCH, WIDTH, TRAINED = 64, 1000, 12
 SGD = optax.sgd(1e-3)
 
 
@@ -46,18 +47,17 @@ class Model(NamedTuple):
     """Square layers, of which the first ``trained`` are used."""
 
     layers: int
-    width: int
     trained: int
     batch: int
 
     def local_step(self, tx: optax.GradientTransformation) -> Any:
         """Return a compiled function (params, state) -> (params, state)."""
-        inputs = jnp.ones((self.batch, self.width))
+        inputs = jnp.ones((self.batch, WIDTH))
 
         def loss(params: PyTree) -> jax.Array:  # of an autoencoder
             hidden = inputs
             for weights in params[: self.trained]:
-                hidden = jnp.tanh(hidden @ weights.reshape(self.width, self.width))
+                hidden = jnp.tanh(hidden @ weights.reshape(WIDTH, WIDTH))
             return jnp.mean((hidden - inputs) ** 2)
 
         def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -71,12 +71,13 @@ compiled = functools.cache(Model.local_step)
 Spans = list[tuple[float, float]]  # begins and ends
 
 
-def timed(run: Any, *args: Any, into: Spans) -> Any:
-    """Run a function, and add the time that it takes."""
-    start = time.monotonic()
-    result = jax.block_until_ready(run(*args))
-    into.append((start, time.monotonic()))
-    return result
+@contextlib.contextmanager
+def on_cores(cores: list[int]) -> Iterator[None]:
+    """Let threads that this thread starts run on these cores only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    yield
+    os.sched_setaffinity(0, before)
 
 
 def copy(size: int, when: Spans) -> None:
@@ -90,11 +91,12 @@ def copy(size: int, when: Spans) -> None:
 
 def train_alone(model: Model, end: float) -> Spans:
     """Make local steps until ``end``, and return all but the first."""
-    params: PyTree = [jnp.zeros(model.width**2) for _ in range(model.layers)]
+    params: PyTree = [jnp.zeros(WIDTH**2) for _ in range(model.layers)]
     step, steps = compiled(model, SGD), Spans()
     loop = step(params, SGD.init(params))
-    while time.monotonic() < end:
-        loop = timed(step, *loop, into=steps)
+    while (start := time.monotonic()) < end:
+        loop = jax.block_until_ready(step(*loop))
+        steps.append((start, time.monotonic()))
     return steps
 
 
@@ -123,12 +125,15 @@ def train(
     with mock.patch.object(Session, "exchange", traced):
         with on_cores(cores):  # for the threads of the connection
             center = centers.connect(address, transport)
-            tx, period = SGD, lambda _: length
-            worker = agn_optax.Worker(center, tx, period=period, overlap=True)
+            worker = agn_optax.Worker(
+                center, SGD, period=lambda _: length, overlap=True
+            )
             params, state = worker.start()
         local = model.local_step(worker.tx)
         while len(answers) < 4 + rounds:
-            params, state = timed(local, params, state, into=steps)
+            start = time.monotonic()
+            params, state = jax.block_until_ready(local(params, state))
+            steps.append((start, time.monotonic()))
             start, before = time.monotonic(), worker._message
             params, state = worker.exchange(params, state)
             if worker._message is not None and worker._message is not before:
@@ -168,44 +173,37 @@ def row_of(steps: Spans, flights: Spans) -> Row:
     return {"later": None} | medians | spread("speed", found["speed"])
 
 
-class Overlap(
-    Benchmark,
-    quick="--megabytes 5 --width 500 --trained 1 --rounds 2 --window 0.2"
-    " --transports memory",
-):
+class Overlap(Benchmark, quick="--megabytes 8 --window 0.2 --transports memory"):
     """Local steps during an exchange.
 
     Args:
       megabytes: size of the model.
-      width: width of its layers.
-      trained: layers that the first model trains.
       rounds: exchanges that are measured.
       window: seconds of copying, for the bound.
       transports: transports of the exchanges.
     """
 
     megabytes: float = 400.0
-    width: int = 1000
-    trained: int = 12
     rounds: int = 8
     window: float = 2.0
     transports: Sequence[str] = centers.TRANSPORTS
 
     def run(self) -> None:
         """Measure both models, with copies and with each transport."""
-        layers = max(2, round(1e6 * self.megabytes / 4 / self.width**2))
-        some = min(self.trained, layers - 1)
-        few, size = max(1, BATCH * some // layers), 4 * layers * self.width**2
-        models = {f"{some} of": Model(layers, self.width, some, BATCH)}
-        models["all"] = Model(layers, self.width, layers, few)
+        layers = max(2, round(1e6 * self.megabytes / 4 / WIDTH**2))
+        size, some = 4 * layers * WIDTH**2, min(TRAINED, layers - 1)
+        models = {f"{some} of": Model(layers, some, BATCH)}
+        models["all"] = Model(layers, layers, max(1, BATCH * some // layers))
         cores = sorted(os.sched_getaffinity(0))
         others, rows = cores[1:] or cores, []
-        server, process = self.use(Process(others)), self.use(Process(cores[:1]))
+        server, process = self.use(Process()), self.use(Process())
+        server.call(os.sched_setaffinity, 0, others)
+        process.call(os.sched_setaffinity, 0, cores[:1])  # before JAX has threads
         for trained, model in models.items():
             process.call(train_alone, model, 0.0)  # compiles
             start = time.monotonic() + self.window
-            starts = [start + 2 * self.window * n for n in range(self.rounds + 1)]
-            when = [(start, start + self.window) for start in starts]
+            starts = start + 2 * self.window * np.arange(self.rounds + 1)
+            when = [(start, start + self.window) for start in starts.tolist()]
             copied = server.submit(copy, size, when)
             found = {"copies": (process.call(train_alone, model, when[-1][1]), when)}
             copied.result()
@@ -214,11 +212,9 @@ class Overlap(
                 how = (model, address, transport, self.rounds, others)
                 found[transport] = process.call(train, *how)
                 server.call(centers.stop, address)
-            rows += [
-                {"trained": f"{trained} {layers} layers", "transport": transport}
-                | row_of(*spans)
-                for transport, spans in found.items()
-            ]
+            for transport, spans in found.items():
+                row = {"trained": f"{trained} {layers} layers", "transport": transport}
+                rows.append(row | row_of(*spans))
         title = f"local steps during an exchange of {self.megabytes:g} MB"
         self.add("overlap", f"{title}, JAX on one of {len(cores)} cores", rows)
 

@@ -142,9 +142,7 @@ def _receive(source: socket.socket, array: Array) -> None:
         raise ConnectionResetError
 
 
-def _there_and_back(
-    address: Any, size: int, stack: contextlib.ExitStack | None = None
-) -> Run:
+def _there_and_back(address: Any, size: int, stack: Any = None) -> Run:
     connection = _connect(address)
     if stack is not None:
         stack.enter_context(connection)
@@ -206,13 +204,10 @@ def _view(block: SharedMemory) -> Array:
 def _add_shared(names: list[str], peer: socket.socket) -> None:
     """Be the process that adds in shared memory."""
     there, back = map(SharedMemory, names)
-    while peer.recv(1):
-        center = _view(back)
-        center += _view(there)
-        del center
-        peer.sendall(b"t")
-    there.close()
-    back.close()
+    with contextlib.closing(there), contextlib.closing(back):
+        while peer.recv(1):
+            np.add(_view(back), _view(there), out=_view(back))
+            peer.sendall(b"t")
 
 
 # torch.distributed.rpc, in a Python that has it.
@@ -230,13 +225,10 @@ def torch_rpc(python: str, size: int) -> Iterator[Run]:
         # That Python cannot use a PYTHONPATH with this one's packages.
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     ) as peer:  # which ends at the end of its input, when that is closed here
-        assert peer.stdin is not None
-        assert peer.stdout is not None
-        go, said = peer.stdin, peer.stdout
+        pipes: Any = peer
 
         def run() -> float:
-            go.write("go\n")
-            go.flush()
-            return float(said.readline())  # a ValueError if the peer has failed
+            print("go", file=pipes.stdin, flush=True)
+            return float(pipes.stdout.readline())  # not a number if it has failed
 
         yield run

@@ -2,7 +2,7 @@
 
 import itertools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -19,9 +19,9 @@ def draw(found: Sequence[dict[str, Any]], folder: pathlib.Path) -> list[pathlib.
     """Draw a plot for each benchmark that has one, and return the files."""
     paths = []
     for name, drawing in DRAWINGS.items():
-        tables = [each["tables"] for each in found if each["benchmark"] == name]
-        if tables:
-            figure = drawing(list(itertools.chain.from_iterable(tables)))
+        own = [each for each in found if each["benchmark"] == name]
+        if own:
+            figure = drawing([table for each in own for table in each["tables"]])
             paths.append(folder / f"{name}.png")
             figure.savefig(paths[-1], dpi=120, bbox_inches="tight")
             plt.close(figure)
@@ -65,7 +65,7 @@ def size(tables: Tables) -> Any:
 def _lines(points: Sequence[tuple[Any, ...]], x: str, y: str) -> Any:
     """Plot lines of (panel, label, x, y), on logarithmic axes."""
     panels = list(dict.fromkeys(panel for panel, *_ in points))
-    figure, axes = _panels(len(panels), 4.5)
+    figure, axes = _panels(len(panels))
     for axis, panel in zip(axes, panels, strict=True):
         own = sorted(point[1:] for point in points if point[0] == panel)
         for label, line in itertools.groupby(own, lambda point: point[0]):
@@ -79,10 +79,9 @@ def _lines(points: Sequence[tuple[Any, ...]], x: str, y: str) -> Any:
     return figure
 
 
-def _panels(count: int, height: float) -> tuple[Any, Any]:
-    how: dict[str, Any] = {"figsize": (6.5 * count, height), "squeeze": False}
-    figure, axes = plt.subplots(1, count, **how)
-    return figure, axes[0]
+def _panels(count: int) -> tuple[Any, Any]:
+    figure = plt.figure(figsize=(6.5 * count, 5), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def optimizer_overhead(tables: Tables) -> Any:
@@ -92,7 +91,7 @@ def optimizer_overhead(tables: Tables) -> Any:
     from 1 as one that takes half as long.
     """
     tables = [table for table in tables if table["key"].endswith(" M")]
-    figure, axes = _panels(len(tables), 6)
+    figure, axes = _panels(len(tables))
     for axis, table in zip(axes, tables, strict=True):
         rows = [row for row in reversed(table["rows"]) if row["form"] != row["peer"]]
         names = [f"{row['form']} / {row['peer']}" for row in rows]
@@ -103,7 +102,6 @@ def optimizer_overhead(tables: Tables) -> Any:
         label = "time relative to the peer's, with quartiles (log scale)"
         axis.set(title=table["title"], xlabel=label)
         _logarithmic(axis.xaxis, [0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5, 8])
-    figure.tight_layout()
     return figure
 
 
@@ -117,6 +115,4 @@ def _logarithmic(axis: Any, ticks: Sequence[float] = ()) -> None:
     axis.axes.grid(alpha=0.3)
 
 
-DRAWINGS: dict[str, Callable[[Tables], Any]] = {
-    each.__name__: each for each in (exchange, fan_in, size, optimizer_overhead)
-}
+DRAWINGS = {f.__name__: f for f in (exchange, fan_in, size, optimizer_overhead)}

@@ -101,7 +101,7 @@ def digits(
     first = share * np.arange(workers)[:, None, None]
     width, count, init = (96, 4, HE) if deep else (256, 2, LECUN)
     dense = functools.partial(nn.Dense, kernel_init=init)
-    layers = [layer for _ in range(count) for layer in (dense(width), nn.relu)]
+    layers: list[Any] = [f for _ in range(count) for f in (dense(width), nn.relu)]
 
     def flat(split: datasets.Split, rows: Any = slice(None)) -> PyTree:
         images = split.images.reshape(len(split.images), -1)
@@ -123,11 +123,8 @@ def text(workers: int, period: int) -> Problem:
         return rows[..., :-1], rows[..., 1:]
 
     model = Transformer(layers=2, width=64, context=CONTEXT)
-    test, shape = (
-        windows(data.test, np.random.default_rng(0), 256),
-        (workers, period, 4),
-    )
-    return Problem(model, lambda rng: windows(data.train, rng, *shape), test, 3e-3)
+    test, shape = windows(data.test, np.random.default_rng(0), 256), (workers, period)
+    return Problem(model, lambda rng: windows(data.train, rng, *shape, 4), test, 3e-3)
 
 
 PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
@@ -137,9 +134,7 @@ PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
 }
 
 
-class Quality(
-    Benchmark, quick="--methods int4 --seeds 1 --workers 2 --period 2 --rounds 2"
-):
+class Quality(Benchmark, quick="--methods int4 --seeds 1 --period 2 --rounds 2"):
     """Loss at the end of training, for each method.
 
     Args:
@@ -163,30 +158,25 @@ class Quality(
     def run(self) -> None:
         """Add a table for each problem."""
         for name in self.only:
-            problem = PROBLEMS[name](self.workers, self.period)
-            params = problem.init(jax.random.key(0))
-            rows, plain = [], np.ones(self.seeds)
+            problem, rows = PROBLEMS[name](self.workers, self.period), []
+            params, plain = problem.init(jax.random.key(0)), np.ones(self.seeds)
             methods = (PLAIN, *self.methods)
             for method in track(methods, name, console=CONSOLE, transient=True):
                 codec, settings = METHODS[method]
+                parts = [params]
+                if fragments := settings.get("fragments"):
+                    parts = fragments.divide(params).cut(params)
                 train = self.training(problem, codec, settings)
                 found = np.array([train(seed) for seed in range(self.seeds)], float)
                 losses = found[:, 0]
                 plain = losses if method == PLAIN else plain
                 more = 100 * (losses / plain - 1)
-                rows.append(
-                    {
-                        "method": method,
-                        "bits": bits_of(codec, params),
-                        "most_at_once": most_of(settings, params),
-                        "loss": losses.mean(),
-                        "deviation": losses.std(),
-                        "of_seeds": [losses.min(), losses.max()],
-                        "above_%": more.mean(),
-                        "of_seeds_%": [more.min(), more.max()],
-                        "accuracy_%": 100 * found[:, 1].mean(),
-                    }
-                )
+                row: Row = {"method": method, "bits": bits_of(codec, params)}
+                row |= {"most_at_once": max(map(size_of, parts)) / size_of(params)}
+                row |= {"loss": losses.mean(), "deviation": losses.std()}
+                row |= {"of_seeds": [losses.min(), losses.max()]}
+                row |= {"above_%": more.mean(), "of_seeds_%": [more.min(), more.max()]}
+                rows.append(row | {"accuracy_%": 100 * found[:, 1].mean()})
             title = f"{size_of(params):,} parameters, {self.workers} workers, "
             title += f"{self.rounds} rounds of {self.period} steps, {self.seeds} seeds"
             self.add(name, f"{name}, {self.rule}: {title}", rows)
@@ -233,14 +223,6 @@ def bits_of(codec: codecs.Codec, params: PyTree) -> float:
     sent = jax.eval_shape(lambda x: codec.encode(x, codec.init(x))[0], params)
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)]
     return round(8 * sum(sizes) / size_of(params), 3)
-
-
-def most_of(settings: Row, params: PyTree) -> float:
-    """Return the largest fraction of the parameters that is sent at a time."""
-    if "fragments" not in settings:
-        return 1.0
-    parts = settings["fragments"].divide(params).cut(params)
-    return max(map(size_of, parts)) / size_of(params)
 
 
 if __name__ == "__main__":

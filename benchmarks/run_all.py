@@ -12,38 +12,35 @@ import json
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import plots
 from measuring import CONSOLE, Row, markdown
 
 HERE = pathlib.Path(__file__).parent
 RUNS = (
-    *("optimizer_overhead", "towers", "startup", "encoding", "quality"),
-    *("exchange --megabytes 0.04", "exchange --megabytes 4", "exchange"),
+    *("optimizer_overhead", "towers", "startup", "encoding", "overlap", "memory"),
+    *("exchange --megabytes 0.04", "exchange --megabytes 4", "exchange --repeats 27"),
     *("exchange --megabytes 400", "fan_in", "fan_in --megabytes 0.04 --workers 1 4"),
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5",
     "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5 --pause 0.5",
     *("tree", "bad_peers", "link", "link --megabytes 400 --gigabits 1 10 --codecs"),
-    *("link --gigabits 0 0.32 --codecs --shards 8", "overlap", "memory"),
+    *("link --gigabits 0 0.32 --codecs --shards 8", "journal", "journal --workers 2"),
     *("size", "size --leaves 10", "size --sizes 4e7 --leaves 10 100 1000"),
-    *(
-        "size --sizes 4e8 --leaves 1 10 100 1000 10000",
-        "journal",
-        "journal --workers 2",
+    *("size --sizes 4e8 --leaves 1 10 100 1000 10000", "quality --only digits text"),
+    (
+        "quality --only halves --rule nesterov --rounds 20 --period 20 --methods "
+        "4_fragments 4_delay_5 4_delay_5_mixing 4_delay_5_eager 1_delay_18 "
+        "1_delay_18_eager"
     ),
 )
 
 
-def run(name: str, options: list[str]) -> Row:
+def run(name: str, options: list[str], file: pathlib.Path) -> Row:
     """Run one benchmark and return its results."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, "found.json")
-        command = [sys.executable, "-B", str(HERE / f"{name}.py"), *options]
-        subprocess.run([*command, "--json", str(file)], check=True)  # noqa: S603
-        found = json.loads(file.read_text())
+    command = [sys.executable, "-B", str(HERE / f"{name}.py"), *options]
+    subprocess.run([*command, "--json", str(file)], check=True)  # noqa: S603
     said = " ".join(["python", f"benchmarks/{name}.py", *options])
-    return {"benchmark": name, **found, "command": said}
+    return {"benchmark": name, **json.loads(file.read_text()), "command": said}
 
 
 def page(found: list[Row]) -> str:
@@ -64,21 +61,21 @@ def main() -> None:
     add("--quick", action="store_true", help="each once, tiny: does everything work?")
     add("--output", type=pathlib.Path, default=pathlib.Path("bench-output"))
     args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    file = args.output / "results.json"
     found, failed = [], []
     for line in [f"{name} --quick" for name in names] if args.quick else RUNS:
         name, *options = line.split()
         if name in args.only:
             CONSOLE.rule(line)
             try:
-                found.append(run(name, options))
+                found.append(run(name, options, file))
             except subprocess.CalledProcessError:  # run the others all the same
                 failed.append(line)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "results.json").write_text(json.dumps(found, indent=1))
+    file.write_text(json.dumps(found, indent=1))
     (args.output / "results.md").write_text(page(found))
-    drawn = plots.draw(found, args.output)
-    written = ["results.json", "results.md", *(path.name for path in drawn)]
-    CONSOLE.print(f"{args.output}: {', '.join(written)}")
+    drawn = [path.name for path in plots.draw(found, args.output)]
+    CONSOLE.print(f"{args.output}: {', '.join(['results.json', 'results.md', *drawn])}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -3,7 +3,7 @@
 Collectives and bytes are counted in the compiled programs. The exchanges run in turns
 within one process, and every ratio is of two neighbors in time.
 
-    python benchmarks/towers.py --millions 40 --towers 4
+    python benchmarks/towers.py --millions 40
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from measuring import Benchmark, Form, Row, Run
+from optimizer_overhead import RULES
 from traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, rules
 
 PyTree = Any
-
-
+TOWERS = 4  # CPU devices where there are no others
+PERIOD = 10  # steps between exchanges
 BFLOAT16 = codecs.cast("bfloat16")
 GRADIENTS: dict[str, Row] = {
     "all-reduce": {},
@@ -31,11 +32,6 @@ GRADIENTS: dict[str, Row] = {
     "4 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(4))},
     "1 bit, error feedback": {"codec": codecs.error_feedback(codecs.sign())},
 }
-RULES = {
-    "agn": rules.agn(optax.adam(1e-3)),
-    "diloco": rules.diloco(),
-    "easgd": rules.easgd(0.1),
-}
 
 
 class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
@@ -44,26 +40,23 @@ class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
     Args:
       millions: parameters.
       leaf: millions of parameters in a leaf.
-      towers: CPU devices where there are no others.
-      period: steps between exchanges.
     """
 
     millions: float = 40.0
     leaf: float = 1.0
-    towers: int = 4
-    period: int = 10
 
     def run(self) -> None:
         """Add a table of the traffic, and one of the exchanges."""
-        jax.config.update("jax_num_cpu_devices", self.towers)
+        jax.config.update("jax_num_cpu_devices", TOWERS)
         leaves = max(1, round(self.millions / self.leaf))
         shape = (int(1e6 * self.millions) // leaves,)
         self.params = [jnp.full(shape, 0.5) for _ in range(leaves)]
         self.bytes = sum(leaf.nbytes for leaf in self.params)
-        title = f"{self.towers} towers, {self.millions:g} M float32 parameters in "
-        title += f"{leaves} leaves"
+        title = f"{TOWERS} towers, {self.millions:g} M parameters in {leaves} leaves"
         self.add("traffic", f"a step of {title} sends", list(self.traffic()))
-        rows = [row for name in RULES for row in self.exchanges(name)]
+        rows = [
+            row for name in ("agn", "diloco", "easgd") for row in self.exchanges(name)
+        ]
         self.add("exchanges", f"an exchange of {title}; memory in models", rows)
 
     def traffic(self) -> Iterator[Row]:
@@ -73,20 +66,20 @@ class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
             f"data parallel, {name}": (1, options, optax.sgd(0.1))
             for name, options in GRADIENTS.items()
         }
-        modes[f"independent, period {self.period}"] = self.towers, {}, split
-        modes[f"2 islands, period {self.period}"] = 2, {}, split
+        modes[f"independent, period {PERIOD}"] = TOWERS, {}, split
+        modes[f"2 islands, period {PERIOD}"] = 2, {}, split
         for name, (workers, options, inner) in modes.items():
-            mesh: Any = agn_optax.Towers(self.towers, workers=workers)
+            mesh: Any = agn_optax.Towers(TOWERS, workers=workers)
             tx = optax.chain(agn_optax.all_reduce("towers", **options), inner)
             state = self.state(mesh, tx)
-            batch = mesh.shard(np.ones(self.towers, np.float32))
+            batch = mesh.shard(np.ones(TOWERS, np.float32))
             step = traffic(mesh.step(train_step(tx)).lower(state, batch).compile())
             collectives, sent = float(step.collectives), float(step.bytes_sent)
             if inner is split:
                 exchange = traffic(compiled(mesh, split, state))
-                collectives += exchange.collectives / self.period
-                sent += exchange.bytes_sent / self.period
-            least = 2 * (self.towers - 1) / self.towers * self.bytes  # all-reduce
+                collectives += exchange.collectives / PERIOD
+                sent += exchange.bytes_sent / PERIOD
+            least = 2 * (TOWERS - 1) / TOWERS * self.bytes  # all-reduce
             yield {
                 "mode": name,
                 "collectives": collectives,
@@ -102,10 +95,10 @@ class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
         """Measure exchanges of independent towers and of one data-parallel worker."""
         forms, held = [], []
         for mode, workers, axis in (
-            ("independent", self.towers, "workers"),
+            ("independent", TOWERS, "workers"),
             ("data parallel", 1, "towers"),
         ):
-            mesh = agn_optax.Towers(self.towers, workers=workers)
+            mesh = agn_optax.Towers(TOWERS, workers=workers)
             for name, shard_axis in (("whole", None), ("in shards", axis)):
                 at = agn_optax.Placement(shard_axis=shard_axis)
                 how: Row = {"axis_name": "workers", "placement": at}
