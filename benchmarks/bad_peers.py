@@ -166,14 +166,12 @@ class BadPeers(Benchmark, quick="--window 0.1"):
             if name.startswith("TLS") == (tls is not None):
                 yield Form(name, alone, functools.partial(measured, name))
 
-    def measured(
-        self, run: Run, address: str, tls: service.Tls | None, name: str
-    ) -> float:
+    def measured(self, run: Run, at: str, tls: service.Tls | None, name: str) -> float:
         """Return the seconds of an exchange beside an act, or beside nobody."""
         done: Callable[[], int] = int  # no acts
         if not name.startswith("nobody"):
             end = time.monotonic() + self.window
-            done = self.bad.submit(misbehave, address, tls, name, end).result
+            done = self.bad.submit(misbehave, at, tls, name, end).result
         before = self.center.call(time.process_time)
         seconds = centers.seconds_of_one(run, self.window)
         spent = self.center.call(time.process_time) - before

@@ -101,10 +101,9 @@ class Durability(Benchmark, quick="--millions 0.1"):
         cost = centers.plan(size, _calibrate.calibrate(), disk=planned)
         assert cost.kept is not None
         until = cost.kept.read + cost.kept.replay
-        title = (
-            f"{4 * self.millions:g} MB, workers: {workers}, planned {cost.exchange:g}"
-        )
-        title += f" s; restart of {records} records: {took:g} s, planned {until:g} s"
+        title = f"{4 * self.millions:g} MB, workers: {workers}; planned "
+        title += f"{cost.exchange:g} s, restart of {records} records {until:g} s; "
+        title += f"it took {took:g} s"
         self.add(f"{workers} workers", title, rows)
 
 

@@ -70,8 +70,9 @@ def _lines(points: Sequence[tuple[Any, ...]], x: str, y: str) -> Any:
         own = sorted(point[1:] for point in points if point[0] == panel)
         for label, line in itertools.groupby(own, lambda point: point[0]):
             _, *xy = zip(*line, strict=True)
-            axis.plot(*xy, "o-" if "agn_optax" in label else "o--", label=label)
-        axis.set(title=panel, xlabel=x, ylabel=y)
+            is_peer = label.startswith(("raw", "gRPC", "shared", "torch"))
+            axis.plot(*xy, "o--" if is_peer else "o-", label=label)
+        axis.set(title=f"{panel}; dashed: without this library", xlabel=x, ylabel=y)
         _logarithmic(axis.xaxis, sorted({each for _, each, _ in own}))
         _logarithmic(axis.yaxis)
         # Below the axes, where it hides no line.
