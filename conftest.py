@@ -1,4 +1,4 @@
-"""Pytest: eight devices where there is one CPU, and programs that compile quickly."""
+"""Pytest settings: eight CPU devices, and programs that compile quickly."""
 
 import collections
 import gc
@@ -10,68 +10,69 @@ import shutil
 import signal
 import tempfile
 
-# Tests compile hundreds of tiny programs, many of them alike, and run each a few times:
-# all processes share what is compiled, and the next session finds it. What is said of
-# memory and collectives is settled before the passes that are left out.
+# Tests compile hundreds of tiny programs, many of them alike, and run each a few times.
+# All test processes share a cache of compiled programs, which the next session reuses,
+# and late optimization passes are off. Memory use and collectives, which tests check,
+# are decided before these passes.
 flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Its fusion emitters take four fifths of the time. Newer ones are quicker, and do
-    # not know the flag.
+    # The fusion emitters of 0.10 take four fifths of the compile time. Newer releases
+    # are faster, and reject the flag.
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", flags)
-# One thread for each device is what XLA makes, and all of them may come to wait for one
-# another in collectives of two steps, of which one has a device that has no thread.
+# By default XLA makes one thread per device. A device that is ahead takes a thread for
+# its next step, and the last device of a collective may then find none: a deadlock.
 os.environ.setdefault("PJRT_NPROC", "32")
 if importlib.metadata.version("jaxlib") == "0.10.0":
-    # It says of every program from the cache that another machine made it.
+    # 0.10.0 warns for every program from the cache that another machine compiled it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = pathlib.Path(__file__).parent / ".pytest_cache" / "compiled"
-    if len(list(_compiled.glob("*"))) > 30_000:  # of a few sessions
+    if len(list(_compiled.glob("*"))) > 30_000:  # the programs of a few sessions
         shutil.rmtree(_compiled)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
 
-# Where centers leave their tokens, and programs of the same user find them.
+# The folder where centers write their tokens, for programs of the same user to read.
 _runtime = tempfile.mkdtemp(prefix="agn-optax-")
 os.environ["XDG_RUNTIME_DIR"] = _runtime
 
-# JAX reads its variables when it is imported.
+# JAX reads its environment variables when it is imported.
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# An example may compile something, which takes as long as it takes.
+# No deadline, because an example may have to compile a program first.
 hypothesis.settings.register_profile("compiling", deadline=None)
 hypothesis.settings.load_profile("compiling")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the
-# processes that they start and interrupt.
+# A shell that runs the tests in the background makes them ignore Ctrl-C. The processes
+# that tests start and interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart() -> None:
-    """Turn the garbage collector off during collection, of which all stays."""
+    """Turn the garbage collector off while pytest collects: nothing becomes garbage."""
     gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what meets no new value, where a test has several parameters.
+    """Mark combinations of a test's parameters as slow if they cover no new value.
 
-    So `make test` runs as many of a test's combinations as it takes for every value of
-    every parameter to be there once, and `make slow` runs the others.
+    `make test` then runs just enough combinations of each test to cover every value of
+    every parameter, and `make slow` runs the others.
     """
     tests = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for combinations in tests.values():
-        # Objects may differ where they are equal, and have no order: text will do.
+        # By their text, because objects that are alike may still compare as different.
         values = {
             item: set(map(repr, item.callspec.params.items())) for item in combinations
         }
@@ -86,14 +87,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Turn it on again, for what is made from now on."""
+    """Turn the garbage collector on again, for objects made from now on."""
     gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs semaphores where the system has none: without /dev/shm, say."""
+    """Skip tests that need semaphores on systems without them, as without /dev/shm."""
     if "TensorBoard" in item.name or "tensorboard_reads" in item.name:
         try:
             multiprocessing.Lock()
@@ -102,5 +103,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The processes that found something there have ended."""
+    """Delete the folder of tokens: all processes that used it have ended."""
     shutil.rmtree(_runtime, ignore_errors=True)

@@ -1,12 +1,13 @@
 """The tests on the oldest and the newest versions that are supported: `make nox`.
 
 They run on the wheel, in a folder where the checkout's agn_optax cannot be imported,
-and with programs compiled as users have them: `make test` leaves out what takes long.
-Options after `--` are pytest's:
+and with XLA's default flags, as users have them (`make test` turns optimization passes
+off to compile faster). Options after `--` are passed to pytest:
 
     nox --session oldest -- tests/laws
 
-`extras` and `sdist` install what users do, each where nothing else is, and use it.
+The sessions `extras` and `sdist` install the package as users do, each in an empty
+environment, and use it.
 """
 
 import pathlib
@@ -15,7 +16,7 @@ import sys
 
 import nox
 
-# What the tests read, beside the package.
+# The files and folders of the checkout that the tests read, besides the package.
 NEEDED = (
     "README.md",
     "benchmarks",
@@ -29,9 +30,9 @@ NEEDED = (
 
 
 HERE = pathlib.Path(__file__).parent
-# What the tests need beside the group dev. (As the lock, which `make lock` makes.)
+# The extras that the tests need besides the group dev; the same as in `make lock`.
 EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,ray,tensorboard"
-# A use of each extra, as those who installed just that have it.
+# For each extra, statements that must run with only that extra installed.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
     "service": "from agn_optax import service; service.serve(rules.downpour()).stop()",
@@ -49,7 +50,7 @@ USES = {
 
 
 def make(session: nox.Session, kind: str) -> pathlib.Path:
-    """A wheel or an sdist of the checkout, in a new folder."""
+    """Build a wheel or an sdist of the checkout in a new folder; return its path."""
     folder = pathlib.Path(session.create_tmp()).resolve()
     shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -62,7 +63,7 @@ def make(session: nox.Session, kind: str) -> pathlib.Path:
 
 
 def run_tests(session: nox.Session, *versions: str) -> None:
-    """Installs the wheel with ``versions``, and runs the tests on it."""
+    """Install the wheel with ``versions`` of other packages, and run the tests."""
     wheel = make(session, "wheel")
     copy = wheel.parent / "copy"
     copy.mkdir()
@@ -86,18 +87,18 @@ def run_tests(session: nox.Session, *versions: str) -> None:
 @nox.session(python="3.11")
 @nox.parametrize("extra", list(USES))
 def extras(session: nox.Session, extra: str) -> None:
-    """The wheel with one extra, or alone, where nothing else is."""
+    """Use the wheel with one extra, or with none, in an empty environment."""
     use_alone(session, make(session, "wheel"), extra)
 
 
 @nox.session(python="3.11")
 def sdist(session: nox.Session) -> None:
-    """The sdist, of which pip makes a wheel by itself."""
+    """Use the sdist, from which pip builds a wheel."""
     use_alone(session, make(session, "sdist"), "")
 
 
 def use_alone(session: nox.Session, made: pathlib.Path, extra: str) -> None:
-    """Installs it, and runs what needs the extra."""
+    """Install a wheel or an sdist with an extra, and run the statements for it."""
     session.install(f"{made}[{extra}]" if extra else made)
     session.run("python", "-m", "pip", "check")
     program = (
@@ -108,7 +109,7 @@ def use_alone(session: nox.Session, made: pathlib.Path, extra: str) -> None:
 
 @nox.session(python="3.11")
 def oldest(session: nox.Session) -> None:
-    """The lowest versions that pyproject.toml allows."""
+    """Run the tests on the lowest versions that pyproject.toml allows."""
     run_tests(
         session,
         "jax==0.10.0",
@@ -122,5 +123,5 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(python="3.13")
 def newest(session: nox.Session) -> None:
-    """Whatever was released last."""
+    """Run the tests on the latest releases."""
     run_tests(session)

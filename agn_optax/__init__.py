@@ -8,7 +8,6 @@ from agn_optax._version import __version__
 from agn_optax.round import (
     ExchangeState,
     Fragments,
-    FragmentsState,
     Phases,
     Placement,
     agn,
@@ -28,9 +27,6 @@ from agn_optax.round import (
     synchronous_warmup,
 )
 from agn_optax.rules import (
-    AccumulateState,
-    DelayedNesterovState,
-    WeightState,
     accumulate,
     by_local_steps,
     center_optimizers,
@@ -47,10 +43,8 @@ from agn_optax.rules import (
 
 if _typing.TYPE_CHECKING:
     from agn_optax import towers
-    from agn_optax.center import Center, CenterState, LocalCenter, Snapshot
+    from agn_optax.center import Center, LocalCenter, Snapshot
     from agn_optax.towers import (
-        AllReduceState,
-        LossScaleState,
         Towers,
         all_reduce,
         densify,
@@ -60,27 +54,19 @@ if _typing.TYPE_CHECKING:
         reduce_loss,
     )
     from agn_optax.training import Fitted, fit
-    from agn_optax.worker import Worker, WorkerState, from_first_process
+    from agn_optax.worker import Worker, from_first_process
 
 __all__ = [
-    "AccumulateState",
-    "AllReduceState",
     "Center",
-    "CenterState",
-    "DelayedNesterovState",
     "ExchangeState",
     "Fitted",
     "Fragments",
-    "FragmentsState",
     "LocalCenter",
-    "LossScaleState",
     "Phases",
     "Placement",
     "Snapshot",
     "Towers",
-    "WeightState",
     "Worker",
-    "WorkerState",
     "__version__",
     "accumulate",
     "agn",
@@ -139,11 +125,11 @@ _MODULES = (
 
 
 def _module_of(name: str) -> str:
-    if name in ("Center", "CenterState", "LocalCenter", "Snapshot"):
+    if name in ("Center", "LocalCenter", "Snapshot"):
         return "center"
     if name in ("Fitted", "fit"):
         return "training"
-    of_worker = ("Worker", "WorkerState", "from_first_process")
+    of_worker = ("Worker", "from_first_process")
     return "worker" if name in of_worker else "towers"
 
 

@@ -222,6 +222,6 @@ def _check_tx(worker: Worker, tx: Any, wanted: str) -> None:
     if tx != worker.tx:  # equality: older Flax keeps an equal copy
         raise errors.InvalidArgumentError(
             f"the optimizer is not that of worker {worker.name!r}, whose rule records "
-            f"what it sends: make it as {wanted}. What is done to gradients before is "
-            "an argument of the worker, Worker(..., gradients=...)"
+            f"what it sends: make it as {wanted}. A transformation of gradients before "
+            "it is an argument of the worker, Worker(..., gradients=...)"
         )

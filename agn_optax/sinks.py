@@ -113,8 +113,8 @@ class TensorBoard(_Sink):
             self._writer = tensorboard.SummaryWriter(os.fspath(folder))
         except OSError as error:
             error.add_note(
-                f"tensorboardX could not begin to write to {os.fspath(folder)}: it "
-                "needs that folder, and semaphores, which Linux has in /dev/shm"
+                f"tensorboardX cannot write to {os.fspath(folder)}: it needs that "
+                "folder, and semaphores, which Linux has in /dev/shm"
             )
             raise
 
@@ -147,7 +147,7 @@ class WandB(_Sink):
     def __init__(self, run: Any, *, prefix: str = "") -> None:
         if not callable(getattr(run, "log", None)):
             raise errors.InvalidTypeError(
-                f"run must be what wandb.init() returns, got {check.show(run)}"
+                f"run must be the return value of wandb.init(), got {check.show(run)}"
             )
         self._run, self._prefix = run, prefix
 

@@ -28,6 +28,7 @@ import numpy as np
 from measuring import Benchmark, Form, Process, Run
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security._access import KEY_SIZE
 from agn_optax.service.server import _servicer
@@ -64,7 +65,7 @@ def acts_of(address: str, tls: service.Tls | None) -> dict[str, Callable[[], Any
 
     def send() -> None:
         session = center.join("eve")
-        session.submit(1, centers.tree(SIZE), anchor_version=0)
+        session.submit(Submission(1, centers.tree(SIZE), anchor_version=0))
         session.disconnect()
 
     def greet() -> None:
@@ -151,13 +152,14 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         self.center.call(spare_nothing)
         rows = self.turns(forms).rows(forms, SIZE)
         for row in rows:
-            spent, acts = np.median(self.found[row["form"]], axis=0).tolist()
+            spent, acts = np.median(self.found[row["form"]][1:], axis=0).tolist()
             row |= {"processor_ms_an_exchange": spent, "its_acts_a_second": acts}
         self.add("bad peers", "40 KB over a socket, beside a bad peer", rows)
 
     def forms(self, own: service.Tls | None, tls: service.Tls | None) -> Iterator[Form]:
         """Yield the forms at a center with or without TLS."""
-        at = self.center.call(centers.serve, SIZE, max_workers=4, calls=20.0, tls=own)
+        limits = service.Limits(max_workers=4)
+        at = self.center.call(centers.serve, SIZE, tls=own, limits=limits)
         run = centers.worker(at, "socket", SIZE, stack=self.stack, tls=tls)
         measured = functools.partial(self.measured, run, at, tls)
         alone = "nobody, over TLS" if tls else "nobody"
@@ -175,8 +177,7 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         before = self.center.call(time.process_time)
         seconds = centers.seconds_of_one(run, self.window)
         spent = self.center.call(time.process_time) - before
-        spent_and_done = np.array([1e3 * spent * seconds, done()]) / self.window
-        self.found[name].append(spent_and_done)
+        self.found[name].append(np.array([1e3 * spent * seconds, done()]) / self.window)
         return seconds
 
 

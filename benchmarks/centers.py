@@ -14,6 +14,7 @@ import optax
 from measuring import Process, Run
 
 from agn_optax import planning, rules, service
+from agn_optax.center import Submission
 from agn_optax.ops import keys
 from agn_optax.ops.planning import Cluster, Cost, Machine
 
@@ -22,6 +23,7 @@ PyTree = Any
 TRANSPORTS = ("grpc", "socket", "memory")
 LEAVES = 4  # of a model, if nothing else is given
 LOOPBACK = 1e15  # bytes/s of an infinitely fast link: only the ends take time
+UNLIMITED = service.Limits(max_workers=256, calls=None)
 
 
 def connect(address: Any, transport: str = "", codec: str = "", **options: Any) -> Any:
@@ -44,10 +46,9 @@ def tree(size: float, leaves: int = LEAVES, value: float = 0.0) -> PyTree:
 
 def plan(size: float, machine: Machine, codec: str = "", **cluster: Any) -> Cost:
     """Predict the cost of exchanging ``size`` bytes of parameters after every step."""
-    cluster = {"step_time": 1.0, "bandwidth": LOOPBACK, **cluster}
+    cluster = {"machine": machine, "step_time": 1.0, "bandwidth": LOOPBACK, **cluster}
     like, inner = jax.eval_shape(lambda: tree(size)), optax.sgd(0.1)
-    where = Cluster(machine=machine, **cluster)
-    return planning.plan(rule(codec), like, where, inner=inner, period=1)
+    return planning.plan(rule(codec), like, Cluster(**cluster), inner=inner, period=1)
 
 
 _servers: dict[str, Any] = {}  # in the process that serves
@@ -62,16 +63,17 @@ def serve(
       size: bytes of its parameters; 0 leaves them to a chief, a parent or a disk.
       leaves: leaves of its parameters.
       codec: name of its codec.
-      options: of `agn_optax.service.serve`, where ``access`` may be the text of a token
-        file, and ``parent`` an address.
+      options: of `agn_optax.service.serve`, but ``tls`` and ``tokens`` (the text of a
+        token file) instead of ``security``, and as ``parent`` an address, with which it
+        exchanges after each of its exchanges.
     """
-    options = {"max_workers": 256, "calls": None, **options}
-    if options.get("access"):
-        options["access"] = service.Access(options["access"].encode())
+    tls, tokens = options.pop("tls", None), options.pop("tokens", "")
+    access = service.Access(tokens.encode()) if tokens else None
+    options["security"] = service.Security(tls=tls, access=access)
     if "parent" in options:
-        options["parent"] = connect(options["parent"], "socket")
+        options["parent"] = service.Parent(connect(options["parent"], "socket"), 1)
     params = tree(size, leaves) if size else None
-    server = service.serve(rule(codec), params, **options)
+    server = service.serve(rule(codec), params, **{"limits": UNLIMITED, **options})
     _servers[server.address] = server
     return server.address
 
@@ -114,9 +116,9 @@ def exchanging(
         sent = numbers
         if codec:
             sent, state = encode(numbers, state)
-        snapshot = session.exchange(next(sequences), sent, anchor_version=version)
-        jax.block_until_ready(snapshot.params)
-        version = snapshot.version
+        answer = session.exchange(Submission(next(sequences), sent, version))
+        jax.block_until_ready(answer.params)
+        version = answer.version
 
     return run
 

@@ -103,8 +103,8 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
         ways |= {"TLS": ("", own, tls), "TLS, a token": (TOKEN, own, tls)}
         for transport in ("socket", "grpc"):
             for way, (token, theirs, ours) in ways.items():
-                access = f"worker * {token}" if token else None
-                address = process.call(centers.serve, size, access=access, tls=theirs)
+                tokens = f"worker * {token}" if token else ""
+                address = process.call(centers.serve, size, tokens=tokens, tls=theirs)
                 how: Row = {"stack": self.stack, "tls": ours, "token": token or None}
                 run = centers.worker(address, transport, size, **how)
                 some = functools.partial(centers.seconds_of_one, run, 0.1)

@@ -71,7 +71,7 @@ def form_of(
     if "round" in name or "scanned" in name:
         parts = [(whole, 1)]
     loop = [params, tx.init(params)]
-    programs = [
+    programs: list[tuple[Any, int]] = [
         (jax.jit(part, donate_argnums=(0, 1)).lower(*loop, batch).compile(), times)
         for part, times in parts
     ]

@@ -45,9 +45,9 @@ class TreeOfCenters(Benchmark, quick="--levels 2 --step 0.05 --window 0.6"):
         root, *sites = (self.use(Process()) for _ in range(1 + PROCESSES))
         levels = [[root.call(centers.serve, SIZE)]]
         for count, _ in reversed(shape.centers(workers)[:-1]):
-            parents, turn = itertools.cycle(levels[-1]), itertools.cycle(sites)
-            how = ({"parent": next(parents), "parent_period": 1} for _ in range(count))
-            levels.append([next(turn).call(centers.serve, **each) for each in how])
+            parents = itertools.islice(itertools.cycle(levels[-1]), count)
+            each = zip(parents, itertools.cycle(sites), strict=False)
+            levels.append([site.call(centers.serve, parent=at) for at, site in each])
         crew = [self.use(Process()) for _ in range(PROCESSES)]
         makers = centers.workers(levels[-1], "socket", SIZE, workers)
         centers.everywhere(crew, centers.hire, "", makers)

@@ -1,4 +1,4 @@
-"""Sphinx: how `make docs` builds the site."""
+"""Settings of Sphinx, which builds the site in `make docs`."""
 
 import os
 import pathlib
@@ -8,7 +8,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 
-# Notebooks and autodoc run on what every machine has; kernels inherit all of this.
+# Run notebooks and autodoc on the CPU, which every machine has. The kernels of the
+# notebooks inherit this environment.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")  # threads for towers on few cores: notes.md
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -36,12 +37,12 @@ extensions = [
 ]
 exclude_patterns = ["drawings"]
 
-# Pages: MyST.
+# MyST, the Markdown of the pages.
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
-# Notebooks run at every build, each in a folder of its own that is gone afterwards.
+# Notebooks run at every build, each in its own temporary folder.
 nb_execution_mode = os.environ.get("AGN_OPTAX_NOTEBOOKS", "force")
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
@@ -60,13 +61,13 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
-    # Other libraries; with AGN_OPTAX_INTERSPHINX=1, links to them are looked up.
+    # Names of other libraries; with AGN_OPTAX_INTERSPHINX=1, they become links.
     (
         "py:.*",
         r"(collections|concurrent|contextlib|os|pathlib|ssl|threading|types|typing)\..*",
     ),
     ("py:.*", r"(jax|jaxlib|numpy|np|optax|grpc|flax)\b.*"),
-    # Aliases, and what users are given but never make.
+    # Type aliases, and types whose objects users get but never make themselves.
     ("py:class", r"PyTree|Metrics|Pem|(.*\.)?(LocalState|Public)"),
     ("py:class", r"agn_optax\.(\w+\.)*_\w+\..*"),
     ("py:class", r"agn_optax\.service\.center_pb2\..*"),
@@ -101,14 +102,19 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _links(app: Sphinx, page: str, source: list[str]) -> None:
-    """Files beside docs/ that are pages here; drawings in the colors of the page."""
+    """Adapt the links of a page to the site, and inline its drawings.
+
+    The link to SECURITY.md becomes one to its page on the site, and links to files that
+    have no page become plain text. Drawings are inlined as SVG, because an image could
+    not follow the site's switch between light and dark colors.
+    """
     text = source[0].replace("](../SECURITY.md", "](security.md")
-    if "/" not in page:  # where ../ is not docs/: files that are no pages
+    if "/" not in page:  # here ../ leads out of docs/, to files without a page
         text = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
     inlined = r"```{raw} html\n:file: \1\n```"
     source[0] = re.sub(r"!\[[^]]*\]\((drawings/\w+\.svg)\)", inlined, text)
 
 
 def setup(app: Sphinx) -> None:
-    """Sphinx calls this."""
+    """Connect the handlers; Sphinx calls this function."""
     app.connect("source-read", _links)

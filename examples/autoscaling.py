@@ -125,7 +125,7 @@ def errors_of(
                 own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
                 there.append(Trainer(shared, f"worker-{len(there)}", own))
             for _ in range(rounds):
-                if isinstance(case.mode, center.Synchronous):  # rounds wait for all
+                if case.mode.combines:  # rounds wait for all
                     list(threads.map(Trainer.round, there))
                 else:
                     for each in there:
@@ -142,10 +142,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--workers", default="2,4,2", help="of each phase (default 2,4,2)")
-    add("--rounds", type=int, default=15, help="of each worker in a phase (15)")
-    add("--seeds", type=int, default=3, help="of batches (3)")
-    add("--cases", default="", help="only those whose names have this in them")
+    add(
+        "--workers",
+        default="2,4,2",
+        help="number of workers in each phase (default 2,4,2)",
+    )
+    add("--rounds", type=int, default=15, help="rounds per phase (default 15)")
+    add("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    add("--cases", default="", help="only the cases with this text in their names")
     args = parser.parse_args(arguments)
     args.workers = [int(each) for each in args.workers.split(",")]
     return args

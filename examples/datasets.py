@@ -101,7 +101,9 @@ def read_idx(path: pathlib.Path) -> Array:
     if raw[:2] == b"\x1f\x8b":
         raw = gzip.decompress(raw)
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _IDX_TYPES:
-        raise ValueError(f"{path} is no idx file: it begins with {raw[:4].hex(' ')}")
+        raise ValueError(
+            f"{path} is not an idx file: it begins with {raw[:4].hex(' ')}"
+        )
     dtype, rank = _IDX_TYPES[raw[2]], raw[3]
     header = 4 + 4 * rank
     if len(raw) < header:

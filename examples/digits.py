@@ -143,7 +143,7 @@ class Trainer:
         """Train runs in the same worker processes, each with its own center."""
         due = [0] * len(runs)  # version of each center that is tested next
 
-        def hear(worker: str, line: str) -> None:
+        def receive(worker: str, line: str) -> None:
             if not line.startswith("{"):  # a warning, an error, or launcher output
                 self.console.print(f"{worker}: {line}", markup=False, highlight=False)
                 return
@@ -173,7 +173,7 @@ class Trainer:
                         self.first[each.seed],
                         mode=each.method.mode(),
                         barrier=self.args.workers,
-                        direct=False,
+                        direct_address=False,
                     )
                 )
                 for each in runs
@@ -185,13 +185,13 @@ class Trainer:
                     self._program(runs, addresses, rank)
                     for rank in range(self.args.workers)
                 ],
-                output=hear,
+                output=receive,
             )
             for program in ended:
                 if program.returncode and not program.stopped:
                     raise SystemExit(
                         f"worker {program.name!r} has failed with exit status "
-                        f"{program.returncode}; what it said is above"
+                        f"{program.returncode}; its output is above"
                     )
             for result, server in zip(runs, servers, strict=True):
                 snapshot = server.center.pull()
@@ -328,7 +328,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--mnist", metavar="FOLDER", help="train on the idx files in FOLDER instead")
+    add(
+        "--mnist", metavar="FOLDER", help="train on MNIST, with its idx files in FOLDER"
+    )
     add("--workers", type=int, default=2, help="worker processes (default 2)")
     add("--period", type=int, default=10, help="local steps per exchange (default 10)")
     add(
@@ -338,12 +340,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="local steps per worker, on average (default 200)",
     )
     add("--batch", type=int, default=32, help="samples per gradient (default 32)")
-    add("--mbit", type=float, default=200, help="a second, of each link (default 200)")
-    add("--times", type=float, default=1, help="all learning rates times this")
-    add("--seed", type=int, default=0, help="the first one (default 0)")
-    add("--seeds", type=int, default=3, help="how many (default 3)")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    add("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
+    add("--mbit", type=float, default=200, help="Mbit/s of each link (default 200)")
+    add(
+        "--times",
+        type=float,
+        default=1,
+        help="factor of all learning rates (default 1)",
+    )
+    add("--seed", type=int, default=0, help="first seed (default 0)")
+    add("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="NAME",
+        help=f"methods to compare (default all: {', '.join(map(repr, METHODS))})",
+    )
+    add(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("demo-output"),
+        help="folder for plot and checkpoints (default demo-output)",
+    )
     args = parser.parse_args(arguments)
     for name in ("workers", "period", "steps", "batch", "seeds"):
         if getattr(args, name) < 1:

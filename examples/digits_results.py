@@ -24,7 +24,7 @@ from rich.table import Table
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-SLOWDOWN = 3  # times that the slow worker's steps take
+SLOWDOWN = 3  # a step of the slow worker takes this many times as long
 
 
 @dataclasses.dataclass
@@ -67,7 +67,7 @@ class Run:
         for worker, starts in self.starts.items():
             if len(starts) > 1:
                 reports = self.exchanges.get(worker, [])
-                last = max((r.version for r in reports if r.life == 0), default=0)
+                last = max((r.version for r in reports if r.restarts == 0), default=0)
                 return last, starts[1].version
         return None
 
@@ -79,12 +79,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a table and a plot say of the runs that they show."""
+    """The settings that all runs of a table or a plot have in common."""
 
     data: str  # name of the dataset
     workers: Sequence[str]  # their names
     seeds: int
-    mbit: float  # a second, of each link
+    mbit: float  # Mbit/s of each link
 
 
 @contextlib.contextmanager
@@ -99,8 +99,8 @@ def display(
       console: where the bars are shown.
     """
     console.print(
-        "Live: seed; test accuracy of the center; exchanges of each worker, and in "
-        "brackets the staleness of its last message."
+        "The bars show the seed, the test accuracy of the center, the exchanges of "
+        "each worker and, in brackets, the staleness of its last message."
     )
     progress = Progress(
         TextColumn("{task.description:>15}"),
@@ -111,10 +111,17 @@ def display(
         TimeElapsedColumn(),
         console=console,
     )
-    groups, nothing = by_method(runs), {"seed": "", "accuracy": "", "workers": ""}
+    groups = by_method(runs)
     with progress:
         bars = {
-            name: progress.add_task(name, total=len(group), start=False, **nothing)
+            name: progress.add_task(
+                name,
+                total=len(group),
+                start=False,
+                seed="",
+                accuracy="",
+                workers="",
+            )
             for name, group in groups.items()
         }
 
@@ -206,8 +213,8 @@ def table_of(
         f"seconds\nto {100 * level:.3g} %",
         f"MB to\n{100 * level:.3g} %",
         "accuracy\nat end, %",
-        "in ex-\nchange",
-        "stale\nmean/max",
+        "waiting\ntime",
+        "staleness\nmean/max",
         f"exchanges\n{'/'.join(setup.workers)}",
     ):
         table.add_column(column, justify="right")
@@ -241,13 +248,13 @@ def conclusion(level: float, costs: Mapping[str, float], of: str) -> str:
     ahead = sorted(part for part in parts.values() if part < 1)
     behind = [name for name, part in parts.items() if part >= 1]
     if not ahead:
-        return f"{level:.3g} %: averaging at every step is ahead in {of}"
+        return f"{level:.3g} %: averaging at every step is cheapest in {of}"
 
     def fraction(part: float) -> str:
         return f"1/{round(1 / part)}" if ahead[-1] < 2 / 3 else f"{part:.2f}"
 
     span = " to ".join(dict.fromkeys(map(fraction, (ahead[0], ahead[-1]))))
-    most = f", not {', '.join(behind)}" if behind else ""
+    most = f", except {', '.join(behind)}" if behind else ""
     return f"{level:.3g} % with {span} of the {of} of averaging at every step{most}"
 
 
@@ -261,8 +268,8 @@ def at_the_end(groups: Mapping[str, Sequence[Run]]) -> str:
     if every_step is None or not ends:
         return ""
     return (
-        f"After as many samples: averaging {100 * every_step:.1f} %, the others "
-        f"{100 * min(ends.values()):.1f} to {100 * max(ends.values()):.1f} %"
+        f"After equally many samples: averaging {100 * every_step:.1f} %, "
+        f"others {100 * min(ends.values()):.1f} to {100 * max(ends.values()):.1f} %"
     )
 
 
@@ -379,18 +386,19 @@ def _timeline(axes: Any, result: Run, workers: Sequence[str]) -> None:
     axes.eventplot(times, colors=result.method.color, linelengths=0.7, linewidths=0.8)
     title = result.method.name
     for row, worker in enumerate(workers):
-        lives = [r.life for r in result.exchanges.get(worker, [])]
-        if 0 < lives.count(0) < len(lives):
-            died, back = times[row][lives.count(0) - 1], times[row][lives.count(0)]
+        restarts = [r.restarts for r in result.exchanges.get(worker, [])]
+        before_kill = restarts.count(0)
+        if 0 < before_kill < len(restarts):
+            died, back = times[row][before_kill - 1], times[row][before_kill]
             axes.barh(row, back - died, left=died, height=0.7, color="#DDDDDD")
             before, after = (
                 np.interp(x, result.seconds, result.accuracy) for x in (died, back)
             )
-            text = f"killed, and back after {back - died:.1f} s"
+            text = f"killed; back after {back - died:.1f} s"
             axes.text((died + back) / 2, row, text, ha="center", va="center")
             title = (
-                f"{result.method.name}: meanwhile the center went from "
-                f"{100 * before:.1f} to {100 * after:.1f} %, and came to "
+                f"{result.method.name}: meanwhile the center's accuracy went from "
+                f"{100 * before:.1f} to {100 * after:.1f} %; at the end it was "
                 f"{100 * result.accuracy[-1]:.1f} %"
             )
     axes.set(yticks=range(len(workers)), yticklabels=workers, xlabel="seconds")

@@ -245,7 +245,7 @@ class Report:
     """A line of JSON to the launcher, at the start of a run and after an exchange."""
 
     task: int  # index of the task
-    life: int  # number of restarts before
+    restarts: int  # number of restarts before
     version: int  # version of the center
     staleness: int | None = None  # staleness of the message; None at the start
     seconds: float = 0.0  # time that the worker waited for the exchange
@@ -253,15 +253,15 @@ class Report:
 
 def work(job: Job) -> None:
     """Do all tasks in order; after a restart, do the last one only."""
-    life = int(os.environ["AGN_OPTAX_RESTARTS"])
+    restarts = int(os.environ["AGN_OPTAX_RESTARTS"])
     with np.load(job.data) as data:
         images, labels = jnp.asarray(data["images"]), jnp.asarray(data["labels"])
     mine = share(len(labels), job.rank, job.workers)
     for number, task in enumerate(job.tasks):
-        if life == 0 or number == len(job.tasks) - 1:
+        if restarts == 0 or number == len(job.tasks) - 1:
             # A restarted worker uses the data in another order.
-            rows = batches(mine, job.batch, task.seed, job.rank, life)
-            train(job, task, Report(number, life, 0), images, labels, rows)
+            rows = batches(mine, job.batch, task.seed, job.rank, restarts)
+            train(job, task, Report(number, restarts, 0), images, labels, rows)
 
 
 def train(
@@ -286,19 +286,19 @@ def train(
         # The same after a restart: a worker only needs the center to continue.
         params, state = worker.start()
         pace(job.rate)
-        tell(dataclasses.replace(report, version=worker.version))
+        send(dataclasses.replace(report, version=worker.version))
         for batch in rows:
             begin = time.perf_counter()
             params, state = local_step(params, state, images, labels, batch)
             jax.block_until_ready(params)
             time.sleep((job.slowdown - 1) * (time.perf_counter() - begin))
-            dies = report.life == 0 and task.dies_at is not None
+            dies = report.restarts == 0 and task.dies_at is not None
             if dies and worker.version >= task.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)  # without leaving the center
             exchanges, begin = worker.exchanges, time.perf_counter()
             params, state = worker.exchange(params, state)
             if worker.exchanges > exchanges:
-                tell(
+                send(
                     dataclasses.replace(
                         report,
                         version=worker.version,
@@ -310,7 +310,7 @@ def train(
                     return
 
 
-def tell(report: Report) -> None:
+def send(report: Report) -> None:
     """Send a report to the launcher, which reads this process's output."""
     print(json.dumps(dataclasses.asdict(report)), flush=True)
 

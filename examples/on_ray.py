@@ -35,15 +35,17 @@ class Center:
     """An actor that serves the center; after a restart it continues anywhere."""
 
     def __init__(self, folder: pathlib.Path, token: str) -> None:
-        access = service.Access(f"chief,operator * {token}".encode())
+        security = service.Security(
+            access=service.Access(f"chief,operator * {token}".encode()),
+            insecure=True,  # only in a network that you trust
+        )
         while True:
             try:
                 self._server = service.serve(
                     RULE,
                     address=f"{ray.util.get_node_ip_address()}:0",
                     durability=Journal(folder / "journal"),
-                    access=access,
-                    insecure=True,  # only in a network that you trust
+                    security=security,
                 )
                 break
             except errors.DurabilityError as error:

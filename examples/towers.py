@@ -196,7 +196,7 @@ def table_of(runs: list[Run]) -> Table:
     """Make a table of the loss and the bytes sent of each mode."""
     table = Table(title="test loss of the center")
     table.add_column("mode")
-    for column in ("workers", "nats a character", "MB sent by a device", "seconds"):
+    for column in ("workers", "nats per character", "MB sent per device", "seconds"):
         table.add_column(column, justify="right")
     for run in runs:
         each = run.towers.size // run.towers.workers
@@ -220,7 +220,7 @@ def conclusion(runs: list[Run]) -> str:
         f"(loss {run.loss[-1] - first.loss[-1]:+.2f})"
         for run in others
     )
-    return f"Bytes beside {first.mode}: {', '.join(said)}"
+    return f"Bytes compared with {first.mode}: {', '.join(said)}"
 
 
 def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
@@ -236,9 +236,9 @@ def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
         sent = np.array(run.megabytes) > 0  # without the first point, at zero bytes
         by_bytes.plot(np.array(run.megabytes)[sent], np.array(run.loss)[sent], **look)
     by_characters.set(
-        title="After as many characters",
+        title="Test loss against characters",
         xlabel="millions of characters, all towers",
-        ylabel="test loss of the center, nats a character",
+        ylabel="test loss of the center, nats per character",
     )
     by_bytes.set(xlabel="MB sent by each device (log scale)", xscale="log")
     by_bytes.set_title(conclusion(runs), fontsize=10)
@@ -262,20 +262,40 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--towers", type=int, default=4, help="CPUs without accelerators (default 4)")
-    add("--rule", choices=RULES, default="average", help="of exchanges (average)")
-    add("--period", type=int, default=10, help="local steps of a round (default 10)")
+    add(
+        "--towers",
+        type=int,
+        default=4,
+        help="number of CPU devices, without accelerators (default 4)",
+    )
+    add("--rule", choices=RULES, default="average", help="rule (default average)")
+    add("--period", type=int, default=10, help="local steps per round (default 10)")
     add("--rounds", type=int, default=80, help="rounds of training (default 80)")
-    add("--evaluate", type=int, default=5, help="rounds between two tests (default 5)")
-    add("--batch", type=int, default=8, help="rows of a tower (default 8)")
-    add("--context", type=int, default=64, help="characters of a row (default 64)")
-    add("--width", type=int, default=64, help="of the model, in sixteens (default 64)")
-    add("--layers", type=int, default=2, help="of the model (default 2)")
-    add("--learning-rate", type=float, default=3e-3, help="the largest (default 3e-3)")
-    add("--megabytes", type=float, default=8.0, help="of text (default 8)")
-    add("--seed", type=int, default=0, help="of parameters and data (default 0)")
+    add("--evaluate", type=int, default=5, help="rounds between tests (default 5)")
+    add("--batch", type=int, default=8, help="rows per tower and step (default 8)")
+    add("--context", type=int, default=64, help="characters per row (default 64)")
+    add(
+        "--width",
+        type=int,
+        default=64,
+        help="width of the model, a multiple of 16 (default 64)",
+    )
+    add("--layers", type=int, default=2, help="layers of the model (default 2)")
+    add(
+        "--learning-rate",
+        type=float,
+        default=3e-3,
+        help="learning rate after warmup (default 3e-3)",
+    )
+    add("--megabytes", type=float, default=8.0, help="MB of text (default 8)")
+    add("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
     output = pathlib.Path("demo-output")
-    add("--output", type=pathlib.Path, default=output, help="folder of the plot")
+    add(
+        "--output",
+        type=pathlib.Path,
+        default=output,
+        help="folder for the plot (default demo-output)",
+    )
     args = parser.parse_args(arguments)
     for name in (
         "towers",
@@ -290,7 +310,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.megabytes * 1e6 * 0.05 < 2 * args.context:
         parser.error(
-            f"--megabytes {args.megabytes:g} is too little for --context {args.context}"
+            f"--megabytes {args.megabytes:g} is too small for --context {args.context}"
         )
     if args.width < 16 or args.width % 16:
         parser.error(f"--width must be a multiple of 16, got {args.width}")

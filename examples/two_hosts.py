@@ -115,7 +115,7 @@ def train(
     draws = batches(
         data.train, args.batch * towers.size, zlib.crc32(args.name.encode())
     )
-    say(f"{args.name} joins, as soon as there are enough others")
+    say(f"{args.name} joins the center and waits if hosts are missing")
     with worker:  # leaves the center at the end, also after an error
         loop = towers.replicate(worker.start(params))
         say(f"{args.name} trains on {towers}")
@@ -131,7 +131,7 @@ def train(
                 say(
                     f"{args.name}: step {i}/{args.steps}, loss "
                     f"{float(towers.mean(loss)):.3f}, {worker.exchanges} exchanges, "
-                    f"the last one {worker.staleness} behind the others"
+                    f"staleness {worker.staleness} in the last one"
                 )
         worker.flush(*towers.unreplicate(loop))  # the steps since the last exchange
         return towers.evaluate(is_right, shared.pull().params, data.test)
@@ -149,10 +149,14 @@ def run(args: argparse.Namespace) -> None:
         )
         with contextlib.closing(shared):
             accuracy = train(shared, params, inner, towers, data, args)
-        say(f"{args.name}: accuracy of the center when it left: {accuracy:.1%}")
+        say(f"{args.name}: accuracy of the center when this host left: {accuracy:.1%}")
         return
     with service.serve(
-        rule, params, address=args.serve, barrier=args.hosts, insecure=args.insecure
+        rule,
+        params,
+        address=args.serve,
+        barrier=args.hosts,
+        security=service.Security(insecure=args.insecure),
     ) as server:
         say(f"center at {server.address}")
         train(server.center, params, inner, towers, data, args)
@@ -160,7 +164,7 @@ def run(args: argparse.Namespace) -> None:
         served: frozenset[str] = frozenset()
         while others := server.center.workers:
             if others != served:
-                say(f"{args.name} has finished, and still serves {', '.join(others)}")
+                say(f"{args.name} has finished but still serves {', '.join(others)}")
             served = others
             time.sleep(0.2)
         end = server.center.pull()
@@ -179,20 +183,40 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="ADDRESS",
         nargs="?",
         const="127.0.0.1:50051",
-        help="serve the center, and train (default 127.0.0.1:50051)",
+        help="serve the center here, and train (default address 127.0.0.1:50051)",
     )
     where.add_argument("--center", metavar="ADDRESS", help="train with this center")
     add = parser.add_argument
-    add("--insecure", action="store_true", help="plain text between the hosts")
-    add("--hosts", type=int, default=2, help="that begin together, with --serve (2)")
-    add("--name", help="of this host, unlike the others' (its own and the process id)")
-    add("--towers", type=int, default=1, help="CPUs without accelerators (default 1)")
-    add("--rule", choices=METHODS, default="agn", help="of exchanges (agn)")
-    add("--period", type=int, default=10, help="steps between exchanges (default 10)")
-    add("--steps", type=int, default=500, help="of this host (default 500)")
-    add("--batch", type=int, default=32, help="rows of a tower (default 32)")
-    add("--report", type=int, default=100, help="steps between two lines (default 100)")
-    add("--give-up", type=float, default=30.0, help="seconds to look for a lost center")
+    add("--insecure", action="store_true", help="do not encrypt the connections")
+    add(
+        "--hosts",
+        type=int,
+        default=2,
+        help="number of hosts that begin together, with --serve (default 2)",
+    )
+    add("--name", help="unique name of this host (default: hostname and process id)")
+    add(
+        "--towers",
+        type=int,
+        default=1,
+        help="number of CPU devices, without accelerators (default 1)",
+    )
+    add(
+        "--rule",
+        choices=METHODS,
+        default="agn",
+        help="rule, the same on all hosts (default agn)",
+    )
+    add("--period", type=int, default=10, help="steps per exchange (default 10)")
+    add("--steps", type=int, default=500, help="steps of this host (default 500)")
+    add("--batch", type=int, default=32, help="rows per tower and step (default 32)")
+    add("--report", type=int, default=100, help="steps per line printed (default 100)")
+    add(
+        "--give-up",
+        type=float,
+        default=30.0,
+        help="seconds to keep trying an unreachable center (default 30)",
+    )
     args = parser.parse_args(arguments)
     for name in ("hosts", "towers", "period", "steps", "batch", "report"):
         if getattr(args, name) < 1:
@@ -212,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
         run(args)
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
-            say(f"{args.name} was interrupted, and has left")
+            say(f"{args.name} was interrupted and has left the center")
         return 130
     except errors.AgnOptaxError as error:
         print(f"{args.name}: {error}", file=sys.stderr)

@@ -1,12 +1,13 @@
-"""Threads that last: what they raise is logged, and loops go on."""
+"""Background threads: exceptions are logged, loops continue, and pauses grow."""
 
+import itertools
 import threading
 import time
 
 import pytest
 from helpers.waiting import LIMIT, wait_until
 
-from agn_optax._internal import background, in_background, keep_running
+from agn_optax._internal import Backoff, background, in_background, keep_running
 from agn_optax.service._watchdog import Transfer, Transfers, Watchdog
 
 
@@ -16,7 +17,7 @@ def _no_pause(monkeypatch):
 
 
 class Error(Exception):
-    """Raised in a thread."""
+    """An error raised in a thread."""
 
 
 def fails(*_):
@@ -24,19 +25,19 @@ def fails(*_):
 
 
 @pytest.mark.parametrize("how", [{"lasting": True}, {"unread": True}])
-def test_an_exception_that_nobody_reads_is_logged(how, caplog):
+def test_unread_exception_of_a_thread_is_logged(how, caplog):
     future = in_background(fails, "a thread", **how)
     assert isinstance(future.exception(LIMIT), Error)
     wait_until(lambda: "thread 'a thread' ended with an exception" in caplog.text)
     assert "on purpose" in caplog.text  # with its traceback
 
 
-def test_an_exception_that_somebody_reads_is_not_logged(caplog):
+def test_exception_read_from_the_future_is_not_logged(caplog):
     assert isinstance(in_background(fails, "a thread").exception(LIMIT), Error)
     assert not caplog.records
 
 
-def test_a_loop_that_raises_begins_again_until_it_returns(caplog):
+def test_loop_that_raises_is_restarted_until_it_returns(caplog):
     runs = []
 
     def loop():
@@ -46,12 +47,12 @@ def test_a_loop_that_raises_begins_again_until_it_returns(caplog):
 
     assert keep_running(loop, "a loop").result(LIMIT) is None
     assert len(runs) == 5
-    (record,) = caplog.records  # the same again is said once a minute
+    (record,) = caplog.records  # the same error is logged once a minute
     assert "thread 'a loop' failed, and goes on" in record.message
     assert record.exc_info
 
 
-def test_a_cancel_that_raises_keeps_no_timeout_from_others(caplog):
+def test_failing_cancel_does_not_block_other_timeouts(caplog):
     watchdog, cancelled = Watchdog(), threading.Event()
 
     def late(cancel):
@@ -65,12 +66,26 @@ def test_a_cancel_that_raises_keeps_no_timeout_from_others(caplog):
     assert "could not be cancelled" in caplog.text
 
 
-def test_a_connection_that_cannot_be_cut_keeps_no_other_one():
+def test_failing_cut_does_not_block_other_connections():
     transfers, cancelled = Transfers(), threading.Event()
     with (
         transfers.under_way(fails, 0, LIMIT),
         transfers.under_way(cancelled.set, 0, LIMIT),
     ):
-        time.sleep(0.001)
+        time.sleep(0.001)  # longer than a tick of the clock
         transfers.cut(0.0)
         assert cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("backoff", "expected"),
+    [
+        (Backoff(0.5), [0.5, 0.5, 0.5, 0.5]),
+        (Backoff(0.1, longest=0.7), [0.1, 0.2, 0.4, 0.7, 0.7]),
+        (Backoff(1.0, factor=3.0, longest=9.0), [1.0, 3.0, 9.0, 9.0]),
+        (Backoff(2.0, longest=1.0), [1.0, 1.0]),
+    ],
+    ids=repr,
+)
+def test_pauses_grow_by_the_factor_up_to_the_longest(backoff, expected):
+    assert list(itertools.islice(backoff.pauses(), len(expected))) == expected

@@ -1,4 +1,4 @@
-"""A worker's exchanges with the states and models of Flax, and of others."""
+"""A worker's exchanges with the states and models of Flax and of other libraries."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from agn_optax import errors
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
-# Of nnx.Optimizer: graph mode, and tree mode where this Flax has it.
+# Modes of nnx.Optimizer: graph mode, and tree mode if this Flax has it.
 MODES = [{}]
 if "graph" in nnx.Optimizer.__init__.__annotations__:
     MODES.append({"graph": False})
@@ -38,8 +38,8 @@ def same(tree, other):
         np.testing.assert_array_equal(a, b)
 
 
-def plain(params, loss, steps=5):
-    """What a loop without a helper finds: the center, and its own parameters."""
+def reference(params, loss, steps=5):
+    """Return the center and own parameters of a loop without a helper."""
     center = a_center()
     worker = a_worker(center)
     params, state = worker.start(params, chief=True)
@@ -56,7 +56,7 @@ class NormedState(TrainState):
     key: jax.Array
 
 
-def test_a_train_state_exchanges_its_parameters_and_keeps_the_rest():
+def test_train_state_exchanges_only_its_params():
     model = nn.BatchNorm(use_running_average=False)
     variables = model.init(jax.random.key(0), X)
     center = a_center()
@@ -84,12 +84,12 @@ def test_a_train_state_exchanges_its_parameters_and_keeps_the_rest():
         stepped = step(state)
         stats = stepped.batch_stats
         state = agn_optax.flax.exchange(worker, stepped)
-        assert state.batch_stats is stats  # its own, and not averaged with anybody's
+        assert state.batch_stats is stats  # each worker keeps its own statistics
     state = agn_optax.flax.flush(worker, state)
     assert (worker.exchanges, int(state.step)) == (3, 5)
     same(jax.random.key_data(state.key), jax.random.key_data(jax.random.key(7)))
     start = variables["batch_stats"]
-    expected, own = plain(variables["params"], lambda p: loss(p, start)[0])
+    expected, own = reference(variables["params"], lambda p: loss(p, start)[0])
     for a, b in zip(
         jax.tree.leaves((center.pull().params, state.params)),
         jax.tree.leaves((expected, own)),
@@ -109,12 +109,12 @@ class Model(nnx.Module):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["graph", "tree"][: len(MODES)])
-def test_an_nnx_model_is_updated_in_place(mode):
+def test_nnx_model_is_updated_in_place(mode):
     center = a_center()
     worker = a_worker(center, name="chief")
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, worker.tx, wrt=nnx.Param, **mode)
-    other = Model(nnx.Rngs(1))  # of a worker with keys of its own
+    other = Model(nnx.Rngs(1))  # of a worker with its own keys
     member = a_worker(center, name="member")
     its = nnx.Optimizer(other, member.tx, wrt=nnx.Param, **mode)
 
@@ -124,7 +124,9 @@ def test_an_nnx_model_is_updated_in_place(mode):
         @jax.jit
         @functools.partial(jax.grad, has_aux=True)
         def train_step(params, rest):
-            own = nnx.merge(graph, params, rest, copy=True)  # of this trace
+            own = nnx.merge(
+                graph, params, rest, copy=True
+            )  # copies belong to this trace
             value = jnp.mean((own(X) - Y) ** 2)
             return value, nnx.split(own, nnx.Param, ..., **mode)[2]
 
@@ -134,7 +136,7 @@ def test_an_nnx_model_is_updated_in_place(mode):
 
     assert agn_optax.flax.start(worker, model, optimizer, chief=True) is model
     agn_optax.flax.start(member, other, its, chief=False)
-    # The others adopt the chief's parameters, and keep keys of their own.
+    # Other workers adopt the chief's parameters and keep their own keys.
     same(other.linear.kernel[...], model.linear.kernel[...])
     kept = [v.dropout.rngs.key[...] for v in (model, other)]
     for _ in range(2):
@@ -147,12 +149,12 @@ def test_an_nnx_model_is_updated_in_place(mode):
     assert not np.array_equal(model.norm.mean[...], other.norm.mean[...])
     for v, key in zip((model, other), kept, strict=True):
         assert v.dropout.rngs.key[...] == key
-    # The state of the inner optimizer is what a worker's own loop has by now.
+    # The counters of the optimizer state are those of a worker's own loop.
     assert int(optimizer.opt_state.local_steps[...]) == 0
     assert int(optimizer.opt_state.inner_state[0].count[...]) == 2
 
 
-def test_another_state_of_a_dataclass():
+def test_custom_dataclass_can_be_the_state():
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass
     class State:
@@ -173,13 +175,13 @@ def test_another_state_of_a_dataclass():
         params = optax.apply_updates(state.params, updates)
         state = agn_optax.flax.exchange(worker, State(params, opt_state, 1))
     state = agn_optax.flax.flush(worker, state)
-    expected, own = plain(jnp.zeros(3), loss)
+    expected, own = reference(jnp.zeros(3), loss)
     same((center.pull().params, state.params), (expected, own))
     assert state.seen == 1
 
 
-def test_an_equinox_model_in_two_parts():
-    """The recipe of docs/loops.md: arrays take part, and the rest stays beside them."""
+def test_partitioned_equinox_model_trains():
+    """It follows docs/loops.md: arrays are exchanged; static parts are kept apart."""
     center = a_center()
     worker = a_worker(center)
     model = eqx.nn.MLP(3, 1, 4, 1, activation=jax.nn.tanh, key=jax.random.key(0))
@@ -200,7 +202,7 @@ def test_an_equinox_model_in_two_parts():
     assert loss(center.pull().params) < loss(params)
 
 
-def test_what_is_no_state_of_this_worker_is_refused():
+def test_state_of_another_optimizer_is_rejected():
     worker = a_worker(a_center(), name="w")
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     other = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -214,11 +216,11 @@ def test_what_is_no_state_of_this_worker_is_refused():
             agn_optax.flax.start(worker, wrong, chief=True)
     with pytest.raises(errors.InvalidTypeError, match=r"nnx\.Optimizer of the model"):
         agn_optax.flax.start(worker, model, optax.adam(0.1), chief=True)
-    assert worker.version is None  # nothing has begun
+    assert worker.version is None  # nothing was started
 
 
 @pytest.mark.parametrize("period", [1, 3])
-def test_inside_a_compiled_function_nothing_is_exchanged_silently(period):
+def test_exchange_inside_jit_is_rejected(period):
     center = a_center()
     worker = a_worker(center, period=period)
     params = {"w": jnp.zeros(3)}
@@ -237,7 +239,7 @@ def test_inside_a_compiled_function_nothing_is_exchanged_silently(period):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("period", [1, 3])
-def test_nor_inside_one_of_nnx(period, mode):
+def test_exchange_inside_nnx_jit_is_rejected(period, mode):
     center = a_center()
     worker = a_worker(center, period=period)
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -255,7 +257,7 @@ def test_nor_inside_one_of_nnx(period, mode):
     assert center.version == 0
 
 
-def test_a_train_step_of_several_local_steps():
+def test_exchange_counts_several_local_steps_of_a_train_step():
     center = a_center()
     worker = a_worker(center, period=4)
     state = TrainState.create(apply_fn=None, params={"w": jnp.zeros(3)}, tx=worker.tx)

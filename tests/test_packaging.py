@@ -1,4 +1,4 @@
-"""The wheel, the sdist, the extras, the lock, and types as users see them."""
+"""The wheel, the sdist, the extras, the lock file, and types as users see them."""
 
 import ast
 import importlib.metadata
@@ -31,7 +31,7 @@ in_checkout = pytest.mark.skipif(
 
 
 def run(*command, where, **environment):
-    """A program's output; it shows what it says if it fails."""
+    """Run a program and return its output; on failure, show all output."""
     ended = subprocess.run(  # noqa: S603 our own programs
         [sys.executable, *map(str, command)],
         cwd=where,
@@ -45,7 +45,7 @@ def run(*command, where, **environment):
 
 
 def build(source, to):
-    """Wheel and sdist, as `python -m build` or pip would make them."""
+    """Build wheel and sdist as `python -m build` or pip would."""
     run("-m", "hatchling", "build", "--directory", to, where=source)
     (wheel,), (sdist,) = to.glob("*.whl"), to.glob("*.tar.gz")
     return wheel, sdist
@@ -58,7 +58,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """A folder with what the wheel installs: it has no scripts and nothing to build."""
+    """Return a folder with the contents of the wheel, which has no scripts to build."""
     folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(folder)  # noqa: S202 our own
@@ -71,7 +71,7 @@ def names_in(wheel):
 
 
 @in_checkout
-def test_the_wheel_is_the_package(built):
+def test_wheel_contains_exactly_the_package(built):
     tracked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "agn_optax").rglob("*")
@@ -87,7 +87,7 @@ def test_the_wheel_is_the_package(built):
 
 
 @in_checkout
-def test_the_sdist_makes_the_same_wheel(built, tmp_path):
+def test_sdist_builds_the_same_wheel(built, tmp_path):
     with tarfile.open(built[1]) as sdist:
         sdist.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
@@ -105,7 +105,7 @@ def test_the_sdist_makes_the_same_wheel(built, tmp_path):
 
 
 @in_checkout
-def test_what_the_wheel_says_of_itself(installed):
+def test_wheel_metadata(installed):
     (about,) = importlib.metadata.distributions(name="agn_optax", path=[str(installed)])
     assert about.version == agn_optax.__version__
     extras = about.metadata.get_all("Provides-Extra")
@@ -118,8 +118,7 @@ def test_what_the_wheel_says_of_itself(installed):
     assert (script.name, script.value) == ("agn-optax", "agn_optax.ops.cli:main")
 
 
-# Imports every module of the package, with what extras install hidden, and runs the
-# command.
+# Import every module with the packages of the extras hidden, and run the command.
 WITHOUT_EXTRAS = """
 import importlib, json, pathlib, sys
 
@@ -151,8 +150,8 @@ except SystemExit as end:
 
 
 @in_checkout
-def test_without_any_extra(installed):
-    """All that needs none is there, and the rest says which extra it needs."""
+def test_package_works_without_any_extra(installed):
+    """Modules that need no extra are imported; errors of the others name the extra."""
     hidden = {
         *("google", "grpc", "grpc_channelz", "grpc_health", "grpc_reflection"),
         *("rich", "typer", "cryptography", "flax", "orbax", "matplotlib", "sklearn"),
@@ -178,7 +177,7 @@ def test_without_any_extra(installed):
 
 
 def requirements(extra):
-    """What an extra brings, through other extras as well."""
+    """Yield the requirements of an extra, including those of other extras."""
     for line in EXTRAS[extra]:
         requirement = Requirement(line)
         if canonicalize_name(requirement.name) == "agn-optax":
@@ -203,12 +202,12 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
             for extra in extras.get(layer, [layer])
             for each in requirements(extra)
         }
-        for module in modules - {"ml_dtypes"}:  # which JAX needs itself
+        for module in modules - {"ml_dtypes"}:  # JAX requires it
             found = {canonicalize_name(name) for name in distributions[module]}
             assert found & brought, f"{layer} imports {module}"
 
 
-def test_all_is_every_extra_but_those_for_accelerators():
+def test_extra_all_has_every_extra_except_accelerators():
     others = set(EXTRAS) - {"all", "cuda13", "tpu"}
     wanted = {str(each) for extra in others for each in requirements(extra)}
     assert {str(each) for each in requirements("all")} == wanted
@@ -217,11 +216,11 @@ def test_all_is_every_extra_but_those_for_accelerators():
 
 
 class TestVersions:
-    """What docs/versions.md promises is what is declared and tested."""
+    """The promises of docs/versions.md are declared and tested."""
 
     @staticmethod
     def sessions():
-        """Of the noxfile: Python, and versions that it pins."""
+        """Yield the sessions of the noxfile: name, Python version, pinned versions."""
         tree = ast.parse((ROOT / "noxfile.py").read_text())
         for function in tree.body:
             if isinstance(function, ast.FunctionDef) and function.decorator_list:
@@ -231,7 +230,7 @@ class TestVersions:
                 yield function.name, python and python[1], pins
 
     @in_checkout
-    def test_the_oldest_are_tested(self):
+    def test_oldest_supported_versions_are_tested(self):
         name, python, pins = next(s for s in self.sessions() if s[0] == "oldest")
         assert PROJECT["project"]["requires-python"] == f">={python}"
         declared = [Requirement(each) for each in PROJECT["project"]["dependencies"]]
@@ -245,14 +244,14 @@ class TestVersions:
         for package, version in pins.items():
             assert version.rstrip(".").startswith(floors[package]), (name, package)
 
-    def test_pythons_are_those_that_are_declared(self):
+    def test_python_versions_match_the_classifiers(self):
         pythons = re.findall(
             r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"])
         )
         assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
         assert f"{sys.version_info.major}.{sys.version_info.minor}" in pythons
 
-    def test_what_runs_here_is_supported(self):
+    def test_installed_versions_are_supported(self):
         for line in PROJECT["project"]["dependencies"]:
             requirement = Requirement(line)
             here = importlib.metadata.version(requirement.name)
@@ -261,18 +260,18 @@ class TestVersions:
 
 @in_checkout
 class TestLock:
-    """requirements-dev.txt: all is pinned and hashed, from nowhere in particular."""
+    """requirements-dev.txt: all packages are pinned and hashed, without sources."""
 
     @pytest.fixture
     def text(self):
         return (ROOT / "requirements-dev.txt").read_text()
 
-    def test_it_names_no_place(self, text):
+    def test_lock_names_no_source(self, text):
         for line in text.splitlines():
             assert not re.search(r"://|^\s*-(?!-hash=)|(^|\s)\.?/", line), line
             assert not re.search(r"--(?!hash=sha256:[0-9a-f]{64}\b)", line), line
 
-    def test_it_has_all_that_groups_and_extras_name(self, text):
+    def test_lock_has_all_packages_of_groups_and_extras(self, text):
         pinned = set(re.findall(r"^([a-z0-9-]+)==\S+ [^\n]*\\$", text, re.M))
         groups = [
             line
@@ -289,19 +288,19 @@ class TestLock:
         assert wanted <= pinned
 
 
-def test_a_typed_program_runs():
+def test_typed_program_runs():
     assert len(jax.devices()) > 1
     version, other, average = typed_program.main()
     assert (version, other) == (1, 1)
     assert average == pytest.approx(0.36)
 
 
-def test_a_typed_program_is_checked_as_users_see_it(tmp_path):
-    """Strictly, and against the package with its py.typed, as an installed one."""
+def test_typed_program_passes_mypy(tmp_path):
+    """It is checked strictly against the package with its py.typed, as if installed."""
     package = pathlib.Path(agn_optax.__file__).parents[1]
     said = run(
         *("-m", "mypy", "--config-file", ROOT / "pyproject.toml"),
-        # That of `make types`: JAX alone takes 20 s.
+        # The cache of `make types`, because JAX alone takes 20 s.
         *("--cache-dir", ROOT / ".mypy_cache", typed_program.__file__),
         where=tmp_path,
         PYTHONPATH=str(package),

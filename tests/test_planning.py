@@ -1,4 +1,4 @@
-"""The planner: its equations in cases that can be done by hand, and measured runs."""
+"""The planner: its equations in cases solved by hand, and measured runs."""
 
 import dataclasses
 import importlib.util
@@ -17,14 +17,13 @@ from helpers.support import RULES, step, tree
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center.durability import _keeper
 from agn_optax.ops import planning
-from agn_optax.ops.planning import Cluster, Disk, Machine, Tree, _cluster
+from agn_optax.ops.planning import Cluster, Disk, Machine, Tree
 from agn_optax.rules import codecs
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0  # s
 
-# Ends that take no time worth counting.
+# A machine whose ends take no time.
 FREE = Machine(overhead=0.0, endpoint_rate=1e30, apply_rate=1e30)
 LINK = Cluster(step_time=0.5, bandwidth=1e6, machine=FREE)
 MODEL = planning.abstract(1_000_000)  # 4 MB
@@ -36,17 +35,17 @@ def plan(rule=None, cluster=LINK, inner=SGD, params=MODEL, **settings):
     return planning.plan(rule, params, cluster, inner=inner, **settings)
 
 
-def test_one_worker_by_hand():
+def test_plan_of_one_worker_matches_hand_calculation():
     cost = plan(period=8)
     assert (cost.message, cost.answer) == (4_000_000, 4_000_000)
-    assert cost.exchange == pytest.approx(8.0)  # 4 s there, 4 s back
+    assert cost.exchange == pytest.approx(8.0)  # 4 s in each direction
     assert cost.service == pytest.approx(4.0)  # both ways at once
     assert cost.hidden_period == 16
     assert cost.utilization == pytest.approx(4 / (4 + 8))
     assert cost.utilization_overlapping == pytest.approx(4 / 8)
 
 
-def test_the_hidden_period_is_the_shortest_that_hides():
+def test_hidden_period_is_the_shortest_with_full_utilization():
     cost = plan()
     assert cost.period == cost.hidden_period == 16
     assert cost.utilization_overlapping == 1.0
@@ -55,23 +54,23 @@ def test_the_hidden_period_is_the_shortest_that_hides():
     assert plan(cluster=fast).hidden_period == 1
 
 
-def test_workers_share_the_center():
+def test_workers_share_the_time_of_the_center():
     eight = dataclasses.replace(LINK, workers=8)
     cost = plan(cluster=eight, period=16)
     assert cost.hidden_period == 8 * 4 / 0.5
-    # A round takes as long as the center takes to serve everybody.
+    # A round takes as long as the center needs for all workers.
     assert cost.utilization == cost.utilization_overlapping == pytest.approx(8 / 32)
     wide = plan(cluster=dataclasses.replace(eight, center_bandwidth=8e6))
-    assert wide.exchange == pytest.approx(8.0)  # the worker's link is the slower one
+    assert wide.exchange == pytest.approx(8.0)  # the worker's link is slower
     assert wide.hidden_period == 16
     narrow = plan(cluster=dataclasses.replace(LINK, center_bandwidth=0.5e6))
     assert narrow.exchange == pytest.approx(16.0)
 
 
-def test_every_constant_counts():
+def test_plan_uses_every_constant():
     machine = Machine(overhead=0.25, endpoint_rate=4e6, apply_rate=8e6)
     cost = plan(cluster=dataclasses.replace(LINK, latency=0.5, machine=machine))
-    # The message twice, the center there and back.
+    # The message passes twice, the center both ways.
     assert cost.applied == 16_000_000
     assert cost.exchange == pytest.approx(0.5 + 8 + 0.25 + 8 / 4 + 16 / 8)
     assert cost.service == pytest.approx(max(4, (0.25 + 8 / 4) / 2 + 16 / 8))
@@ -90,7 +89,7 @@ def test_every_constant_counts():
         ("bfloat16", "float32", "float16", 2, 2),
     ],
 )
-def test_bytes_on_the_wire(params, center, wire, message, answer):
+def test_message_sizes_follow_the_dtypes(params, center, wire, message, answer):
     model = planning.abstract(1000, params)
     codec = codecs.cast(wire) if wire else None
     cost = plan(rules.downpour(codec=codec), params=model, center_dtype=center)
@@ -98,8 +97,8 @@ def test_bytes_on_the_wire(params, center, wire, message, answer):
 
 
 @pytest.mark.parametrize(("workers", "answer"), [(1, 516), (4, 2064), (8, 4000)])
-def test_differences_that_were_missed_come_back(workers, answer):
-    """One of every worker's exchange, or the whole where that is less."""
+def test_encoded_responses_include_the_differences_of_all_workers(workers, answer):
+    """A response has the differences of all workers, or the whole center if smaller."""
     codec = codecs.two_way(codecs.identity(), codecs.quantize(4, block=250))
     cost = plan(
         rules.agn(SGD, codec=codec),
@@ -111,8 +110,8 @@ def test_differences_that_were_missed_come_back(workers, answer):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_narrow_message_travels_as_it_is(dtype):
-    """As over a real wire, where a gradient sum stays as narrow as it was made."""
+def test_narrow_gradient_sum_is_sent_in_its_own_dtype(dtype):
+    """The planned sizes are those of a real connection."""
     params = jnp.zeros(1000, dtype)
     rule = rules.agn(SGD)
     cost = plan(rule, params=params, center_dtype="float32")
@@ -130,7 +129,7 @@ def test_a_narrow_message_travels_as_it_is(dtype):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("center_dtype", [None, "float32"])
-def test_memory_is_that_of_a_real_worker_and_center(name, center_dtype):
+def test_planned_memory_is_that_of_a_real_worker_and_center(name, center_dtype):
     params = tree("bfloat16" if center_dtype else "float32")
     rule = RULES[name]()
     cost = plan(rule, inner=ADAM, params=params, center_dtype=center_dtype)
@@ -146,13 +145,14 @@ def test_memory_is_that_of_a_real_worker_and_center(name, center_dtype):
     assert cost.worker.inner_state == nbytes(saved.state.inner_state)
     assert cost.worker.record == nbytes(saved.state.record)
     assert cost.worker.codec_state == nbytes(saved.state.codec_state)
-    assert cost.worker.anchor == nbytes((saved.anchor, saved.state.anchor))
+    anchors = saved.parts[0].anchor, saved.state.anchor
+    assert cost.worker.anchor == nbytes(anchors)
     assert cost.center.center == cost.center.version == nbytes(kept.params)
     assert cost.center.center_state == nbytes(kept.center_state)
 
 
-def test_a_new_rule_is_planned_as_it_is():
-    """One that keeps a trace of its gradients, wider than they are, and sends it."""
+def test_custom_rule_is_planned():
+    """It keeps and sends a trace of gradients that is wider than they are."""
     rule = rules.agn(optax.adam(0.1))
     wide = dataclasses.replace(
         rule, name="wide", record=optax.trace(0.9, accumulator_dtype="float32")
@@ -173,24 +173,26 @@ NAMES = {
 }
 
 
-def test_shards_by_hand():
-    """Each has its part, and its link; the worker's end has to do with all of them."""
+def test_plan_of_shards_matches_hand_calculation():
+    """Each shard has its part and its link; the worker's end handles all of them."""
     many = dataclasses.replace(
         LINK, bandwidth=3e6, center_bandwidth=1e6, machine=SLOW, shards=4
     )
     cost = plan(cluster=many)
-    there_and_back = 8 / 3  # by the worker's link, which is less than four of 1 MB/s
+    there_and_back = 8 / 3  # the worker's link is slower than four links of 1 MB/s
     ends = (0.25 + 2 / 4) / 2
     assert cost.exchange == pytest.approx(there_and_back + 5 * ends + 4 / 8)
     assert cost.service == pytest.approx(max(1, ends + 4 / 8))
     assert cost.hosts == 4
     (level,) = cost.levels
-    assert level.received == pytest.approx(level.exchanges * 4e6)  # all together
+    assert level.received == pytest.approx(
+        level.exchanges * 4e6
+    )  # of all shards together
     two = plan(cluster=dataclasses.replace(many, shards=2, machine=FREE))
-    assert two.exchange == pytest.approx(8 / 2)  # what two shards have
+    assert two.exchange == pytest.approx(8 / 2)  # limited by the links of two shards
 
 
-def test_a_tree_with_one_level_is_a_center():
+def test_tree_with_one_level_equals_a_center():
     alone = dataclasses.replace(LINK, workers=8, machine=SLOW)
     same = dataclasses.replace(alone, tree=Tree(levels=1))
     assert plan(cluster=same) == plan(cluster=alone)
@@ -212,12 +214,12 @@ def test_a_tree_with_one_level_is_a_center():
         (Tree(levels=9), 1, [(1, 1)]),
     ],
 )
-def test_trees(tree, workers, centers):
+def test_tree_centers_per_level(tree, workers, centers):
     assert tree.centers(workers) == centers
 
 
-def test_a_tree_by_hand():
-    """3 levels and 27 workers: the upper links are half as fast."""
+def test_plan_of_a_tree_matches_hand_calculation():
+    """There are 3 levels and 27 workers; the upper links are half as fast."""
     tree = Tree(levels=3, period=8, bandwidth=0.5e6, latency=1.0)
     cost = plan(
         cluster=dataclasses.replace(LINK, workers=27, latency=0.1, tree=tree), period=40
@@ -237,27 +239,27 @@ def test_a_tree_by_hand():
     # Eight exchanges of a site take longer than three sites at one parent.
     assert middle.exchange == pytest.approx(17)
     assert (middle.period, middle.interval) == (8, pytest.approx(8 * 20 / 3))
-    # ... and eight of those longer than three more.
+    # Eight exchanges of those take longer than three more.
     assert root.interval == pytest.approx(8 * middle.interval / 3)
     assert root.received == pytest.approx(3 / root.interval * 4e6)
     assert {level.bottleneck for level in cost.levels} == {"nothing"}
 
 
-def test_a_parent_that_is_late_is_met_as_often_as_can_be():
+def test_slow_parent_gets_the_longest_period_it_needs():
     tree = Tree(levels=2, period=1, bandwidth=0.01e6)
     lan = dataclasses.replace(LINK, workers=4, tree=tree)
     cost = plan(cluster=lan, period=20)
     sites, root = cost.levels
     assert root.bottleneck == "worker link"
-    # 400 s there, 400 s back; two of them take turns for no longer.
-    assert root.period == 160  # exchanges of a site with a worker in 5 s each
+    # 400 s in each direction; two sites take turns in the same time.
+    assert root.period == 160  # exchanges of a site with its workers, 5 s each
     assert root.interval == pytest.approx(800)
-    assert cost.utilization_overlapping == 1.0  # nobody below waits for that
+    assert cost.utilization_overlapping == 1.0  # the workers do not wait for it
     free = dataclasses.replace(lan, tree=dataclasses.replace(tree, period=None))
     assert plan(cluster=free, period=20).levels == (sites, root)
 
 
-def test_a_journal_by_hand():
+def test_plan_of_a_journal_matches_hand_calculation():
     disk = Disk(bandwidth=2e6, sync=0.25, size=16e6)
     two = dataclasses.replace(LINK, workers=2, machine=SLOW, disk=disk)
     without = plan(cluster=dataclasses.replace(two, disk=None), period=100)
@@ -266,7 +268,7 @@ def test_a_journal_by_hand():
     assert cost.exchange == pytest.approx(without.exchange + 0.25 + 4 / 2)
     assert cost.service == without.service  # the disk is not the slowest part
     kept = cost.kept
-    # A snapshot of 4 MB after every four messages of as many.
+    # A snapshot of 4 MB follows every four messages of 4 MB.
     assert kept.written == pytest.approx(2 / 50 * (4e6 + 4e6 / 4))
     assert (kept.snapshot, kept.journal) == (4_000_000, 16_000_000)
     assert kept.read == pytest.approx((4 + 16) / 2)
@@ -290,11 +292,11 @@ def test_only_the_root_of_a_tree_keeps_a_journal():
     )
 
 
-def test_a_journal_is_as_large_as_it_is():
-    """Its default is that of `agn_optax.center.Journal`."""
-    assert _cluster.JOURNAL_SIZE == _keeper._JOURNAL_SIZE
-    assert _cluster.SNAPSHOTS == _keeper._SNAPSHOTS
-    assert _cluster.RECORDS == _keeper._RECORDS
+def test_planned_journal_size_is_that_of_the_journal():
+    """It has at most 1 GiB or four snapshots, and 100,000 records.
+
+    tests/center/test_durability.py compares these with the constants of the journal.
+    """
     disk = Disk(bandwidth=1.0)
     assert disk.journal(snapshot=4e6, message=4e6) == 2**30
     assert disk.journal(snapshot=4e9, message=4e9) == 16e9
@@ -321,7 +323,7 @@ def test_a_journal_is_as_large_as_it_is():
         ({"bandwidth": 1e12}, "nothing"),
     ],
 )
-def test_the_bottleneck_is_named(settings, bottleneck):
+def test_bottleneck_is_named(settings, bottleneck):
     cluster = dataclasses.replace(LINK, **settings)
     cost = plan(cluster=cluster)
     assert cost.bottleneck == cost.levels[0].bottleneck == bottleneck
@@ -336,8 +338,8 @@ def test_the_bottleneck_is_named(settings, bottleneck):
 
 @pytest.mark.parametrize("machine", [FREE, SLOW])
 @pytest.mark.parametrize("disk", [None, Disk(bandwidth=1e6)])
-def test_what_would_help_helps(machine, disk):
-    """And the next smaller number does not."""
+def test_remedies_are_the_smallest_that_help(machine, disk):
+    """The next smaller number does not help."""
     crowd = Cluster(
         step_time=0.5, bandwidth=9e6, workers=40, machine=machine, disk=disk
     )
@@ -352,19 +354,19 @@ def test_what_would_help_helps(machine, disk):
     assert plan(narrow, crowd).remedies.bfloat16 is None
 
     def busy(**change):
-        """The part of the time for which a center is occupied."""
+        """Return the fraction of time for which a center is occupied."""
         changed = dataclasses.replace(crowd, **change)
         return plan(cluster=changed, period=period).levels[0].load
 
     assert busy(shards=help_.shards) <= 1
     assert busy(shards=help_.shards - 1) == pytest.approx(1)
-    if disk is None:  # which no center with a parent has
+    if disk is None:  # a center with a parent has no disk
         assert busy(tree=Tree(levels=help_.levels)) <= 1
         assert busy(tree=Tree(levels=help_.levels - 1)) == pytest.approx(1)
 
 
-def test_what_no_number_helps():
-    """Each shard has to say as much as a center for an exchange of nothing."""
+def test_remedies_are_none_if_nothing_helps():
+    """Every shard has the same overhead for each exchange, even an empty one."""
     slow = dataclasses.replace(LINK, workers=9, machine=SLOW)
     help_ = plan(cluster=slow, period=1).remedies
     assert (help_.shards, help_.levels) == (None, None)
@@ -372,9 +374,11 @@ def test_what_no_number_helps():
     assert (done.period, done.shards, done.levels) == (16, 1, 1)
 
 
-def test_totals():
+def test_total_memory_of_worker_and_center():
     cost = plan(rules.diloco(), cluster=dataclasses.replace(LINK, workers=3))
-    assert cost.worker.waiting == (1 + 1 + 2) * 4_000_000  # x, a, message and answer
+    assert (
+        cost.worker.waiting == (1 + 1 + 2) * 4_000_000
+    )  # parameters, anchor, message and response
     assert cost.worker.overlapping == cost.worker.waiting + 4_000_000
     assert cost.center.total == (1 + 1 + 1 + 3) * 4_000_000
 
@@ -384,25 +388,31 @@ CODING = dataclasses.replace(FREE, encode_rate=8e6, decode_rate=16e6)
 SLOW_CODING = dataclasses.replace(SLOW, encode_rate=1e6)
 
 
-def test_a_codec_by_hand():
-    message = 1_000_000 + 4 * 250  # a scale for each 4000, which divides the leaf
+def test_plan_of_a_codec_matches_hand_calculation():
+    message = 1_000_000 + 4 * 250  # one scale per 4000 elements, which divides the leaf
     slow = dataclasses.replace(LINK, machine=CODING)
     cost = plan(INT8, cluster=slow)
     coding = cost.coding
     assert (cost.message, coding.contribution) == (message, 4_000_000)
     assert coding.encode == pytest.approx(4 / 8)
-    assert coding.decode == pytest.approx(2 * 4 / 16)  # for its norm, too
+    assert coding.decode == pytest.approx(
+        2 * 4 / 16
+    )  # decoded a second time for its norm
     assert cost.exchange == pytest.approx((message + 4e6) / 1e6 + 1)
-    assert coding.pays_below == pytest.approx(4e6 - message)  # saved in a second
+    assert coding.pays_below == pytest.approx(
+        4e6 - message
+    )  # bytes saved per second of coding
     two = plan(INT8, cluster=dataclasses.replace(slow, shards=2))
-    assert two.coding.decode == pytest.approx(coding.decode / 2)  # each has its part
+    assert two.coding.decode == pytest.approx(
+        coding.decode / 2
+    )  # each shard decodes its part
     assert plan(cluster=slow).coding is None
 
 
 @pytest.mark.parametrize("machine", [CODING, SLOW_CODING])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_where_a_codec_pays(machine, shards):
-    """There an exchange takes as long as without it, and less over slower links."""
+def test_codec_saves_time_below_the_planned_bandwidth(machine, shards):
+    """An exchange takes as long as without it there, and less on slower links."""
 
     def longer(bandwidth):
         cluster = dataclasses.replace(
@@ -417,17 +427,17 @@ def test_where_a_codec_pays(machine, shards):
     assert longer(0.9 * below) < 0 < longer(1.1 * below)
 
 
-def test_where_a_codec_always_or_never_pays():
+def test_codec_that_always_or_never_saves_time():
     slow_ends = dataclasses.replace(SLOW, endpoint_rate=1e5)
     cluster = dataclasses.replace(LINK, machine=slow_ends)
     assert plan(INT8, cluster).coding.pays_below is None
     rounded = plan(rules.downpour(codec=codecs.cast("bfloat16")), cluster).coding
     assert (rounded.encode, rounded.decode, rounded.pays_below) == (0, 0, None)
-    longer = codecs.random_k(4096)  # all of them, and their positions
+    longer = codecs.random_k(4096)  # all elements and their positions
     assert plan(rules.downpour(codec=longer), cluster).coding.pays_below == 0
 
 
-def test_a_codec_may_be_the_bottleneck():
+def test_codec_may_be_the_bottleneck():
     slow = dataclasses.replace(FREE, encode_rate=1e5)
     assert plan(INT8, dataclasses.replace(LINK, machine=slow)).bottleneck == "codec"
     slow = dataclasses.replace(FREE, decode_rate=1e5)
@@ -438,7 +448,7 @@ def test_a_codec_may_be_the_bottleneck():
     assert kept.kept.replay == pytest.approx(4e6 / cost.message * 40, rel=0.01)
 
 
-def test_all_reduce_by_hand():
+def test_plan_of_all_reduce_matches_hand_calculation():
     four = dataclasses.replace(LINK, workers=4, latency=0.1)
     cost = planning.all_reduce(MODEL, four, inner=ADAM)
     assert cost.message == cost.answer == 6_000_000
@@ -455,7 +465,7 @@ def test_all_reduce_by_hand():
     assert half.worker.codec_state == 0
 
 
-def test_all_reduce_of_what_is_encoded_is_what_it_sends_and_keeps():
+def test_planned_all_reduce_with_a_codec_counts_its_bytes_and_state():
     size = 4 * 2 * 4096
     four = dataclasses.replace(LINK, workers=4)
     codec = codecs.error_feedback(codecs.quantize(4))
@@ -468,12 +478,12 @@ def test_all_reduce_of_what_is_encoded_is_what_it_sends_and_keeps():
     assert planning.all_reduce(params, four, inner=ADAM, codec=low_rank) == whole
 
 
-def test_every_rule_of_the_library_is_built_in():
+def test_built_in_rules_are_all_rules_of_the_library():
     made = planning.built_in_rules(ADAM, 8)
     assert {rule.name for rule in made} == set(rules.__all__) - {"Rule"}
 
 
-def test_large_models_are_trees_of_leaves_that_arrays_can_have():
+def test_leaves_of_large_models_stay_within_array_limits():
     model = planning.abstract(1.75e11)
     assert sum(leaf.size for leaf in model) == 175_000_000_000
     assert max(leaf.size for leaf in model) < 2**31
@@ -513,13 +523,13 @@ def test_large_models_are_trees_of_leaves_that_arrays_can_have():
         (lambda: planning.built_in_rules(SGD, 0), "workers must be a positive int"),
     ],
 )
-def test_bad_input(call, message):
+def test_invalid_planning_input_is_rejected(call, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         call()
 
 
 @pytest.mark.slow
-def test_the_page_on_scale_has_what_its_command_prints():
+def test_scale_page_has_the_output_of_its_command():
     root = pathlib.Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("scale", root / "tools/scale.py")
     scale = importlib.util.module_from_spec(spec)
@@ -534,7 +544,7 @@ def test_the_page_on_scale_has_what_its_command_prints():
     assert "| 1e09 | 10 | 2 GB |" in made
 
 
-def test_parameters_that_are_not_floating():
+def test_non_floating_parameters_are_rejected():
     with pytest.raises(errors.TreeMismatchError, match="int32"):
         plan(params={"w": jnp.zeros(3, jnp.int32)})
 
@@ -544,19 +554,19 @@ def test_parameters_that_are_not_floating():
     ("workers", "period", "overlap"),
     [(1, 2, False), (1, 2, True), (1, 6, True), (4, 2, False)],
 )
-def test_a_measured_run_is_as_planned(workers, period, overlap):
-    """Over a link so slow that the rest of this machine does not matter."""
+def test_measured_utilization_is_as_planned(workers, period, overlap):
+    """The link is so slow that the rest of this machine does not matter."""
     rule, params = rules.downpour(), jnp.zeros(250_000)
     cluster = Cluster(step_time=0.05, bandwidth=10e6, workers=workers)
     cost = plan(rule, cluster, params=params, period=period)
 
     def rounds(loop, worker, count):
-        """The seconds of each."""
+        """Return the loop and the seconds of each round."""
         seconds = []
         for _ in range(count):
             begin = time.monotonic()
             for _ in range(period):
-                time.sleep(cluster.step_time)  # a local step, as far as time goes
+                time.sleep(cluster.step_time)  # stands for a local step
                 loop = worker.exchange(*loop)
             seconds.append(time.monotonic() - begin)
         return loop, seconds
@@ -566,10 +576,10 @@ def test_a_measured_run_is_as_planned(workers, period, overlap):
             service.connect(network.address, rule, timeout=PATIENCE) as center,
             agn_optax.Worker(center, SGD, period=period, overlap=overlap) as worker,
         ):
-            # All is compiled, and everybody there and on the way.
+            # Afterwards all is compiled, and all workers train.
             loop, _ = rounds(worker.start(), worker, 2)
             loop, seconds = rounds(loop, worker, 5)
-            rounds(loop, worker, 1)  # while others still measure
+            rounds(loop, worker, 1)  # keep the load up while others measure
         return seconds
 
     def utilization():
@@ -580,10 +590,10 @@ def test_a_measured_run_is_as_planned(workers, period, overlap):
         ):
             measured = pool.map(measure, [network] * workers)
             seconds = list(itertools.chain.from_iterable(measured))
-        # The median leaves out what this machine did beside.
+        # The median ignores other load on this machine.
         return period * cluster.step_time / statistics.median(seconds)
 
     planned = cost.utilization_overlapping if overlap else cost.utilization
     expected = pytest.approx(planned, rel=0.2)
-    # A machine that is busy with something else is slower, but not all the time.
+    # Other load slows the machine at times, so one of three runs must match.
     assert any(utilization() == expected for _ in range(3))

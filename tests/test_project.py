@@ -1,4 +1,4 @@
-"""What the project says of itself: layers, exports, README and docs."""
+"""Layers, exports, README and docs of the project."""
 
 import ast
 import contextlib
@@ -14,11 +14,12 @@ import pytest
 
 import agn_optax
 import agn_optax.service
+from agn_optax._internal import combinations
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGE = pathlib.Path(agn_optax.__file__).parent  # or of the installed wheel
+PACKAGE = pathlib.Path(agn_optax.__file__).parent  # the checkout or the installed wheel
 
-# A layer, and those that it may import. `errors` and `_version` are below all of them.
+# The layers that each layer may import. `errors` and `_version` are below all.
 LAYERS = {
     "_internal": set(),
     "rules": {"_internal"},
@@ -33,7 +34,7 @@ LAYERS = {
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "ops": {"_internal", "rules", "round", "center", "service"},
 }
-# What a layer needs beyond jax, numpy, optax and the standard library: its extra.
+# Packages that a layer needs beyond jax, numpy, optax and the standard library.
 EXTRAS = {
     "service": {
         "google",
@@ -83,7 +84,7 @@ INTO_OPS = {("service/server/_server.py", "agn_optax.ops.watch.Page")}
 
 
 def imports(path):
-    """Modules that a file imports, as dotted names."""
+    """Yield the modules that a file imports, as dotted names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -93,7 +94,7 @@ def imports(path):
 
 
 def files(layer):
-    """Of a folder, or of a layer that is a file."""
+    """Return the files of a layer, which is a folder or a file."""
     folder = PACKAGE / layer
     return folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
 
@@ -113,7 +114,7 @@ def test_imports_point_downwards(layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_no_import_reaches_past_the_front_of_another_folder(layer):
+def test_imports_of_other_layers_use_their_public_modules(layer):
     for path in files(layer):
         for name in imports(path):
             top, *rest = name.split(".")
@@ -200,7 +201,7 @@ def test_every_folder_is_a_layer():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_needs_only_jax_optax_and_its_extras(layer):
+def test_layer_imports_only_jax_optax_and_its_extras(layer):
     known = {"agn_optax", "jax", "numpy", "optax", "__future__", *EXTRAS.get(layer, ())}
     for path in files(layer):
         for name in imports(path):
@@ -210,7 +211,7 @@ def test_a_layer_needs_only_jax_optax_and_its_extras(layer):
             )
 
 
-def test_importing_is_light():
+def test_import_loads_no_heavy_package_and_no_backend():
     heavy = [
         "flax",
         "jax.experimental.sparse",
@@ -245,10 +246,10 @@ def test_importing_is_light():
         agn_optax.errors,
     ],
 )
-def test_all_is_the_truth(module):
+def test_all_lists_exactly_the_public_names(module):
     assert sorted(module.__all__) == sorted(set(module.__all__))
     tree = ast.parse(pathlib.Path(module.__file__).read_text())
-    for_layers = {  # and not for users
+    for_layers = {  # re-exported for other layers, not for users
         alias.asname
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
@@ -270,7 +271,7 @@ def test_all_is_the_truth(module):
     "name",
     [n for n in agn_optax.__all__ if callable(getattr(agn_optax, n))],
 )
-def test_public_docstrings_have_what_a_user_needs(name):
+def test_public_docstrings_have_all_sections(name):
     public = getattr(agn_optax, name)
     assert public.__doc__
     if isinstance(public, type):
@@ -287,7 +288,7 @@ def python_blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
-# What somebody new to it runs; the guides are slow tests.
+# The pages for newcomers; the other guides are slow tests.
 FIRST = ("README.md", "start.md", "choosing.md", "loops.md")
 BLOCKS = [
     pytest.param(
@@ -297,7 +298,7 @@ BLOCKS = [
     )
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for i, block in enumerate(python_blocks(path))
-    if (path.name, i) != ("README.md", 0)  # which has a test of its own
+    if (path.name, i) != ("README.md", 0)  # it has its own test
 ]
 
 
@@ -313,16 +314,16 @@ def test_code_in_readme_and_docs_runs_as_printed(block):
     run_as_printed(block, {})
 
 
-def test_the_ten_lines_of_the_readme_find_the_minimum():
+def test_first_example_of_the_readme_finds_the_minimum():
     block = python_blocks(ROOT / "README.md")[0]
-    assert len(block.strip().splitlines()) <= 10 + 1  # and a blank one
+    assert len(block.strip().splitlines()) <= 10 + 1  # and a blank line
     scope = {}
     run_as_printed(block, scope)
     center = agn_optax.center_params(scope["state"])["w"]
     assert abs(float(center[0]) - 1.0) < 0.1
 
 
-def test_the_map_of_the_design_is_the_tree():
+def test_file_tree_in_the_design_matches_the_package():
     tree = re.search(
         r"```text\n(agn_optax/.*?)```", (ROOT / "docs/design.md").read_text(), re.S
     )
@@ -334,12 +335,43 @@ def test_the_map_of_the_design_is_the_tree():
     assert named - package <= others
 
 
-def test_the_table_of_rules_has_every_rule():
+def test_table_of_rules_has_every_rule():
     concepts = (ROOT / "docs/concepts.md").read_text()
     for name in agn_optax.rules.__all__:
         if name != "Rule":
             assert f"| `{name}` |" in concepts
 
 
-def test_the_readme_is_short():
+def test_page_of_combinations_has_exactly_the_rows_of_the_table():
+    lines = (ROOT / "docs/combinations.md").read_text().splitlines()
+    found = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
+    assert found[2:] == [list(row[:4]) for row in combinations.COMBINATIONS]
+
+
+def test_every_row_of_the_combinations_has_a_check():
+    known = {
+        (combinations.plain(row.first), combinations.plain(row.second))
+        for row in combinations.COMBINATIONS
+    }
+    checked = {
+        tuple(ast.literal_eval(argument) for argument in node.args[:2])
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "combinations.refuse"
+    }
+    assert checked == known
+    assert len(known) == len(combinations.COMBINATIONS)
+
+
+@pytest.mark.parametrize("row", combinations.COMBINATIONS, ids=lambda row: row.first)
+def test_error_of_a_combination_says_what_came_and_why(row):
+    first, second = map(combinations.plain, row[:2])
+    with pytest.raises(row.error) as error:
+        combinations.refuse(first, second, "a=1, b=2")
+    said = combinations.plain(f"got a=1, b=2: {row.reason}. {row.instead}")
+    assert str(error.value) == f"{first} and {second} do not go together, {said}"
+
+
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go."""
+"""Sinks for the metrics of a run."""
 
 import importlib.util
 import json
@@ -11,13 +11,13 @@ from tensorboardX.record_writer import masked_crc32c
 from agn_optax import errors, sinks
 
 
-def test_a_line_of_json_for_every_step(tmp_path):
+def test_json_lines_writes_a_line_for_every_step(tmp_path):
     path = tmp_path / "runs" / "a.jsonl"
-    for step in (1, 2):  # the second time to a file that is there
+    for step in (1, 2):  # the second time, the file exists
         with sinks.JsonLines(path) as sink:
             sink(step, {"loss": 0.5 / step, "norm": math.nan})
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            assert len(lines) == step  # before it is closed
+            assert len(lines) == step  # written before the sink is closed
     assert [line["step"] for line in lines] == [1, 2]
     assert [line["loss"] for line in lines] == [0.5, 0.25]
     assert lines[0]["norm"] is None
@@ -25,7 +25,7 @@ def test_a_line_of_json_for_every_step(tmp_path):
 
 
 def events_in(path):
-    """As TensorBoard reads them: records with a length and two checksums."""
+    """Yield events as TensorBoard reads them: records with length and checksums."""
     said, at = path.read_bytes(), 0
     while at < len(said):
         size = int.from_bytes(said[at : at + 8], "little")
@@ -49,14 +49,14 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     assert found == [(1, "anna/loss", 0.5), (2, "anna/loss", 0.25)]
 
 
-def test_tensorboard_says_what_it_needs_where_it_cannot_write(tmp_path):
+def test_tensorboard_write_error_explains_what_is_needed(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file") as caught:
         sinks.TensorBoard(tmp_path / "file" / "runs")
     assert "semaphores, which Linux has in /dev/shm" in caught.value.__notes__[0]
 
 
-def test_without_tensorboardx_it_says_what_to_install(monkeypatch):
+def test_missing_tensorboardx_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.MissingExtraError, match=r"agn_optax\[tensorboard\]"):
         sinks.TensorBoard("/nowhere")
@@ -73,5 +73,5 @@ def test_wandb_logs_to_the_run_it_was_given(tmp_path, monkeypatch):
         assert (said["anna/loss"], said["anna/step"]) == (0.5, 3)
     finally:
         run.finish()
-    with pytest.raises(errors.InvalidTypeError, match="what wandb"):
+    with pytest.raises(errors.InvalidTypeError, match="return value of wandb"):
         sinks.WandB("run")

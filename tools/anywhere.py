@@ -34,13 +34,13 @@ class Place:
 
     Args:
       summary: what differs here.
-      folder: the folder of the copy, in one that every user may enter.
+      folder: the name of the folder around the copy; every user may enter its parent.
       mode: the permissions of that folder.
       is_user: run as a plain user instead of as the caller.
       namespaces: kinds of new namespaces, as `unshare` names them.
       setup: shell commands run before, in these namespaces and as the caller.
       environment: variables to set; ``{base}`` is the folder of all places.
-      arguments: of pytest.
+      arguments: arguments for pytest.
     """
 
     summary: str
@@ -56,7 +56,7 @@ class Place:
         """Return why the tests cannot run in this place, or an empty string."""
         if os.geteuid() == 0 or not (self.is_user or self.namespaces):
             return ""
-        return "only root can make this place"
+        return "skipped: only root can set up this place"
 
 
 # A /dev without shm: the device files of the machine in a new file system.
@@ -84,8 +84,8 @@ MISSING_HOME = {"HOME": "{base}/home/missing"}
 ASCII = {"LANG": "C", "LC_ALL": "C", "LANGUAGE": ""}
 
 PLACES = {
-    "here": Place("as the caller, in a copy of the checkout"),
-    "root": Place("in a folder that only its owner may enter", mode=0o700),
+    "here": Place("the caller, in a copy of the checkout"),
+    "root": Place("a folder that only its owner may enter", mode=0o700),
     "user": Place(
         "a plain user, umask 077, a path with a space and an accent",
         folder="a plâce",
@@ -127,11 +127,19 @@ PLACES = {
 
 
 def main() -> int:
-    """Run the tests in the places asked for, and print what came of each."""
+    """Run the tests in the chosen places, and print the result and time of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PLACES, metavar="PLACE")
-    parser.add_argument("--times", type=int, default=1, help="how often each")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PLACES,
+        metavar="PLACE",
+        help="places to run in (default: all but here)",
+    )
+    parser.add_argument(
+        "--times", type=int, default=1, help="runs in each place (default 1)"
+    )
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     places = options.only or [name for name in PLACES if name != "here"]
     rows = []
@@ -144,13 +152,13 @@ def main() -> int:
             place = PLACES[name]
             print(f"--- {name}: {place.summary}", flush=True)
             began = time.monotonic()
-            said = place.obstacle() or run(place, base, options.pytest)
+            result = place.obstacle() or run(place, base, options.pytest)
             seconds = time.monotonic() - began
-            rows.append((name, said, f"{seconds // 60:.0f}:{seconds % 60:02.0f}"))
+            rows.append((name, result, f"{seconds // 60:.0f}:{seconds % 60:02.0f}"))
     print()
-    for name, said, taken in rows:
-        print(f"{name:15} {taken:>6}  {said}")
-    return any("FAILED" in said for _, said, _ in rows)
+    for name, result, taken in rows:
+        print(f"{name:15} {taken:>6}  {result}")
+    return any("FAILED" in result for _, result, _ in rows)
 
 
 def run(place: Place, base: pathlib.Path, arguments: list[str]) -> str:
@@ -180,7 +188,7 @@ def run(place: Place, base: pathlib.Path, arguments: list[str]) -> str:
     namespaces = {*place.namespaces, *(["mount"] if place.is_user else [])}
     if namespaces:
         command = ["unshare", *(f"--{each}" for each in namespaces), *command]
-    last = "nothing was said"
+    last = "no summary was printed"
     with subprocess.Popen(
         command,
         cwd=copy,
@@ -200,7 +208,7 @@ def run(place: Place, base: pathlib.Path, arguments: list[str]) -> str:
 
 
 def copied(folder: pathlib.Path) -> None:
-    """Copy what git knows of the checkout, or would, and link its environment."""
+    """Copy all files that git tracks or would add, and link the virtual environment."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=HERE,

@@ -1,4 +1,4 @@
-"""Count what the table "Before and after" of docs/design.md says of this checkout.
+"""Print the sizes of this checkout, and the docstring summaries that break the style.
 
 python tools/house.py
 """
@@ -18,7 +18,7 @@ NOT_SUMMARIES = re.compile(
 
 
 def python_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the Python files of a folder that people write."""
+    """Return the Python files of a folder, without generated ones."""
     return sorted(f for f in folder.rglob("*.py") if not f.stem.endswith("_pb2"))
 
 
@@ -55,7 +55,7 @@ def code_lines(path: pathlib.Path) -> int:
 
 
 def odd_summaries(folder: pathlib.Path) -> list[str]:
-    """Return the docstring summaries that begin with a word that no summary should."""
+    """Return the docstring summaries that begin with a forbidden word."""
     return [
         f"{path.relative_to(ROOT)}: {summary}"
         for path in python_files(folder)
@@ -70,7 +70,7 @@ def words(paths: list[pathlib.Path]) -> int:
 
 
 def mentions(word: str) -> int:
-    """Count the files of the package that have a word in their code."""
+    """Count the files of the package with a name in their code."""
     return sum(
         any(
             token.type == tokenize.NAME and token.string == word
@@ -95,7 +95,7 @@ def has_private_import(path: pathlib.Path) -> bool:
 
 
 def main() -> None:
-    """Print a line for each number."""
+    """Print a line for each number, and the summaries that break the style."""
     from agn_optax import service  # noqa: PLC0415
 
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
@@ -104,13 +104,15 @@ def main() -> None:
     odd = odd_summaries(PACKAGE)
     rows = {
         "code lines of the package": sum(map(code_lines, python_files(PACKAGE))),
-        "of these in ops/": sum(map(code_lines, python_files(PACKAGE / "ops"))),
+        "code lines of ops/, a part of the package": sum(
+            map(code_lines, python_files(PACKAGE / "ops"))
+        ),
         "code lines of the tests": sum(map(code_lines, python_files(ROOT / "tests"))),
         "code lines of benchmarks/": sum(
             map(code_lines, python_files(ROOT / "benchmarks"))
         ),
-        "files that `weight` is in": mentions("weight"),
-        "docstring summaries that break the rule": len(odd),
+        "files with `weight` in their code": mentions("weight"),
+        "docstring summaries that break the style": len(odd),
         "parameters of `serve`": len(inspect.signature(service.serve).parameters),
         "words of the docs": words(pages),
         "test files with private imports": sum(

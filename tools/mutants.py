@@ -1,4 +1,4 @@
-"""Put faults into the package, one at a time, and list those that no test notices.
+"""Put faults into the package, one at a time, and print which ones the tests notice.
 
 A fault is a changed operator or constant, a dropped statement or keyword, a negated
 condition, or two swapped arguments. Each is put into a copy of the project, where the
@@ -176,13 +176,18 @@ def passes(tests: tuple[str, ...], project: pathlib.Path, seconds: float) -> boo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Which faults do the tests miss?")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("where", nargs="*", default=list(NEAR), help="folders or files of the package")
-    add("--count", type=int, help="how many to try (all)")
-    add("--seed", type=int, default=0, help="of the order (0)")
-    add("--seconds", type=float, default=1800, help="for the tests of one fault (1800)")
-    add("--list", action="store_true", help="only say what would be tried")
+    add("--count", type=int, help="number of faults to try (default: all)")
+    add("--seed", type=int, default=0, help="seed of the random order (default 0)")
+    add(
+        "--seconds",
+        type=float,
+        default=1800,
+        help="timeout of the tests for one fault, in seconds (default 1800)",
+    )
+    add("--list", action="store_true", help="list the faults without trying them")
     args = parser.parse_args()
     paths = [ROOT / "agn_optax" / where for where in args.where]
     files = [
@@ -206,16 +211,17 @@ def main() -> None:
         for near in {NEAR[fault.path.split("/")[0]] for fault in faults}:
             if not passes(near, project, args.seconds):
                 print((project / "output.txt").read_text())
-                sys.exit(f"without any fault, these do not pass: {', '.join(near)}")
+                sys.exit(f"tests fail even without a fault: {', '.join(near)}")
         for fault in [f for f in faults if f.name not in tried][: args.count]:
             tried[fault.name] = is_noticed(fault, project, args.seconds)
-            print("noticed" if tried[fault.name] else "LIVES  ", fault.name, flush=True)
+            print("noticed" if tried[fault.name] else "MISSED ", fault.name, flush=True)
             with results.open("a") as file:
                 line = {"fault": fault.name, "noticed": tried[fault.name]}
                 file.write(json.dumps(line) + "\n")
     here = [tried[fault.name] for fault in faults if fault.name in tried]
     print(
-        f"{sum(here)} of {len(here)} were noticed; {len(faults) - len(here)} are left"
+        f"{sum(here)} of {len(here)} faults were noticed; "
+        f"{len(faults) - len(here)} have not been tried"
     )
 
 

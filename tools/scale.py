@@ -1,11 +1,11 @@
-"""Plans of large runs: the tables of docs/scale.md, from the planner.
+"""Plan large runs: print the tables of docs/scale.md, computed by the planner.
 
 For every number of parameters and of workers, the tables have the load of one center on
 one host, the shards or the tree of centers needed instead, and the cost of a journal.
 `agn-optax plan` gives the whole plan of a single run.
 
-    python tools/scale.py                  # prints the tables
-    python tools/scale.py --write          # puts them into docs/scale.md
+    python tools/scale.py                  # print the tables
+    python tools/scale.py --write          # write them to docs/scale.md
     python tools/scale.py --codec bfloat16 --workers 64 --parameters 7e9 70e9
 """
 
@@ -83,7 +83,7 @@ class Runs:
             assert cost.remedies is not None
             if cost.remedies.shards is not None:
                 return period, cost.remedies.shards
-            period *= 2  # no number of shards is enough, as for many small exchanges
+            period *= 2  # no number of shards suffices, as with many small exchanges
 
 
 def one_center(runs: Runs) -> list[str]:
@@ -113,8 +113,8 @@ def one_center(runs: Runs) -> list[str]:
             ]
         )
     head = (
-        "parameters, workers, message, exchange, at the center, of it, load, busy, "
-        "bottleneck, period, with bfloat16, shards, levels, memory"
+        "parameters, workers, message, exchange, center traffic, center time, "
+        "center load, busy, bottleneck, period, with bfloat16, shards, levels, memory"
     )
     return table(head.split(", "), rows)
 
@@ -148,14 +148,15 @@ def enough(runs: Runs) -> list[str]:
             ]
         )
     head = (
-        "parameters, workers, period, busy, shards, memory of each, if spread, "
-        "tree of centers, hosts, memory of each, to the root, bottleneck at the root"
+        "parameters, workers, period, busy, shards, memory per shard, if spread, "
+        "tree of centers, hosts, memory per shard, delay to the root, "
+        "bottleneck at the root"
     )
     return table(head.split(", "), rows)
 
 
 def spread(cost: Cost) -> float:
-    """Return a center's bytes if workers come evenly, each only for its exchange."""
+    """Return the bytes of a center if its workers' exchanges are evenly spread."""
     lowest, center = cost.levels[0], cost.center
     there = min(1.0, lowest.exchange / lowest.interval)
     return center.total - center.messages * (1 - there)
@@ -187,7 +188,7 @@ def journals(runs: Runs) -> list[str]:
             ]
         )
     head = (
-        "parameters, workers, period, shards, each writes, its disk's load, snapshot, "
+        "parameters, workers, period, shards, writes per shard, disk load, snapshot, "
         "journal, read, replay, rejoin, restart"
     )
     return table(head.split(", "), rows)
@@ -196,20 +197,20 @@ def journals(runs: Runs) -> list[str]:
 def page(args: argparse.Namespace) -> str:
     """Make all tables, with their assumptions."""
     runs = Runs(args)
-    codec = f", contributions as {args.codec}" if args.codec else ""
+    codec = f", contributions in {args.codec}" if args.codec else ""
     assumed = (
-        f"DiLoCo with {args.step_time:g} s a step{codec}; {args.bandwidth} at each "
-        f"worker and {args.center_bandwidth} at\neach host of a center, round trips of "
-        f"{1e3 * args.latency:g} ms; an exchange of nothing takes "
-        f"{1e3 * args.overhead:g} ms,\nboth ends {args.endpoint_rate} and the center's "
-        f"arithmetic {args.apply_rate} a second; disks take {args.disk} a\nsecond, and "
-        f"{1e3 * args.sync:g} ms to sync."
+        f"DiLoCo with {args.step_time:g} s per step{codec}; links of {args.bandwidth} "
+        f"at each worker and {args.center_bandwidth}\nat each host of a center; round "
+        f"trips of {1e3 * args.latency:g} ms. An empty exchange takes "
+        f"{1e3 * args.overhead:g} ms.\nEach second, both ends process "
+        f"{args.endpoint_rate}, the center's arithmetic {args.apply_rate}, and disks "
+        f"write\nor read {args.disk}; a sync takes {1e3 * args.sync:g} ms."
     )
     parts = [
         [assumed],
         [f"### One center on one host, period {args.period}"],
         one_center(runs),
-        ["### As many hosts as it takes"],
+        ["### As many hosts as needed"],
         enough(runs),
         ["### With a journal"],
         journals(runs),
@@ -261,7 +262,7 @@ def written(text: str, args: argparse.Namespace) -> str:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="What large runs would take, on paper."
+        description="Plan large runs; the defaults give the tables of docs/scale.md."
     )
     add = parser.add_argument
     add("--parameters", type=float, nargs="+", default=[1e8, 1e10])
@@ -270,27 +271,33 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--period",
         type=int,
         default=500,
-        help="local steps, or more where it takes more",
+        help="local steps per exchange, at least; more if exchanges need them",
     )
-    add("--step-time", type=float, default=1.0, help="seconds of a local step")
-    add("--codec", choices=rules.CODECS, help="how contributions travel")
-    add("--bandwidth", default="10Gbit", help="of each worker's link")
-    add("--center-bandwidth", default="10Gbit", help="of the link of a center's host")
+    add("--step-time", type=float, default=1.0, help="seconds per local step")
+    add("--codec", choices=rules.CODECS, help="codec of contributions")
+    add("--bandwidth", default="10Gbit", help="rate of each worker's link")
+    add("--center-bandwidth", default="10Gbit", help="rate of a center host's link")
     add("--latency", type=float, default=0.001, help="seconds of a round trip")
-    add("--fan-out", type=int, default=32, help="of a tree of centers")
+    add("--fan-out", type=int, default=32, help="children of each center in a tree")
+    add("--overhead", type=float, default=0.002, help="seconds of an empty exchange")
     add(
-        "--overhead",
+        "--endpoint-rate",
+        default="2.5GB",
+        help="rate of message and answer through both ends",
+    )
+    add(
+        "--apply-rate",
+        default="30GB",
+        help="rate at which the center's arithmetic reads and writes",
+    )
+    add("--disk", default="2GB", help="rate at which a disk writes or reads")
+    add(
+        "--sync",
         type=float,
         default=0.002,
-        help="seconds of an exchange of nothing",
+        help="seconds until written data is durable",
     )
-    add(
-        "--endpoint-rate", default="2.5GB", help="message and answer, through both ends"
-    )
-    add("--apply-rate", default="30GB", help="that the center's arithmetic moves")
-    add("--disk", default="2GB", help="a second that it writes, or reads")
-    add("--sync", type=float, default=0.002, help="seconds")
-    add("--write", action="store_true", help="put the tables into docs/scale.md")
+    add("--write", action="store_true", help="write the tables to docs/scale.md")
     return parser.parse_args(given)
 
 

@@ -1,17 +1,20 @@
 """Helpers for every layer of the package; none of them is about training.
 
 - `check`: checks of callers' arguments
+- `combinations`: features that do not go together, with the reason
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
 - `tracing`: dataflow of a traced program, from its arguments to its results
 - `extras`: a check that the packages of an extra are installed
+- `Backoff`: the pauses between attempts
 - `in_background`: run a function on a daemon thread
 - `keep_running`: run a loop on a daemon thread, and restart it when it raises
 - `write_whole`: write a file atomically
 """
 
 from agn_optax._internal import check as check
+from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout
@@ -19,6 +22,7 @@ from agn_optax._internal import tracing as tracing
 from agn_optax._internal import trees as trees
 from agn_optax._internal.background import in_background as in_background
 from agn_optax._internal.background import keep_running as keep_running
+from agn_optax._internal.backoff import Backoff as Backoff
 from agn_optax._internal.description import Description as Description
 from agn_optax._internal.description import Leaf as Leaf
 from agn_optax._internal.files import write_whole as write_whole

@@ -214,7 +214,7 @@ def weight(value: Any, argument: str = "weight") -> float | None:
     """
     if value is None:
         return None
-    wanted = f"{argument} must be a positive number of the host, got "
+    wanted = f"{argument} must be a positive number on the host, got "
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
     if not _LEAST_WEIGHT <= (number := float(value)) <= _MOST_WEIGHT:

@@ -1,45 +1,53 @@
 """Centers outside the workers' programs.
 
-`_protocol` is the interface (`Center` and its `Session`). `_core` is shared by every
-center: in it `_ledger` tracks the workers and decides which message is next, `_store`
-computes one version after another, and `durability` keeps them on disk. `_local` is the
-center in this process, and `_sharded` combines several centers into one. The
-computation of an exchange is in `agn_optax.round`, whose functions centers and workers
-call. Names that are imported `as` themselves are for the layers above.
+`_protocol` is the interface (`Center` and its `Session`), and `_submission` has the
+records of an exchange (`Submission` and `Answer`). `_core` is shared by every center:
+in it `_ledger` tracks the workers and decides by `_modes` which message is next,
+`_store` computes one version after another, and `durability` keeps them on disk.
+`_local` is the center in this process, and `_sharded` combines several centers into
+one. The computation of an exchange is in `agn_optax.round`, whose functions centers and
+workers call. Names that are imported `as` themselves are for the layers above.
 """
 
-from agn_optax.center._core import Answer as Answer
 from agn_optax.center._core import Core as Core
+from agn_optax.center._core import KeptAnswer as KeptAnswer
 from agn_optax.center._core import LocalSession as LocalSession
-from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._ledger import Member as Member
-from agn_optax.center._ledger import Mode as Mode
+from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
+from agn_optax.center._local import PackedCenter as PackedCenter
+from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
-from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax.center._protocol import Center, Session
 from agn_optax.center._recent import Recent as Recent
-from agn_optax.center._refusals import Claim as Claim
 from agn_optax.center._refusals import Refuse
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version
+from agn_optax.center._submission import Answer, Snapshot, Submission
+from agn_optax.center._submission import plain as plain
+from agn_optax.center._submission import plain_fields as plain_fields
 from agn_optax.center.durability import Durability as Durability
 from agn_optax.center.durability import Journal, Snapshots, backup, read
 
 __all__ = [
+    "Answer",
     "Asynchronous",
     "BoundedStaleness",
     "Center",
     "CenterState",
     "Journal",
+    "Limits",
     "LocalCenter",
     "Refuse",
     "Session",
     "Snapshot",
     "Snapshots",
+    "Submission",
     "Synchronous",
     "backup",
     "read",

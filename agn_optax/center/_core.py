@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,11 +31,12 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, in_background
-from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
-from agn_optax.center._protocol import Session, Snapshot
-from agn_optax.center._refusals import Claim, Refusal, Size
+from agn_optax._internal import check, combinations, in_background
+from agn_optax.center._ledger import Batch, Ledger, Member, State
+from agn_optax.center._protocol import Session
+from agn_optax.center._refusals import Refusal, Size
 from agn_optax.center._store import CenterState, Known, Prepared, Store, Version
+from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Durability, Image, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
 
@@ -46,25 +47,20 @@ _LOOKS = 1.0  # s, interval at which a waiting worker checks whether the disk ha
 
 
 @dataclasses.dataclass
-class Answer:
-    """The answer to an exchange, kept until its worker has received it."""
+class KeptAnswer:
+    """An answer, kept until its worker has received it."""
 
-    sequence: int
+    answer: Answer  # without its parameters, which are those of the version
     version: Version  # the version that the rule adopts
-    staleness: int
-    norm: jax.Array | None
-    applied: bool
-    refused: str = ""  # reason for the rejection; "" if the message was not rejected
     recorded: int = 0  # number of records that must be on disk before it is sent
-    pace: float | None = None  # see `Snapshot`
     read: Any = None  # arrays that are ready once the contribution has been read
 
 
 @dataclasses.dataclass
 class _Message:
-    """A contribution that waits to be applied."""
+    """A submission that waits to be applied."""
 
-    contribution: PyTree
+    submission: Submission  # with its contribution as the store takes it
     norm: Any
     size: Size | None  # None if the message limits do not need it
     # One condition per worker, because all workers of a round would wake up for one.
@@ -76,7 +72,7 @@ class _Message:
         Programs read NumPy arrays in place, and the owner of an array may then write to
         it. The returned arrays are results of the programs that made ``version``.
         """
-        leaves = jax.tree.leaves(self.contribution)
+        leaves = jax.tree.leaves(self.submission.contribution)
         if any(isinstance(leaf, np.ndarray) for leaf in leaves):
             return version.params, self.norm
         return None
@@ -104,9 +100,9 @@ class Core:
       life: the center id. A center that continues from disk with no update lost keeps
         its id.
       ledger: the ledger; read it only under `atomically`.
-      observer: called under the lock with each applied contribution and its worker's
-        claim. Must not wait for the device. Returns an array that is ready once the
-        contribution has been read, or None if it was not read.
+      observer: called under the lock with each applied submission. Must not wait for
+        the device. Returns an array that is ready once the contribution has been read,
+        or None if it was not read.
       detached: reason why the center continues without its parent; "" while it is
         attached or has none.
     """
@@ -116,9 +112,9 @@ class Core:
         rule: Rule,
         params: PyTree = None,
         *,
+        durability: Durability | None = None,
         dtype: Any = None,
         device: Any = None,
-        durability: Durability | None = None,
         packs: bool = False,
         **decides: Any,
     ) -> None:
@@ -127,11 +123,11 @@ class Core:
         self.rule = rule
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
-        if not rule.is_summed and not isinstance(self.ledger.mode, Synchronous):
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} makes one message of those of a round by "
-                f"{rule.combine}, and a center in mode {self.ledger.mode} takes them "
-                "one by one: give it mode=Synchronous() (--mode synchronous)"
+        if not rule.is_summed and not self.ledger.mode.combines:
+            combinations.refuse(
+                "a robust combine",
+                "a center that is not synchronous",
+                f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
             )
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
@@ -140,11 +136,11 @@ class Core:
         self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
         self._messages: dict[str, _Message] = {}  # of the waiting workers
-        self._answers: dict[str, Answer] = {}  # not yet acknowledged, by worker
+        self._answers: dict[str, KeptAnswer] = {}  # not yet acknowledged, by worker
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
         self._cuts: dict[str, Callable[[], None]] = {}  # close a worker's connection
         self._look: _Look | None = None  # the messages that wait for the device
-        self.observer: Callable[[PyTree, Claim], Any] | None = None
+        self.observer: Callable[[Submission], Any] | None = None
         self.detached = ""
         self._closed = ""
         # Name of the worker that initialized the center; "" if it was created with its
@@ -159,7 +155,7 @@ class Core:
             if params is not None and self._store is None:
                 self.initialize(params, worker="")
         except BaseException:
-            self.close("it could not be made")
+            self.close("this center could not be created")
             raise
 
     # State.
@@ -256,14 +252,13 @@ class Core:
                 version.readers -= 1
 
     def snapshot(
-        self, version: Version | None = None, *, public: bool = False, **answer: Any
+        self, version: Version | None = None, *, public: bool = False
     ) -> Snapshot:
         """Return a version that can be read without a time limit.
 
         Args:
           version: version of the answer to an exchange; None for the current one.
           public: return the broadcast parameters, see `Center.pull`.
-          **answer: other fields of the `Snapshot`.
         """
         with self._changed:
             store = self.store
@@ -273,7 +268,7 @@ class Core:
             version = self._still_kept(version)
             version.escaped = True
         # The arrays no longer change, so that the lock is not needed to wait for them.
-        return Snapshot(read(version), version.number, **answer)
+        return Snapshot(read(version), version.number)
 
     def _still_kept(self, version: Version | None) -> Version:
         """Return a version, or the current one for None; raise if it was released."""
@@ -281,8 +276,8 @@ class Core:
         version = version or current
         if version is not current and not (version.readers or version.escaped):
             raise errors.WorkerStateError(
-                f"the answer of version {version.number} is kept no longer: its worker "
-                "has gone on, or has joined anew"
+                f"the answer of version {version.number} was released, because its "
+                "worker has continued or has joined again"
             )
         return version
 
@@ -301,8 +296,8 @@ class Core:
         """Write a snapshot now: see `LocalCenter.write_snapshot`."""
         if self._keeper is None:
             raise errors.DurabilityError(
-                "this center is kept nowhere: give it a durability (--journal, "
-                "--snapshots)"
+                "this center is in memory only, so it writes no snapshots: give it a "
+                "durability (--journal, --snapshots)"
             )
         return self._keeper.save()
 
@@ -318,10 +313,12 @@ class Core:
         check.float_leaves(params, "params")
         with self._changed:
             if self._store is not None and self._chief not in (None, worker):
-                by = f"worker {self._chief!r}" if self._chief else "whoever made it"
+                how = "was created with its parameters"
+                if self._chief:
+                    how = f"worker {self._chief!r} has initialized"
                 raise errors.AlreadyInitializedError(
-                    f"worker {worker!r} wants to initialize a center that {by} has "
-                    "initialized; start it with chief=False, and it adopts the center"
+                    f"worker {worker!r} cannot initialize a center that {how}; start "
+                    "the worker with chief=False, and it adopts the center"
                 )
             if self._store is None:
                 store = Store(
@@ -451,10 +448,12 @@ class Core:
 
     # For sessions. The lock is held when these are called, except for `_examine`.
 
-    def _examine(self, contribution: PyTree) -> _Message:
+    def _examine(self, submission: Submission) -> _Message:
         """Place a contribution on the center's device, and measure its message."""
         store, refuse, size = self.store, self.ledger.refusals.refuse, None
-        contribution = store.take(contribution)
+        contribution = store.take(submission.contribution)
+        # The rest is not used: answers are always whole.
+        submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
             norm: Any
             norm, largest = store.measure(
@@ -463,22 +462,22 @@ class Core:
             if refuse.measures:
                 norm = np.float32(norm)
                 size = Size(float(norm), None if largest is None else float(largest))
-        return _Message(contribution, norm, size, threading.Condition(self._lock))
+        return _Message(submission, norm, size, threading.Condition(self._lock))
 
-    def _late_answer(self, worker: str, member: Member) -> Answer:
+    def _late_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
-        current, staleness = self.store.current, member.staleness or 0
+        current = self.store.current
         current.escaped = True  # its reader does not report the end of reading
-        return Answer(
-            member.sequence,
-            current,
-            staleness,
+        answer = Answer(
             None,
-            member.applied,
-            member.why,
-            self._recorded(),
-            self.ledger.pace(worker),
+            current.number,
+            member.sequence,
+            staleness=member.staleness or 0,
+            applied=member.applied,
+            refused=member.why,
+            pace=self.ledger.pace(worker),
         )
+        return KeptAnswer(answer, current, self._recorded())
 
     def _settle(self, *, looks: bool = False) -> None:
         """Apply the messages that are due, and release the state of departed workers.
@@ -514,9 +513,7 @@ class Core:
             if batch.taken:
                 looks = self.ledger.refusals.refuse.nonfinite
                 norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
-                prepared = self.store.prepare(
-                    *_parts(batch, messages), *_claims(batch), norm
-                )
+                prepared = self.store.prepare(*_applied(batch, messages), norm)
                 if looks and not self.store.is_bounded(prepared):
                     self._look = _Look(batch, messages, prepared)
                     return
@@ -549,7 +546,8 @@ class Core:
                     if is_finite is not None or failure is not None:
                         self._seen(look, store, is_finite, known, failure)
                     self._settle()
-                    if self.ledger.round_grace is not None:  # rounds may end by time
+                    # Rounds may end by time.
+                    if self.ledger.mode.round_grace is not None:
                         for message in self._messages.values():
                             message.over.notify_all()
 
@@ -581,8 +579,8 @@ class Core:
         answers = self.rule.codec.answer_dtype or "unrounded"
         refusal = Refusal(
             "nonfinite",
-            "with this message, or with another one of its round, the center would not "
-            f"be finite any more, as it is or as workers adopt it ({answers})",
+            "with this message, or another one of its round, the center would not be "
+            f"finite, either itself or as workers adopt it ({answers})",
         )
         others = {batch.entries[i].worker: refusal for i in batch.taken}
         return self.ledger.refusing(batch, others)
@@ -609,7 +607,8 @@ class Core:
                 message.over.notify_all()
             if failure is not None:  # to be raised in these workers' calls
                 for entry in batch.entries:
-                    self._failures[entry.worker] = entry.sequence, failure
+                    sequence = entry.submission.sequence
+                    self._failures[entry.worker] = sequence, failure
             if batch.taken and store.current is before:
                 self.ledger.refuse(batch)
             else:
@@ -620,34 +619,37 @@ class Core:
         store = self.store
         self.ledger.settle(batch, time.monotonic())
         exchange: tuple[Any, ...] = ()
-        seen = []
+        seen: list[Submission] = []
         reads: dict[int, Any] = {}  # by the message's index in the batch
         if batch.taken and (self.observer or self._keeper):
-            contributions, staleness, weights = _parts(batch, messages)
-            seen = [store.unplace(contribution) for contribution in contributions]
-            exchange = seen, staleness, weights, *_claims(batch)
+            submissions, *others = _applied(batch, messages)
+            seen = [
+                each._replace(contribution=store.unplace(each.contribution))
+                for each in submissions
+            ]
+            exchange = seen, *others
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         if self.observer is not None:
-            claims = _claims(batch)[0]
-            for i, contribution, claim in zip(batch.taken, seen, claims, strict=True):
-                reads[i] = self.observer(contribution, claim)
+            for i, submission in zip(batch.taken, seen, strict=True):
+                reads[i] = self.observer(submission)
         taken, current = batch.taken, store.current
         for i, entry in enumerate(batch.entries):
+            sequence = entry.submission.sequence
             refusal = batch.refused.get(entry.worker)
             why = "" if refusal is None else refusal.why
             if refusal is not None:
                 _log.warning(
-                    "a message of worker %r was refused: %s", entry.worker, why
+                    "a message of worker %r was rejected: %s", entry.worker, why
                 )
             if refusal is not None and refusal.is_last:
                 in_a_row = self.ledger.refusals.refuse.in_a_row
                 self._failures[entry.worker] = (
-                    entry.sequence,
+                    sequence,
                     errors.MessageRefusedError(
                         f"worker {entry.worker!r} has sent {in_a_row} messages or more "
-                        f"in a row that this center refuses, the last one because "
-                        f"{why}; the center stays as it was. Start again from the "
+                        "in a row that this center rejects, the last one because "
+                        f"{why}; the center is unchanged. Start again from the "
                         "center, with a smaller learning rate or with clipping"
                     ),
                 )
@@ -656,17 +658,18 @@ class Core:
             adopts_before = self.rule.adopts == "before" and i in taken
             adopted = before if adopts_before else current
             adopted.readers += 1
-            self._answers[entry.worker] = Answer(
-                entry.sequence,
-                adopted,
-                batch.staleness[i],
-                messages[i].norm,
-                i in taken,
-                why,
-                recorded,
-                self.ledger.pace(entry.worker),
-                (reads.get(i), messages[i].read_until(current)),
+            answer = Answer(
+                None,
+                adopted.number,
+                sequence,
+                staleness=batch.staleness[i],
+                norm=messages[i].norm,
+                applied=i in taken,
+                refused=why,
+                pace=self.ledger.pace(entry.worker),
             )
+            read = reads.get(i), messages[i].read_until(current)
+            self._answers[entry.worker] = KeptAnswer(answer, adopted, recorded, read)
 
     def _prune(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""
@@ -758,21 +761,21 @@ class Core:
             return holds
 
 
-def _parts(
+def _applied(
     batch: Batch, messages: list[_Message]
-) -> tuple[list[PyTree], list[int], list[float] | None]:
-    """Return contributions, staleness and weights of the messages to be applied."""
+) -> tuple[list[Submission], list[int], list[float] | None, int]:
+    """Return the messages to be applied, as arguments of `Store.prepare`.
+
+    Returns:
+      The submissions, their staleness and weights, and the number of workers.
+    """
     weights = batch.weights
     return (
-        [messages[i].contribution for i in batch.taken],
+        [messages[i].submission for i in batch.taken],
         [batch.staleness[i] for i in batch.taken],
         None if weights is None else [weights[i] for i in batch.taken],
+        batch.workers,
     )
-
-
-def _claims(batch: Batch) -> tuple[list[Claim], int]:
-    """Return the claims of the messages to be applied, and the number of workers."""
-    return [batch.entries[i].claim for i in batch.taken], batch.workers
 
 
 def _kept(error: Exception) -> Exception:
@@ -787,7 +790,7 @@ def _again(error: Exception) -> Exception:
     try:
         return copy.copy(error)
     except Exception:  # its constructor takes other arguments than `args`
-        return errors.CenterError(f"it failed: {error!r}")
+        return errors.CenterError(f"the exchange failed: {error!r}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -804,31 +807,14 @@ class LocalSession(Session):
     connection: int  # 1, 2, 3, ... within the session
     before: Any = None
 
-    def submit(
-        self,
-        sequence: int,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        steps: int = 0,
-        weight: float | None = None,
-        reported: Mapping[str, Any] | None = None,
-        anchor: PyTree = None,
-    ) -> None:
+    def submit(self, submission: Submission) -> None:
         """Submit an exchange, whose contribution may be flattened: see `Session`."""
-        del reported, anchor  # answers are always whole
-        core = self._core
-        # Python ints, which the journal can write; the ledger rejects other types.
-        sequence, steps = _as_int(sequence), _as_int(steps)
-        claim = Claim(steps, weight)
-        message = core._examine(contribution)
-        anchor = _as_int(anchor_version)
-        anchor = anchor if isinstance(anchor, int) else -1
+        core, submission = self._core, submission.checked()
+        message = core._examine(submission)
         with core.atomically():
             core._check_open()
             now = time.monotonic()
-            life = self.worker, self.incarnation
-            if core.ledger.submit(*life, sequence, anchor, now, claim):
+            if core.ledger.submit(self.worker, self.incarnation, submission, now):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle(looks=True)
@@ -836,24 +822,17 @@ class LocalSession(Session):
         if look and not (look.is_begun or look.looker):
             core._look_at(look)
 
-    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: see `Session.collect`."""
-        answer = self.answer(sequence, timeout)
-        if answer is None:
+        kept = self.answer(sequence, timeout)
+        if kept is None:
             return None
-        self.wait_until_kept(answer)
-        snapshot = self._core.snapshot(
-            answer.version,
-            staleness=answer.staleness,
-            norm=answer.norm,
-            applied=answer.applied,
-            refused=answer.refused,
-            pace=answer.pace,
-        )
-        jax.block_until_ready(answer.read)
-        return snapshot
+        self.wait_until_kept(kept)
+        snapshot = self._core.snapshot(kept.version)
+        jax.block_until_ready(kept.read)
+        return kept.answer._replace(params=snapshot.params)
 
-    def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
+    def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
         """Return the answer to an exchange as the center keeps it; None if it waits.
 
         Call `wait_until_kept` before the worker gets the answer, or its last part.
@@ -889,31 +868,28 @@ class LocalSession(Session):
         """The center id and the session id: see `Session.life`."""
         return [self._core.life, self.incarnation]
 
-    def wait_until_kept(self, answer: Answer) -> None:
+    def wait_until_kept(self, kept: KeptAnswer) -> None:
         """Wait until an answer is on disk, if exchanges are written there.
 
         Raises:
           CenterClosedError: the answer cannot be written.
         """
-        self._core._wait_until_kept(answer.recorded)
+        self._core._wait_until_kept(kept.recorded)
 
-    def replace(self, answer: Answer, params: PyTree) -> Answer:
+    def replace(self, kept: KeptAnswer, params: PyTree) -> KeptAnswer:
         """Copy the version of an answer, so that the store may reuse its arrays.
 
         Args:
-          answer: the answer to the last exchange, whose contribution has been read.
+          kept: the answer to the last exchange, whose contribution has been read.
           params: the copy, as the version keeps its parameters.
         """
         core = self._core
         with core.atomically():
-            copied = dataclasses.replace(
-                answer,
-                version=Version(params, answer.version.number, readers=1),
-                read=None,
-            )
-            if core._answers.get(self.worker) is answer:
+            version = Version(params, kept.version.number, readers=1)
+            copied = dataclasses.replace(kept, version=version, read=None)
+            if core._answers.get(self.worker) is kept:
                 core._answers[self.worker] = copied
-                answer.version.readers -= 1
+                kept.version.readers -= 1
         return copied
 
     def acknowledge(self, sequence: int) -> None:
@@ -933,8 +909,3 @@ class LocalSession(Session):
     def leave(self) -> None:
         """End the session: see `Session.leave`."""
         self._core.leave(self.worker, self.incarnation)
-
-
-def _as_int(number: Any) -> Any:
-    """Return an integer of NumPy as an int, and any other value as it is."""
-    return int(number) if isinstance(number, np.integer) else number

@@ -25,110 +25,15 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._limits import Limits
+from agn_optax.center._modes import Asynchronous, Entry, Mode
 from agn_optax.center._recent import Recent
-from agn_optax.center._refusals import (
-    FADES,
-    UNSAID,
-    Claim,
-    Refusal,
-    Refusals,
-    Refuse,
-    Size,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Asynchronous:
-    """Every message is applied on arrival; no worker waits for another."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundedStaleness:
-    """Messages are applied on arrival, within bounds on staleness or on rounds ahead.
-
-    With both bounds, a message that waits for slower workers ages meanwhile, and is
-    dropped as soon as it is older than ``versions``. No older message is ever applied.
-    A dropped message does not count as a round of its worker. The other workers
-    therefore wait for that worker when they are ``rounds`` ahead of it, and one of its
-    messages is then in time.
-
-    Args:
-      versions: maximum age of a message's anchor, in versions, when the message is
-        applied. Older messages are dropped, and their workers continue from the current
-        center. None for no bound.
-      rounds: maximum number of rounds by which a worker may be ahead of the slowest
-        one; beyond that it waits. None for no bound.
-
-    Raises:
-      InvalidArgumentError: a bound is negative, or no bound is given.
-
-    Example:
-      >>> from agn_optax.center import BoundedStaleness
-      >>> BoundedStaleness(rounds=3).versions is None
-      True
-
-    References:
-      Qirong Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel
-      Parameter Server*, 2013 (the bound on rounds).
-    """
-
-    versions: int | None = None
-    rounds: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.versions is None and self.rounds is None:
-            raise errors.InvalidArgumentError(
-                "BoundedStaleness needs versions=, rounds= or both, got neither"
-            )
-        for name in ("versions", "rounds"):
-            check.whole_number(getattr(self, name), name, least=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Synchronous:
-    """Rounds: the rule combines the messages of all workers into one, as on a mesh.
-
-    A round ends when every registered worker has sent its message, or when a quorum has
-    sent theirs and the grace period is over. Workers that died are not waited for.
-
-    Args:
-      quorum: number of messages that end a round once the grace period is over; None
-        waits for all registered workers.
-      grace: grace period in seconds, from the first message of a round.
-      late: use of a message that missed its round: ``"next"`` applies it in the next
-        round; ``"weighted"`` does too, divided by the number of missed rounds + 1
-        (unless the rule itself discounts messages by their staleness); ``"drop"`` drops
-        it, and its worker continues from the current center.
-
-    Raises:
-      InvalidArgumentError: a value is out of range.
-
-    Example:
-      >>> from agn_optax.center import Synchronous
-      >>> Synchronous(quorum=3, grace=5.0).late
-      'next'
-    """
-
-    quorum: int | None = None
-    grace: float = 0.0
-    late: Literal["next", "weighted", "drop"] = "next"
-
-    def __post_init__(self) -> None:
-        check.whole_number(self.quorum, "quorum", least=1)
-        check.seconds(self.grace, "grace")
-        if self.late not in ("next", "weighted", "drop"):
-            raise errors.InvalidArgumentError(
-                f"late must be 'next', 'weighted' or 'drop', got {self.late!r}"
-            )
-
-
-Mode = Asynchronous | BoundedStaleness | Synchronous
-
-MOST_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
+from agn_optax.center._refusals import Refusal, Refusals, Refuse, Size
+from agn_optax.center._submission import Submission
 
 
 class State(enum.Enum):
@@ -189,7 +94,6 @@ class Member:
     why: str = ""  # reason if its last message was rejected
     refused: int = 0
     in_a_row: int = 0  # number of its last messages that were rejected in a row
-    moved: float = 0.0  # decayed sum of the norms of its applied messages
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
@@ -211,18 +115,6 @@ _ROUNDS = 3  # rounds over which a worker's speed is measured
 # Number of ended sessions to remember, the last ones. A remembered session can be
 # resumed with the exchange that was in flight; older ones must start again.
 _MOST_GONE = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A message that waits to be applied."""
-
-    worker: str
-    sequence: int
-    anchor_version: int
-    arrived: float
-    ahead: int  # versions by which its anchor is newer than its worker's round
-    claim: Claim = UNSAID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,10 +142,8 @@ class Ledger:
 
     Args:
       mode: when messages are applied.
-      lease: seconds after which a worker that lost its connection is removed.
-      max_workers: maximum number of registered workers; None for no limit.
+      limits: limits on workers and their messages.
       barrier: number of workers that must have joined before any may start.
-      refuse: message limits; a message that exceeds one is rejected.
       version: number of exchanges applied in an earlier process.
 
     Attributes:
@@ -267,36 +157,35 @@ class Ledger:
         self,
         mode: Mode | None = None,
         *,
-        lease: float = 10.0,
-        max_workers: int | None = None,
+        limits: Limits | None = None,
         barrier: int = 0,
-        refuse: Refuse | None = None,
         version: int = 0,
     ) -> None:
-        if refuse is None:
-            refuse = Refuse()
-        if not isinstance(refuse, Refuse):
-            raise errors.InvalidTypeError(f"refuse must be Refuse(...), got {refuse!r}")
+        if limits is None:
+            limits = Limits()
+        if type(limits) is not Limits:  # a subclass has limits that would be ignored
+            raise errors.InvalidTypeError(
+                "limits must be agn_optax.center.Limits(...), without the memory and "
+                f"calls of a served center, got {limits!r}"
+            )
         if mode is None:
             mode = Asynchronous()
-        if not isinstance(mode, Asynchronous | BoundedStaleness | Synchronous):
+        if not isinstance(mode, Mode):
             raise errors.InvalidTypeError(
                 "mode must be Asynchronous(), BoundedStaleness(...) or "
                 f"Synchronous(...), got {mode!r}"
             )
-        check.seconds(lease, "lease")
-        check.whole_number(max_workers, "max_workers", least=1)
         check.whole_number(barrier, "barrier", least=0, optional=False)
-        if max_workers is not None and barrier > max_workers:
+        most = limits.max_workers
+        if most is not None and barrier > most:
             raise errors.InvalidArgumentError(
-                f"barrier must be at most max_workers, {max_workers}, or nobody ever "
+                f"barrier must be at most max_workers, {most}, or no worker ever "
                 f"starts; got {barrier}"
             )
         self.mode = mode
-        self.lease = lease
-        self.max_workers = max_workers
+        self.limits = limits
         self.barrier = barrier
-        self.refusals = Refusals(refuse)
+        self.refusals = Refusals(limits.messages or Refuse())
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         # True once as many workers were registered at a time as the barrier needs.
@@ -309,14 +198,6 @@ class Ledger:
         # Seconds without a call of `expire` after which the process was not running.
         self._nap = math.inf
         self._fastest: float | None = None  # highest speed; None if to be computed
-
-    @property
-    def round_grace(self) -> float | None:
-        """Grace period of a round in seconds; None without a quorum."""
-        mode = self.mode
-        if not isinstance(mode, Synchronous) or mode.quorum is None:
-            return None
-        return mode.grace
 
     def present(self) -> Mapping[str, Member]:
         """Return the registered workers, including those that may reconnect."""
@@ -340,8 +221,8 @@ class Ledger:
         member = self._present.get(worker)
         if member is None:
             raise errors.WorkerStateError(
-                f"worker {worker!r} is not one of this center's: it never joined, "
-                "left, or was given up; join again"
+                f"worker {worker!r} is not registered at this center: it never joined, "
+                "left, or its session expired; join again"
             )
         if member.incarnation != incarnation:
             raise _was_replaced(worker)
@@ -383,13 +264,13 @@ class Ledger:
             raise _was_replaced(worker)
         if old is None or old.gone:
             for most, why in (
-                (self.max_workers, "this center takes"),
-                (room, "the memory that this center may use is for"),
+                (self.limits.max_workers, "this center takes at most"),
+                (room, "the memory that this center may use is enough for"),
             ):
                 if most is not None and there >= most:
                     raise errors.CenterFullError(
                         f"no room for worker {worker!r}: {why} {most} workers, and "
-                        f"{there} are there"
+                        f"{there} are registered"
                     )
         elif old.connected and not (is_same or replace):
             raise errors.NameTakenError(
@@ -412,8 +293,6 @@ class Ledger:
                 member.before = old.incarnation, old.sequence
                 if old.sequence == 0 and old.before is not None:
                     member.before = old.before
-            moved = [self._moved(m) for n, m in self._present.items() if n != worker]
-            member.moved = sum(moved) / max(len(moved), 1)  # starts with an equal share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
         self._departed.pop(worker, None)
@@ -443,7 +322,7 @@ class Ledger:
         if member is not None and member.connection == connection:
             member.state = NEXT[member.state, "disconnect"]
             member.connected = False
-            self._expect(member, now + self.lease)
+            self._expect(member, now + self.limits.lease)
 
     def hear(self, worker: str, incarnation: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""
@@ -474,12 +353,10 @@ class Ledger:
         self,
         worker: str,
         incarnation: str,
-        sequence: int,
-        anchor: int,
+        submission: Submission,
         now: float,
-        claim: Claim = UNSAID,
     ) -> bool:
-        """Take a worker's message, computed from version ``anchor`` of the center.
+        """Take a worker's message, whose numbers are `Submission.checked`.
 
         Returns:
           True if the message is still to be applied, False if it was already settled.
@@ -487,18 +364,16 @@ class Ledger:
         Raises:
           WorkerStateError: the worker is not registered or has another session, or the
             sequence number is neither the last one nor the next.
-          InvalidArgumentError: the center never had version ``anchor``, or the claim is
-            out of range.
+          InvalidArgumentError: the center never had the version of the anchor.
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
+        sequence, anchor = submission.sequence, submission.anchor_version
         if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(
                 f"anchor_version must be in [0, {self.version}], the versions that "
                 f"this center has had, got {anchor!r}"
             )
-        check.whole_number(claim.steps, "steps", least=0, most=MOST_STEPS)
-        claim = claim._replace(weight=check.weight(claim.weight))
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
                 f"worker {worker!r} sent exchange {sequence}, but its last one was "
@@ -509,11 +384,12 @@ class Ledger:
             member.state = NEXT[member.state, "repeat"]
         else:
             member.state = NEXT[member.state, "submit"]
-            if member.began is not None and claim.steps and now > member.began:
-                speed = float(f"{claim.steps / (now - member.began):.4g}")
+            steps, began = submission.steps, member.began
+            if began is not None and steps and now > began:
+                speed = float(f"{steps / (now - began):.4g}")
                 self._measured(member, (*member.speeds, speed)[-_ROUNDS:])
             ahead = max(0, anchor - member.turn)
-            entry = Entry(worker, sequence, anchor, now, ahead, claim)
+            entry = Entry(worker, submission.without_arrays(), now, ahead)
             self.pending[worker] = entry
         return not is_last
 
@@ -528,19 +404,36 @@ class Ledger:
         `is_waiting` is true. Messages that arrive meanwhile are for the next batch.
         """
         self.expire(now)
-        mode = self.mode
-        if isinstance(mode, Synchronous):
-            return self._due_round(mode, now)
-        for entry in self.pending.values():
-            if isinstance(mode, Asynchronous):
-                return self._batch([entry])
-            if mode.versions is not None and self._missed(entry) > mode.versions:
-                return self._batch([entry], applies=False)
-            clocks = [member.clock for member in self._present.values()]
-            ahead = self._present[entry.worker].clock - min(clocks)
-            if mode.rounds is None or ahead <= mode.rounds:
-                return self._batch([entry])
-        return None
+        due = self.mode.due(self, now)
+        if due is None:
+            return None
+        entries = sorted(due.entries, key=lambda entry: entry.worker)
+        anchors = [entry.submission.anchor_version for entry in entries]
+        return Batch(
+            tuple(entries),
+            tuple(self.version - anchor for anchor in anchors),
+            self.mode.weights([self.missed(entry) for entry in entries]),
+            due.applies,
+            workers=len(self._present),
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """True if a message of every registered worker waits: see `Waiting`."""
+        return self._present.keys() <= self.pending.keys()
+
+    def missed(self, entry: Entry) -> int:
+        """Return the number of versions since the round of a message began.
+
+        The anchor may be older than that: under some rules a worker adopts the center
+        as it was before the worker's own message.
+        """
+        return self.version - self._present[entry.worker].turn - entry.ahead
+
+    def lead(self, entry: Entry) -> int:
+        """Return the rounds by which a message's worker is ahead of the slowest."""
+        slowest = min(member.clock for member in self._present.values())
+        return self._present[entry.worker].clock - slowest
 
     def judge(self, batch: Batch, sizes: Sequence[Size | None]) -> Batch:
         """Return a batch with the rejections of its messages.
@@ -552,19 +445,8 @@ class Ledger:
         if not batch.applies:
             return batch
         refused = {}
-        own, everybody, exchanges = {}, 0.0, 0
-        share = self.refusals.refuse.share
-        # At most 1 / share equal workers could not stay below the limit.
-        if share is not None and share * len(self._present) > 1:
-            own = {name: self._moved(m) for name, m in self._present.items()}
-            everybody = sum(own.values())
-            exchanges = sum(member.exchanges for member in self._present.values())
         for entry, size in zip(batch.entries, sizes, strict=True):
-            moved = own.get(entry.worker, 0.0)
-            others = everybody - moved
-            refusal = self.refusals.judge(
-                size, self._missed(entry), moved, others, exchanges, entry.claim
-            )
+            refusal = self.refusals.judge(entry.submission, size, self.missed(entry))
             if refusal is not None:
                 refused[entry.worker] = refusal
         norms = tuple(size.norm for size in sizes if size is not None)
@@ -602,7 +484,7 @@ class Ledger:
                 batch.refused.get(entry.worker),
             )
             member.began = now
-            member.recent.add(now, i in taken, entry.claim.steps)
+            member.recent.add(now, i in taken, entry.submission.steps)
             if refusal is not None:
                 self.refusals.count(refusal)
                 member.refused += 1
@@ -611,17 +493,15 @@ class Ledger:
                     member.state = NEXT[member.state, "refuse"]
                     continue
             member.state = NEXT[member.state, "settle"]
-            member.sequence = entry.sequence
+            member.sequence = entry.submission.sequence
             member.staleness = batch.staleness[i]
-            member.moved, member.turn = self._moved(member), self.version
+            member.turn = self.version
             member.applied = i in taken
             member.why = "" if refusal is None else refusal.why
             member.clock += batch.applies  # a rejected message counts as a round
             if member.applied:
                 member.exchanges += 1
                 member.in_a_row = 0
-                if batch.norms and math.isfinite(batch.norms[i]):
-                    member.moved += batch.norms[i]
             elif refusal is None:
                 member.dropped += 1
         self.refusals.took([batch.norms[i] for i in taken if batch.norms])
@@ -690,7 +570,7 @@ class Ledger:
         Args:
           is_held: whether no messages can be applied for now, so that only leases end.
         """
-        times = [math.inf if is_held else self._round_ends()]
+        times = [math.inf if is_held else self.mode.deadline(self)]
         for member in self._present.values():
             times.append(member.expires)
             if member.connected and member.silence is not None:
@@ -713,50 +593,6 @@ class Ledger:
         member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
         if self._fastest is not None and max(before, member.speed) >= self._fastest:
             self._fastest = None
-
-    def _moved(self, member: Member) -> float:
-        """Return a worker's recent movement, decayed to the current version."""
-        return member.moved * FADES ** (self.version - member.turn)
-
-    def _due_round(self, mode: Synchronous, now: float) -> Batch | None:
-        if mode.late == "drop":
-            for entry in self.pending.values():
-                if self._missed(entry):
-                    return self._batch([entry], applies=False)
-        everybody = self._present.keys() <= self.pending.keys()
-        if not self.pending or not (everybody or now >= self._round_ends()):
-            return None
-        return self._batch(list(self.pending.values()))
-
-    def _batch(self, entries: list[Entry], *, applies: bool = True) -> Batch:
-        """Return messages as a batch."""
-        entries = sorted(entries, key=lambda entry: entry.worker)
-        staleness = tuple(self.version - entry.anchor_version for entry in entries)
-        weights = None
-        if isinstance(self.mode, Synchronous):
-            weighted = self.mode.late == "weighted"
-            weights = tuple(1 / (1 + weighted * self._missed(each)) for each in entries)
-        workers = len(self._present)
-        return Batch(tuple(entries), staleness, weights, applies, workers=workers)
-
-    def _missed(self, entry: Entry) -> int:
-        """Return the number of versions since the round of a message began.
-
-        The anchor may be older than that: under some rules a worker adopts the center
-        as it was before the worker's own message.
-        """
-        return self.version - self._present[entry.worker].turn - entry.ahead
-
-    def _round_ends(self) -> float:
-        """Return when a round ends with the messages so far; inf without a quorum."""
-        mode, entries = self.mode, self.pending.values()
-        if not isinstance(mode, Synchronous) or mode.quorum is None:
-            return math.inf
-        if len(entries) < mode.quorum:
-            return math.inf
-        # A late message must not use up the grace period of the next round.
-        on_time = [entry.arrived for entry in entries if not self._missed(entry)]
-        return min(on_time or [entry.arrived for entry in entries]) + mode.grace
 
     def _hear(self, member: Member, now: float) -> None:
         member.seen = now
@@ -781,6 +617,6 @@ class Ledger:
 
 def _was_replaced(worker: str) -> errors.WorkerStateError:
     return errors.WorkerStateError(
-        f"worker {worker!r} was replaced by another one of that name, or has been away "
-        "for so long that it is forgotten; start() again"
+        f"worker {worker!r} was replaced by another one of that name, or its session "
+        "ended too long ago to be resumed; start() again"
     )

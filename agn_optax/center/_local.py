@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
+
+import jax
 
 from agn_optax import errors
 from agn_optax.center._core import Core
-from agn_optax.center._ledger import Mode, Synchronous
-from agn_optax.center._protocol import Session, Snapshot
-from agn_optax.center._refusals import Refuse
+from agn_optax.center._limits import Limits
+from agn_optax.center._modes import Mode
+from agn_optax.center._protocol import Session
 from agn_optax.center._store import CenterState
+from agn_optax.center._submission import Snapshot
 from agn_optax.center.durability import Durability
 from agn_optax.rules import Rule
 
@@ -32,27 +35,23 @@ class LocalCenter:
         modes n workers move the center n times as far, and a warning is logged.
       params: the first parameters, which are copied; None if a chief will `initialize`
         them.
-      dtype: floating dtype of the center and its optimizer; None keeps that of the
-        parameters. float32 for workers with bfloat16 parameters is a master copy.
-      device: device of the center; None leaves it where its first parameters are.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
       barrier: number of workers that must have joined before any of them starts.
-      max_workers: maximum number of registered workers; None for no limit.
-      lease: seconds after which a worker that lost its connection is removed. Workers
-        in this process have no connection, and are never removed.
-      refuse: message limits, an `agn_optax.center.Refuse`; messages that exceed one are
-        rejected. None rejects messages that are not finite, and those after which the
-        center would not be finite. To measure a message, the center waits for the
-        device at every exchange. ``Refuse(nonfinite=False)`` applies all messages, and
-        waits for none.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process. If the directory has a center, that center
         continues, and the values of ``params`` are not used. None keeps the center in
         memory.
-      packs: flatten the parameters into two arrays, if the rule is elementwise, so that
-        the cost of an exchange over a network does not grow with the number of leaves.
-        `pull` then takes the arrays apart. The numbers are the same.
+      dtype: floating dtype of the center and its optimizer; None keeps that of the
+        parameters. float32 for workers with bfloat16 parameters is a master copy.
+      device: the device that holds the center and runs its optimizer: a `jax.Device`,
+        or the name of a platform, such as ``"gpu"``, for its first device. None leaves
+        the center where its first parameters are.
+      limits: `agn_optax.center.Limits` on workers and their messages; None for
+        ``Limits()``, which rejects messages that are not finite. To measure a message,
+        the center waits for the device at every exchange. With
+        ``Limits(messages=Refuse(nonfinite=False))`` it applies all messages, and waits
+        for none.
 
     Attributes:
       rule: the rule.
@@ -61,7 +60,8 @@ class LocalCenter:
       core: the core, for a server of this center or a parent center.
 
     Raises:
-      InvalidTypeError: ``rule`` is not a rule, or ``mode`` not a mode.
+      InvalidTypeError: ``rule`` is not a rule, ``mode`` not a mode, or ``limits`` are
+        not those of a center in this process.
       InvalidArgumentError: another argument is out of range.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
         center on disk is of another model.
@@ -89,44 +89,39 @@ class LocalCenter:
       0
     """
 
+    _packs: ClassVar[bool] = False
+
     def __init__(
         self,
         rule: Rule,
         params: PyTree = None,
         *,
-        dtype: Any = None,
-        device: Any = None,
         mode: Mode | None = None,
         barrier: int = 0,
-        max_workers: int | None = None,
-        lease: float = 10.0,
-        refuse: Refuse | None = None,
         durability: Durability | None = None,
-        packs: bool = False,
+        dtype: Any = None,
+        device: Any = None,
+        limits: Limits | None = None,
     ) -> None:
         self.rule = rule
         self.core = Core(
             rule,
             params,
-            dtype=dtype,
-            device=device,
             mode=mode,
             barrier=barrier,
-            max_workers=max_workers,
-            lease=lease,
-            refuse=refuse,
             durability=durability,
-            packs=packs,
+            dtype=dtype,
+            device=_device(device),
+            limits=limits,
+            packs=self._packs,
         )
         self.life = self.core.life
-        if rule.combine == "mean" and not isinstance(
-            self.core.ledger.mode, Synchronous
-        ):
+        if rule.combine == "mean" and not self.core.ledger.mode.combines:
             _log.warning(
                 "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
                 "combines the messages of all workers by their mean, and in mode %s n "
-                "workers move the center n times as far, unless its optimizer is one "
-                "for messages one by one (agn_optax.center_optimizers)",
+                "workers move the center n times as far, unless its optimizer is for "
+                "messages that are applied one by one (agn_optax.center_optimizers)",
                 rule.name,
                 self.core.ledger.mode,
             )
@@ -165,7 +160,7 @@ class LocalCenter:
                 )
             center.core.restore(saved)
         except BaseException:
-            center.close("it could not be restored")
+            center.close("this center could not be restored")
             raise
         return center
 
@@ -249,8 +244,8 @@ class LocalCenter:
         center, incarnation = (self.life, None) if life is None else life
         if center != self.life:
             raise errors.WorkerStateError(
-                f"worker {worker!r} comes back to a center that has been started anew "
-                "since, or is another one; start() again"
+                f"worker {worker!r} cannot resume its session at this center, which "
+                "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
             worker, incarnation, params, replace=True, back=life is not None
@@ -264,8 +259,8 @@ class LocalCenter:
         session.leave()
         raise errors.NotInitializedError(
             f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
-            f"workers to start together, and {len(self.core.ledger.present())} "
-            "others are there"
+            "workers to start together; other workers that have joined: "
+            f"{len(self.core.ledger.present())}"
         )
 
     def close(self, reason: str = "this center has been closed") -> None:
@@ -286,3 +281,27 @@ class LocalCenter:
         is_there = self.core.is_initialized
         version = f"version {self.version}" if is_there else "no parameters yet"
         return f"LocalCenter({self.rule.name}, {version}, {len(self.workers)} workers)"
+
+
+class PackedCenter(LocalCenter):
+    """A `LocalCenter` for exchanges over a network, with the same numbers.
+
+    If the rule is elementwise, the parameters are flattened into two arrays, so that
+    the cost of an exchange does not grow with the number of leaves. `pull` takes the
+    arrays apart.
+    """
+
+    _packs = True
+
+
+def _device(device: Any) -> Any:
+    """Return the first device of a platform given by its name, or ``device`` itself."""
+    if not isinstance(device, str):
+        return device
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError as error:
+        raise errors.InvalidArgumentError(
+            f"device must be a jax.Device or the name of a platform, got {device!r} "
+            f"({error})"
+        ) from None

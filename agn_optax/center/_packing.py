@@ -135,7 +135,7 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
         moved = rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
         if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved)):
-            raise tracing.UnfitError("zeros, which lie between leaves, become others")
+            raise tracing.UnfitError("zeros between leaves that become nonfinite")
         if [*map(trees.kinds, (apart, together))] != [
             *map(trees.kinds, (expected, state))
         ]:

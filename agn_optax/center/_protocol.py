@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.rules import Rule
 
 PyTree = Any
 
 MOST_REPORTED = 64  # most metrics of a worker, and most characters of a metric's name
-
-
-class Snapshot(NamedTuple):
-    """One complete version of the center. Its arrays never change: do not donate them.
-
-    A snapshot is the result of a pull, or the answer to the message of an exchange.
-    """
-
-    params: PyTree
-    # int: number of exchanges applied before this version. A center in shards has a
-    # tuple with one int per shard.
-    version: Any
-    staleness: int | None = None  # of the answered message; None for a pull
-    norm: Any = None  # float scalar: norm of the answered message; None for a pull
-    applied: bool = True  # False if the message was dropped or rejected
-    refused: str = ""  # reason for the rejection; "" if the message was not rejected
-    # The worker's speed (local steps per second) divided by that of the fastest worker.
-    # None for a pull, and until the center has measured it.
-    pace: float | None = None
-    # True if some shards of the center applied the message and others did not.
-    in_part: bool = False
-    received: int | None = None  # bytes received; None if nothing was transferred
 
 
 class Session(abc.ABC):
@@ -60,31 +38,8 @@ class Session(abc.ABC):
     before: Any = None
 
     @abc.abstractmethod
-    def submit(
-        self,
-        sequence: int,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        steps: int = 0,
-        weight: float | None = None,
-        reported: Mapping[str, Any] | None = None,
-        anchor: PyTree = None,
-    ) -> None:
+    def submit(self, submission: Submission) -> None:
         """Submit an exchange; `collect` returns the answer.
-
-        Args:
-          sequence: number of the exchange: that of the last exchange, or one more.
-          contribution: the result of the rule's ``contribution``, with the structure
-            and shapes of the center. It is read until the exchange is collected.
-          anchor_version: version of the snapshot that the worker adopted last.
-          steps: number of local steps in the message; 0 if unknown.
-          weight: weight that the worker claims for its round, such as a number of
-            tokens. Must be positive; None counts as 1.
-          reported: metrics of the worker by their names, for monitoring.
-          anchor: the broadcast parameters of ``anchor_version``, as a center with the
-            same center id returned them. With them, the answer may be sent as deltas.
-            With None it is sent whole.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
@@ -97,7 +52,7 @@ class Session(abc.ABC):
         """
 
     @abc.abstractmethod
-    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: the version that the rule adopts.
 
         Args:
@@ -128,31 +83,13 @@ class Session(abc.ABC):
     def leave(self) -> None:
         """End the session, so that no other worker waits for this one. Idempotent."""
 
-    def exchange(
-        self,
-        sequence: int,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        steps: int = 0,
-        weight: float | None = None,
-        reported: Mapping[str, Any] | None = None,
-        anchor: PyTree = None,
-    ) -> Snapshot:
+    def exchange(self, submission: Submission) -> Answer:
         """Submit an exchange, collect and acknowledge its answer. May be repeated."""
-        self.submit(
-            sequence,
-            contribution,
-            anchor_version=anchor_version,
-            steps=steps,
-            weight=weight,
-            reported=reported,
-            anchor=anchor,
-        )
-        snapshot = self.collect(sequence)
-        assert snapshot is not None  # there is no timeout
-        self.acknowledge(sequence)
-        return snapshot
+        self.submit(submission)
+        answer = self.collect(submission.sequence)
+        assert answer is not None  # there is no timeout
+        self.acknowledge(submission.sequence)
+        return answer
 
 
 @runtime_checkable

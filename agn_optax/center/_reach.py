@@ -58,9 +58,9 @@ class Reach:
 
     def __init__(self, rule: Rule, center: PyTree, state: PyTree) -> None:
         if rule.message is not None:
-            raise tracing.UnfitError("a message that is made of the center as it is")
+            raise tracing.UnfitError("a message that depends on the center")
         if len(jax.tree.leaves(center)) > _MOST_LEAVES:
-            raise tracing.UnfitError("a center of many leaves, which is not packed")
+            raise tracing.UnfitError("a center of many leaves that is not flattened")
         said = told({})
 
         def update(message: PyTree, state: PyTree, center: PyTree, said: Any) -> PyTree:
@@ -357,5 +357,5 @@ _RANGES: dict[str, Callable[..., Range]] = {
 
 def reach_of(rule: Rule, center: PyTree, state: PyTree) -> Reach | None:
     """Return the bounds of a rule's messages; None if there are none."""
-    what = f"norms bound a center of rule {rule.name!r}"
+    what = f"bounds by norms at a center of rule {rule.name!r}"
     return tracing.unless_unfit(what, functools.partial(Reach, rule, center, state))

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._submission import Submission
 
-_RECENT = 100  # number of norms in the median; also the time scale of `FADES`, versions
+_RECENT = 100  # number of norms in the median
 _ENOUGH = 10  # applied messages before a limit compares messages with each other
-FADES = 1 - 1 / _RECENT  # decay per version of a message's share of the movement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +38,6 @@ class Refuse:
       element: maximum absolute value of an element; None for no limit.
       staleness: maximum age of the message's anchor in versions, counted as in
         `BoundedStaleness`; None for no limit.
-      share: maximum share, in (0, 1), of one worker in the recent movement of the
-        center, counting this message. The movement of a worker is the sum of the norms
-        of its applied messages, each of which decays by 1 % with every later version.
-        Only registered workers count. The limit takes effect after 10 exchanges of all
-        workers, and only if another worker has moved the center. Each of n equal
-        workers has a share of 1 / n, so set the limit well above that. It is not
-        checked while n <= 1 / share, because equal workers would exceed it. None for no
-        limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of rejected messages of a worker in a row at which its exchange
@@ -56,11 +48,12 @@ class Refuse:
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
-      >>> refuse = agn_optax.center.Refuse(norm=10.0)
+      >>> limits = agn_optax.center.Limits(messages=agn_optax.center.Refuse(norm=10.0))
       >>> rule = agn_optax.rules.downpour()
-      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), refuse=refuse)
+      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), limits=limits)
       >>> session = center.join("worker-0")
-      >>> answer = session.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+      >>> message = agn_optax.center.Submission(1, jnp.full(3, 100.0), anchor_version=0)
+      >>> answer = session.exchange(message)
       >>> print(answer.refused)
       its norm is 173.2, and this center takes 10 at most
       >>> print(answer.params, answer.version)
@@ -72,7 +65,6 @@ class Refuse:
     times_median: float | None = None
     element: float | None = None
     staleness: int | None = None
-    share: float | None = None
     in_a_row: int = 10
     steps: int | None = None
     weight: float | None = None
@@ -86,12 +78,6 @@ class Refuse:
             if (bound := getattr(self, name)) is not None:
                 low = 1.0 if name == "times_median" else 0.0
                 check.rate(bound, name, low=low, high=math.inf, low_open=True)
-        if self.share is not None:
-            check.rate(self.share, "share", low=0.0, high=1.0, low_open=True)
-            if self.share == 1.0:
-                raise errors.InvalidArgumentError(
-                    "share must be less than 1, which bounds nothing; None is no bound"
-                )
         check.whole_number(self.staleness, "staleness", least=0)
         check.whole_number(self.in_a_row, "in_a_row", least=1, optional=False)
         check.whole_number(self.steps, "steps", least=1)
@@ -99,18 +85,8 @@ class Refuse:
     @property
     def measures(self) -> bool:
         """True if the limits need the norms of messages, to be read from the device."""
-        bounds = (self.norm, self.times_median, self.element, self.share)
+        bounds = (self.norm, self.times_median, self.element)
         return self.nonfinite or any(bound is not None for bound in bounds)
-
-
-class Claim(NamedTuple):
-    """Numbers that a worker claims for its message; only their range can be checked."""
-
-    steps: int = 0  # local steps in the message; 0 if unknown
-    weight: float | None = None  # weight of the message; None if not given
-
-
-UNSAID = Claim()
 
 
 class Size(NamedTuple):
@@ -126,12 +102,6 @@ class Refusal(NamedTuple):
     kind: str  # name of the exceeded limit in `Refuse`
     why: str
     is_last: bool = False  # whether the worker's exchange raises an error
-
-
-def _claims_more(kind: str, claimed: float | None, most: float) -> Refusal:
-    return Refusal(
-        kind, f"it claims {kind} of {claimed:g}, and this center takes {most:g} at most"
-    )
 
 
 class Refusals:
@@ -152,29 +122,24 @@ class Refusals:
         self._new: list[float] = []  # norms added since the last call of `memory`
 
     def judge(
-        self,
-        size: Size | None,
-        missed: int,
-        own: float,
-        others: float,
-        exchanges: int,
-        claim: Claim,
+        self, submission: Submission, size: Size | None, missed: int
     ) -> Refusal | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
+          submission: the message, of which only the plain fields are read.
           size: size of the message; None if it was not measured.
           missed: number of versions since the round of its worker began.
-          own: recent movement of its worker.
-          others: recent movement of all other registered workers.
-          exchanges: number of exchanges of all registered workers.
-          claim: numbers that the worker claims for the message.
         """
         refuse = self.refuse
-        if refuse.steps is not None and claim.steps > refuse.steps:
-            return _claims_more("steps", claim.steps, refuse.steps)
-        if refuse.weight is not None and (claim.weight or 0.0) > refuse.weight:
-            return _claims_more("weight", claim.weight, refuse.weight)
+        for kind in ("steps", "weight"):
+            claimed, most = getattr(submission, kind), getattr(refuse, kind)
+            if most is not None and (claimed or 0) > most:
+                return Refusal(
+                    kind,
+                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
+                    "at most",
+                )
         if refuse.staleness is not None and missed > refuse.staleness:
             return Refusal(
                 "staleness",
@@ -207,14 +172,6 @@ class Refusals:
                     "times_median",
                     f"its norm is {norm:.4g}, more than {refuse.times_median:g} times "
                     f"{median:.4g}, the median of the last {len(self._norms)}",
-                )
-        if refuse.share is not None and others > 0 and exchanges >= _ENOUGH:
-            share = (own + norm) / (own + norm + others)
-            if not share <= refuse.share:
-                return Refusal(
-                    "share",
-                    f"with it {share:.0%} of all movement would be its worker's, and "
-                    f"this center takes {refuse.share:.0%} of one worker at most",
                 )
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background, trees
-from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax._internal import check, combinations, in_background, trees
+from agn_optax.center._protocol import Center, Session
+from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.round import elementwise, parts
 
 PyTree = Any
@@ -58,17 +59,15 @@ class ShardedCenter:
             )
         if fragments is not None and len(fragments) != len(centers):
             raise errors.InvalidArgumentError(
-                f"a center in {len(centers)} shards keeps as many fragments, got "
+                f"a center in {len(centers)} shards needs as many fragments, got "
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
-        how = self.rule.combine
         if not self.rule.combines_elements and len(centers) > 1:
-            raise errors.InvalidArgumentError(
-                f"rule {self.rule.name!r} cannot move a center in shards: "
-                f"{how} looks at whole messages, and a shard has a part "
-                "of each. Keep the center whole, or take robust.median() or "
-                "robust.trimmed_mean(), which take each element for itself"
+            combinations.refuse(
+                "a center in shards",
+                "a combine of whole messages",
+                f"rule {self.rule.name!r} with {self.rule.combine}",
             )
         self.centers = tuple(centers)
         self.fragments = fragments
@@ -101,8 +100,9 @@ class ShardedCenter:
         lives = own if life is None else life
         if len(lives) != len(own):
             raise errors.WorkerStateError(
-                f"worker {worker!r} comes back to a center in {len(own)} shards, and "
-                f"had joined one in {len(lives)}; start() again"
+                f"worker {worker!r} cannot resume its session at a center in "
+                f"{len(own)} shards, because it had joined one in {len(lives)}; "
+                "start() again"
             )
         if params is not None:
             self._check_model(params)
@@ -230,12 +230,8 @@ class ShardedCenter:
         rows = rows and self.rule.codec.answer_codec is None
         return parts.balanced(whole, len(self.centers), rows=rows)
 
-    def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
+    def unite(self, snapshots: Sequence[Snapshot | Answer]) -> Snapshot:
         """Combine the snapshots of all shards into one."""
-        staleness = [s.staleness for s in snapshots if s.staleness is not None]
-        norms = [s.norm for s in snapshots if s.norm is not None]
-        paces = [s.pace for s in snapshots if s.pace is not None]
-        received = [s.received for s in snapshots if s.received is not None]
         whole = parts.join([snapshot.params for snapshot in snapshots])
         if self._like is not None:
             treedef = jax.tree.structure(self._like)
@@ -246,15 +242,22 @@ class ShardedCenter:
             self._own = self._divided(model)
             self._likes = jax.eval_shape(self._own.cut, model)
             self._model = model  # last, because other threads check it first
-        return Snapshot(
-            whole,
-            tuple(snapshot.version for snapshot in snapshots),
-            max(staleness, default=None),
-            np.sqrt(np.sum(np.square(norms))) if norms else None,
-            all(snapshot.applied for snapshot in snapshots),
-            "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
-            min(paces, default=None),
-            in_part=len({snapshot.applied for snapshot in snapshots}) > 1,
+        return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
+
+    def unite_answers(self, answers: Sequence[Answer]) -> Answer:
+        """Combine the answers of all shards to one exchange."""
+        norms = [answer.norm for answer in answers if answer.norm is not None]
+        paces = [answer.pace for answer in answers if answer.pace is not None]
+        received = [a.received for a in answers if a.received is not None]
+        return Answer(
+            *self.unite(answers),
+            answers[0].sequence,
+            staleness=max(answer.staleness for answer in answers),
+            norm=np.sqrt(np.sum(np.square(norms))) if norms else None,
+            applied=all(answer.applied for answer in answers),
+            refused="; ".join(dict.fromkeys(a.refused for a in answers if a.refused)),
+            pace=min(paces, default=None),
+            in_part=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
         )
 
@@ -283,53 +286,38 @@ class ShardedSession(Session):
         """The `Session.before` of every shard."""
         return [session.before for session in self._sessions]
 
-    def submit(
-        self,
-        sequence: int,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        steps: int = 0,
-        weight: float | None = None,
-        reported: Mapping[str, Any] | None = None,
-        anchor: PyTree = None,
-    ) -> None:
+    def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
         if self._is_over:
             raise errors.WorkerStateError(
-                f"a shard has refused a message of worker {self.worker!r} that others "
-                "may have applied, who would take the next one for the same: start() "
-                "again"
+                f"a shard has rejected a message of worker {self.worker!r} that other "
+                "shards may have applied, which would take the next message for the "
+                "same one: start() again"
             )
-        if not isinstance(anchor_version, tuple) or len(anchor_version) != shards:
+        versions, contribution = submission.anchor_version, submission.contribution
+        if not isinstance(versions, tuple) or len(versions) != shards:
             raise errors.InvalidArgumentError(
                 f"anchor_version must be a tuple of {shards} versions, one for each "
-                f"shard, got {anchor_version!r}"
+                f"shard, got {versions!r}"
             )
         own = self._center.cut_message(contribution)
         anchors = [None] * shards
-        if anchor is not None:
-            anchors = self._center.cut_adopted(anchor)
+        if submission.anchor is not None:
+            anchors = self._center.cut_adopted(submission.anchor)
         if not _is_finite(contribution):  # so that every shard rejects its part
             own = jax.tree.map(_not_finite, own)
-
-        def submit(
-            session: Session, part: PyTree, version: int, anchor: PyTree
-        ) -> None:
-            session.submit(
-                sequence,
-                part,
-                anchor_version=version,
-                steps=steps,
-                weight=weight,
-                reported=reported,
-                anchor=anchor,
+        each = [
+            submission._replace(
+                contribution=part, anchor_version=version, anchor=anchor
             )
+            for part, version, anchor in zip(own, versions, anchors, strict=True)
+        ]
+        self._center.all(
+            lambda session, part: session.submit(part), self._sessions, each
+        )
 
-        self._center.all(submit, self._sessions, own, anchor_version, anchors)
-
-    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the combined answers of all shards: see `Session.collect`."""
         try:
             answers = self._center.all(
@@ -339,7 +327,9 @@ class ShardedSession(Session):
             self._is_over = True
             raise
         there = [answer for answer in answers if answer is not None]
-        return self._center.unite(there) if len(there) == len(answers) else None
+        if len(there) < len(answers):
+            return None
+        return self._center.unite_answers(there)
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge the answers of all shards: see `Session.acknowledge`."""

@@ -25,7 +25,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._reach import Bound, Reach, extremes, reach_of
-from agn_optax.center._refusals import UNSAID, Claim
+from agn_optax.center._submission import Submission
 from agn_optax.round import Public
 from agn_optax.rules import Rule, downpour, robust
 
@@ -172,7 +172,7 @@ class Store:
             expected = jax.eval_shape(
                 functools.partial(rounds.init_public, rule), params
             )
-            what = "the rule's public center"
+            what = "the rule's broadcast parameters"
             check.same_tree(public, expected, "saved.public", what)
         version = int(saved.version)
         if version < 0:
@@ -198,7 +198,7 @@ class Store:
         most = float(jnp.finfo(codec.answer_dtype).max)
         if largest > most:
             raise errors.InvalidArgumentError(
-                f"by codec {codec.name!r} workers adopt the center as "
+                f"with codec {codec.name!r} workers adopt the center as "
                 f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
                 f"{most:g}; the first parameters have {largest:g}"
             )
@@ -265,7 +265,7 @@ class Store:
         if self.packing is None or not self.packing.holds(contribution):
             like = self.contribution_like
             check.same_tree(
-                contribution, like, "contribution", "what this center takes"
+                contribution, like, "contribution", "the expected contribution"
             )
             check.same_kinds(contribution, like, "contribution")
         return self.place(contribution)
@@ -311,69 +311,67 @@ class Store:
 
     def apply(
         self,
-        contributions: Sequence[PyTree],
+        submissions: Sequence[Submission],
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
-        claims: Sequence[Claim] | None = None,
         workers: int = 1,
     ) -> None:
         """Compute the next version without a finiteness check: `prepare` and `move`."""
-        self.move(self.prepare(contributions, staleness, weights, claims, workers))
+        self.move(self.prepare(submissions, staleness, weights, workers))
 
     def prepare(
         self,
-        contributions: Sequence[PyTree],
+        submissions: Sequence[Submission],
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
-        claims: Sequence[Claim] | None = None,
         workers: int = 1,
         norm: float = math.inf,
     ) -> Prepared:
         """Prepare the next version, without changing the current one.
 
         Args:
-          contributions: one contribution, or those of a round, whose messages the rule
-            combines.
-          staleness: staleness of each contribution.
+          submissions: one message, or those of a round, which the rule combines.
+          staleness: staleness of each message.
           weights: factor of each message of a round, ignored if the rule discounts
             messages by their staleness; None if this is no round.
-          claims: claims of the workers; None if there are none.
           workers: number of registered workers.
           norm: upper bound of the norm of all messages together.
         """
         before, programs = self.current, self._programs
-        claims = claims or [UNSAID] * len(contributions)
         abouts = [
-            _about(before.number, stale, claim.steps, claim.weight, workers)
-            for stale, claim in zip(staleness, claims, strict=True)
+            _about(before.number, stale, each, workers)
+            for stale, each in zip(staleness, submissions, strict=True)
         ]
         if weights is None:
-            (one,) = contributions
-            return Prepared(before, programs.move, one, abouts[0], norm)
-        one, count = None, len(contributions)
-        # 1 for workers without a claim.
-        steps = [max(1, claim.steps) for claim in claims]
-        own = [1.0 if claim.weight is None else claim.weight for claim in claims]
+            (one,) = submissions
+            return Prepared(before, programs.move, one.contribution, abouts[0], norm)
+        total: PyTree = None
+        count = len(submissions)
+        # 1 for workers that claim nothing.
+        steps = [max(1, each.steps) for each in submissions]
+        own = [1.0 if each.weight is None else each.weight for each in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
         counted = []
         for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
             counts = 1.0 if self._rule.discount else weight
             counts *= weighs / mean if is_mean else 1.0
             counted.append((told_of, _on_device(counts)))
+        contributions = [each.contribution for each in submissions]
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
-                one = programs.weigh(one, contribution, before.params, *each)
+                total = programs.weigh(total, contribution, before.params, *each)
         else:
-            one = programs.combine(list(contributions), before.params, counted)
-        mean_steps = max(1, round(sum(steps) / count))
+            total = programs.combine(contributions, before.params, counted)
+        steps_of_round = max(1, round(sum(steps) / count))
+        of_round = Submission(0, total, before.number, steps_of_round, mean)
         about = (
             _on_device(float(count if is_mean else 1)),
-            _about(before.number, 0, mean_steps, mean, workers),
+            _about(before.number, 0, of_round, workers),
         )
         # A discount may lengthen a message; a combined message may exceed the sum.
         if self._rule.discount is not None or not self._rule.is_summed:
             norm = math.inf
-        return Prepared(before, programs.move_round, one, about, norm)
+        return Prepared(before, programs.move_round, total, about, norm)
 
     def move(self, prepared: Prepared) -> None:
         """Compute the prepared version from the current one."""
@@ -538,14 +536,12 @@ class _About(NamedTuple):
 _VERSIONS = 256  # parts of `since` repeat, so that transfers to the device are rare
 
 
-def _about(
-    version: int, stale: int, steps: int, weight: float | None, workers: int
-) -> _About:
+def _about(version: int, stale: int, submission: Submission, workers: int) -> _About:
     since = min(max(version - stale, 0), _MOST_INT)
-    rest = since % _VERSIONS
+    rest, weight = since % _VERSIONS, submission.weight
     return _About(
         _on_device(stale),
-        _on_device(steps or 1),
+        _on_device(submission.steps or 1),
         _on_device(1.0 if weight is None else weight),
         (_on_device(since - rest), _on_device(rest)),
         _on_device(workers),

@@ -20,7 +20,7 @@ from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
 from agn_optax.rules import Rule, difference, fingerprint
 from agn_optax.towers import Towers, alike, cut_for, unstacked
-from agn_optax.worker import StreamingWorkerState, Worker, WorkerState
+from agn_optax.worker import PartState, Worker, WorkerState
 
 PyTree = Any
 Json = dict[str, Any]
@@ -69,31 +69,31 @@ class WorkerPart(Part):
         self._worker, self._loop, self._keeps_life = worker, loop, keeps_life
 
     def taken(self) -> tuple[Json, PyTree]:
-        worker, (params, state) = self._worker, self._loop
-        saved = worker.save(params, state)
+        worker = self._worker
+        saved = worker.save(*self._loop)
         about = {
             "worker": worker.name,
             "rule": _rule(worker.center.rule),
             "life": worker.life,
-            "containers": trees.describe(params).structure,
+            "containers": trees.describe(saved.params).structure,
+            "fragments": len(worker.fragments or ()),
+            "parts": [_numbers(part) for part in saved.parts],
+            "turn": saved.turn,
         }
-        tree = {"params": params, "state": state}
-        if not isinstance(saved, StreamingWorkerState):
-            return about | _numbers(saved), tree | {"anchor": saved.anchor}
-        about["turn"] = saved.turn
-        about["fragments"] = [_numbers(each) for each in saved.fragments]
-        return about, tree | {"anchor": [each.anchor for each in saved.fragments]}
+        anchors = [part.anchor for part in saved.parts]
+        anchor = anchors[0] if worker.fragments is None else anchors
+        return about, {"params": saved.params, "state": saved.state, "anchor": anchor}
 
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
         worker, leaves = self._worker, leaves_of(about)
         what = f"worker {worker.name!r}"
         _check_rule(about, worker.center.rule, where)
-        here, there = worker.fragments, about.get("fragments")
-        own, theirs = len(here or ()), len(there or ())
+        here = worker.fragments
+        own, theirs = len(here or ()), about["fragments"]
         if own != theirs:
             raise errors.TreeMismatchError(
-                f"{what} exchanges by {own or 'no'} fragments, and {where} is of one "
-                f"that does by {theirs or 'none'}"
+                f"{what} exchanges by {own or 'no'} fragments, and the worker in "
+                f"{where} by {theirs or 'none'}"
             )
         params = _params(about, like, leaves)
 
@@ -121,8 +121,8 @@ class WorkerPart(Part):
         if life is not None and about["worker"] != self._worker.name:
             raise errors.WorkerStateError(
                 f"this checkpoint is of worker {about['worker']!r}, and the center "
-                "knows what it has had of it by that name: it is to be the name of "
-                f"worker {self._worker.name!r}"
+                "knows its exchanges by that name: give worker "
+                f"{self._worker.name!r} the same name"
             )
         try:
             return self._worker.restore(saved, life=life)
@@ -134,29 +134,25 @@ class WorkerPart(Part):
 
     def _saved(self, about: Json, params: PyTree, state: PyTree, anchor: PyTree) -> Any:
         """Return the state that `Worker.save` returned."""
-        fragments = self._worker.fragments
-        if fragments is None:
-            return WorkerState(params, state, anchor, **_counted(about))
-        cut = fragments.divide(params).cut(params)
-        each = zip(cut, state.fragments, anchor, about["fragments"], strict=True)
-        states = tuple(
-            WorkerState(part, own, kept, **_counted(numbers))
-            for part, own, kept, numbers in each
+        anchors = [anchor] if self._worker.fragments is None else anchor
+        parts = tuple(
+            PartState(kept, **_counted(numbers))
+            for kept, numbers in zip(anchors, about["parts"], strict=True)
         )
-        return StreamingWorkerState(state.inner_state, states, about["turn"])
+        return WorkerState(params, state, parts, about["turn"])
 
 
 _NUMBERS = ("anchor_version", "local_steps", "exchanges", "weight", "pace")
 
 
-def _numbers(saved: WorkerState) -> Json:
-    """Return the fields of a worker's state that are not arrays."""
+def _numbers(saved: PartState) -> Json:
+    """Return the fields of a part's state that are not arrays."""
     return {name: getattr(saved, name) for name in _NUMBERS}
 
 
 def _counted(about: Json) -> Json:
-    """Return the fields that `_numbers` saved; missing fields are None."""
-    numbers = {name: about.get(name) for name in _NUMBERS}
+    """Return the fields that `_numbers` saved."""
+    numbers = {name: about[name] for name in _NUMBERS}
     if isinstance(version := numbers["anchor_version"], list):
         numbers["anchor_version"] = tuple(version)
     return numbers
@@ -236,9 +232,9 @@ class TowersPart(Part):
         if not (is_alike or self._elastic):
             raise errors.TreeMismatchError(
                 f"{where} has {there} workers, on a mesh {mesh}, and these towers have "
-                f"{towers.workers}, on {here}: what each had for itself does not go "
-                "onto another number of them. With elastic=True all go on from the "
-                "center, and from the first worker's parameters and state"
+                f"{towers.workers}, on {here}: the workers' own states need the same "
+                "number of workers. With elastic=True all go on from the center, and "
+                "from the first worker's parameters and state"
             )
         has_rows = about["has_rows"]
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
@@ -297,7 +293,7 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     ]
     if about["containers"] is None:
         raise errors.MissingArgumentError(
-            "the saved parameters lie in containers that are not dicts, lists and "
+            "the saved parameters are in containers that are not dicts, lists and "
             "tuples: give load(..., like=params) a tree of the same kind"
         )
     return description.rebuild(about["containers"], iter(made))

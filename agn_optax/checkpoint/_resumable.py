@@ -11,19 +11,18 @@ since then are repeated.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.center import LocalCenter, ShardedCenter
 from agn_optax.checkpoint import _save
 from agn_optax.checkpoint._parts import CenterPart, WorkerPart
 from agn_optax.round import LocalState
-from agn_optax.worker import StreamingWorker, Worker
+from agn_optax.worker import Worker
 
 PyTree = Any
 
@@ -40,7 +39,6 @@ def _taken() -> frozenset[str]:
 
 
 _TAKEN = _taken()
-_ALL = "all"  # all fragments, or the whole model
 
 
 class Resumable:
@@ -58,17 +56,21 @@ class Resumable:
     and `start` raises an error.
 
     A worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each
-    fragment. The fragments in flight land before that, even if their delay is not over.
-    With a ``delay``, samples of the local steps between a message and its landing count
-    by the share ``mixing``, as they do without checkpoints, because landing replaces
-    the rest of the worker's own progress. That holds for rules that send displacements
-    and adopt the center after the message, such as downpour and diloco.
+    fragment. Answers of fragments in flight are adopted before that, even if their
+    delay is not over. With a ``delay``, samples of the local steps between a message
+    and its answer count by the share ``mixing``, as they do without checkpoints: the
+    adopted answer replaces the rest of the worker's own progress. That holds for rules
+    that send displacements and adopt the center after the message, such as downpour and
+    diloco.
 
     A power failure may destroy the last checkpoints, because not all of their files are
     synced to disk.
 
-    Use it in place of the worker: other attributes (``tx``, ``exchanges``, ...) are
-    those of the worker. The checkpoint of an exchange takes 0.1 s, and some seconds per
+    Use it in place of the worker: other attributes (``tx``, ``exchange``, ``flush``,
+    ...) are those of the worker. At each call of ``exchange`` and ``flush``, the
+    position in the data must be that after the local steps so far. If one raises
+    because the center is unreachable (``patience`` is 0), repeat it before the next
+    local step. The checkpoint of an exchange takes 0.1 s, and some seconds per
     gigabyte: choose the period accordingly.
 
     Args:
@@ -126,18 +128,14 @@ class Resumable:
         for name in beside:
             if name in _TAKEN or name.startswith("center-"):
                 raise errors.InvalidArgumentError(
-                    f"what is saved beside the worker cannot be named {name!r}: names "
-                    f"that are taken are {', '.join(sorted(_TAKEN))} and center-NUMBER"
+                    f"a part beside the worker cannot be named {name!r}: the names "
+                    f"{', '.join(sorted(_TAKEN))} and center-NUMBER are taken"
                 )
         self.worker = worker
         self.resumed = False
         self._beside = beside
-        # The part of the last checkpoint whose exchange was not answered yet: `_ALL`,
-        # or the number of a fragment.
-        self._sends: Any = None
-        # Params and state for the next call, if the last one failed after a landing.
-        self._landed: tuple[PyTree, LocalState] | None = None
         self.checkpoints = _save.Rotation(directory, keep)
+        worker.before_send = self._before_send
 
     def __getattr__(self, name: str) -> Any:
         if name == "worker":  # not set yet
@@ -175,7 +173,6 @@ class Resumable:
 
         Also raises the errors of `Worker.start`.
         """
-        self._sends = self._landed = None
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
@@ -191,57 +188,13 @@ class Resumable:
         self.resumed = True
         return there["worker"]
 
-    def exchange(
-        self,
-        params: PyTree,
-        state: LocalState,
-        *,
-        steps: int = 1,
-        weight: float | None = None,
-    ) -> tuple[PyTree, LocalState]:
-        """Exchange as `Worker.exchange` does, with a checkpoint before each message.
-
-        The position in the data must be that after the local steps so far. If the
-        center is unreachable and ``patience`` is 0, call this again before the next
-        local step.
-        """
-        check.whole_number(steps, "steps", least=1, optional=False)
-        weight = check.weight(weight)
-        if self.worker.fills_round(steps):
-            params, state = self._finished(params, state, self._turn(steps))
-        if not self.worker.fills_round(steps):
-            loop = self._landed or (params, state)
-            loop = self.worker.exchange(*loop, steps=steps, weight=weight)
-            self._landed = None
-            if not self.worker.is_stuck:
-                self._sends = None
-            return loop
-        about = {"more": steps, "weight": weight}
-        with self._sending(params, state, self._turn(steps), **about) as loop:
-            return self.worker.exchange(*loop, steps=steps, weight=weight)
-
-    def flush(
-        self,
-        params: PyTree,
-        state: LocalState,
-        *,
-        steps: int | None = None,
-        weight: float | None = None,
-    ) -> tuple[PyTree, LocalState]:
-        """Exchange as `Worker.flush` does, with a checkpoint before each message."""
-        weight = self.worker.check_flush(steps, weight)
-        params, state = self._finished(params, state, _ALL)
-        about = {"flushes": True, "steps": steps, "whole": weight}
-        with self._sending(params, state, _ALL, **about) as loop:
-            return self.worker.flush(*loop, steps=steps, weight=weight)
-
     def save(self, params: PyTree, state: LocalState) -> None:
         """Write a checkpoint now, between two exchanges.
 
         Raises:
-          WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
+          WorkerStateError: an exchange is in flight; `Worker.receive` waits for it.
         """
-        self._write(params, state, sends=False)
+        self._write(params, state)
 
     def __enter__(self) -> Resumable:
         return self
@@ -251,7 +204,7 @@ class Resumable:
 
     def close(self) -> None:
         """Leave the center; a later process may continue from the last checkpoint."""
-        self._landed = None
+        self.worker.before_send = None
         self.worker.leave()
         self.checkpoints.close()
 
@@ -279,59 +232,26 @@ class Resumable:
                 parts["center"] = CenterPart(each)
         return parts
 
-    def _turn(self, steps: int) -> Any:
-        """Return the fragment that `exchange` sends next, or `_ALL`."""
-        worker = self.worker
-        return worker.next_full(steps) if isinstance(worker, StreamingWorker) else _ALL
+    def _before_send(
+        self, messages: Mapping[int, int], params: PyTree, state: LocalState
+    ) -> None:
+        """Write a checkpoint of a worker whose messages exist: see `Worker`."""
+        self._write(params, state, messages)
 
-    def _finished(self, params: PyTree, state: LocalState, sends: Any) -> Any:
-        """Complete the exchange of the last checkpoint; return params and state.
-
-        Do nothing if the next call repeats that exchange. Other fragments must not be
-        sent before they are in a checkpoint.
-        """
-        worker = self.worker
-        if self._sends in (None, sends) or not isinstance(worker, StreamingWorker):
-            return params, state
-        with self._sending(params, state, self._sends) as loop:
-            loop = worker.finish(*loop)
-        self._landed = loop
-        return loop
-
-    @contextlib.contextmanager
-    def _sending(
-        self, params: PyTree, state: LocalState, sends: Any, **about: Any
-    ) -> Iterator[tuple[PyTree, LocalState]]:
-        """Yield params and state to exchange; save them first, unless it is a retry."""
-        loop = self._landed or (params, state)
-        if self._sends is None:  # in a retry, the worker has the message's state
-            given, loop = loop, self.worker.land(*loop)
-            if loop[0] is not given[0]:  # the given ones are donated: keep these
-                self._landed = loop
-            self._write(*loop, **about)
-        self._sends = sends
-        try:
-            yield loop
-        except errors.AgnOptaxError as error:
-            # With a rejected fragment, other fragments may have been sent.
-            is_lost = isinstance(error, errors.CenterUnreachableError)
-            if not (is_lost or self.worker.is_stuck):
-                self._sends = None
-            raise
-        self._sends = self._landed = None
-
-    def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
-        """Write a checkpoint of a worker that sends a message next: see `_Sending`."""
+    def _write(
+        self, params: PyTree, state: LocalState, sends: Iterable[int] = ()
+    ) -> None:
+        """Write a checkpoint of a worker that sends the messages of some parts next."""
         worker = self.worker
         parts: dict[str, Any] = {**self._center_parts}
         present = {name for center in self._ending for name in center.workers}
         if others := present - {worker.name}:
-            raise errors.InvalidArgumentError(
-                f"a center in memory is saved with its only worker, and beside "
-                f"{worker.name!r} this one has {sorted(others)}: give it "
-                "durability=agn_optax.center.Journal(...)"
+            combinations.refuse(
+                "Resumable with a center in memory",
+                "other workers of the center",
+                f"worker {worker.name!r} beside {sorted(others)}",
             )
-        parts["worker"] = _Sending(worker, params, state, **about)
+        parts["worker"] = _Sending(worker, params, state, sends=sends)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
         self.checkpoints.write(number, **parts, **self._beside)
 
@@ -350,68 +270,28 @@ class _ShardPart(CenterPart):
 
 
 class _Sending(WorkerPart):
-    """A worker that is about to send a message.
+    """A worker at the moment before it sends messages.
 
     Args:
       worker: the worker.
       *loop: its parameters and state.
-      sends: whether it is about to send; otherwise its state is saved unchanged.
-      flushes: whether it sends all fragments instead of the next one.
-      steps: local steps of the round; None for those that the worker has counted.
-      more: local steps to add to these.
-      whole: weight of the round; None for the one that the worker has summed.
-      weight: weight to add to that; None for none.
+      sends: the parts of the model that have a message.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        *loop: PyTree,
-        sends: bool = True,
-        flushes: bool = False,
-        steps: int | None = None,
-        more: int = 0,
-        whole: float | None = None,
-        weight: float | None = None,
+        self, worker: Worker, *loop: PyTree, sends: Iterable[int] = ()
     ) -> None:
         super().__init__(worker, *loop, keeps_life=True)
-        self._sends, self._flushes = sends, flushes
-        self._steps, self._more = steps, more
-        self._whole, self._weight = whole, weight
+        self._sends = list(sends)
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().taken()
-        if not self._sends:
-            return about | {"sends": 0}, tree
-        for numbers in about.get("fragments", [about]):
-            self._count(numbers)
-        if isinstance(self._worker, StreamingWorker):
-            turn = None if self._flushes else self._worker.next_full(self._more)
-            sends = self._flushes or turn is not None
-            return about | {"sends": int(sends), "fragment": turn}, tree
-        return about | {"sends": about["local_steps"]}, tree
-
-    def _count(self, numbers: dict[str, Any]) -> None:
-        """Add the steps and the weight that the sending call passes for a round."""
-        if self._steps is not None:
-            numbers["local_steps"] = self._steps
-        numbers["local_steps"] += self._more
-        if self._whole is not None:
-            numbers["weight"] = self._whole
-        if self._weight is not None:
-            numbers["weight"] = (numbers["weight"] or 0.0) + self._weight
+        return about | {"sends": self._sends}, tree
 
     def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
-        loop = super().go_on(about, tree, has_center=has_center)
-        if not about["sends"]:
-            return loop
+        params, state = super().go_on(about, tree, has_center=has_center)
         try:
-            if isinstance(self._worker, StreamingWorker):
-                if (fragment := about["fragment"]) is None:
-                    return self._worker.flush(*loop)
-                return self._worker.flush_fragment(fragment, *loop)
-            weight = about.get("sent_weight", about.get("weight"))
-            return self._worker.flush(*loop, steps=about["sends"], weight=weight)
+            return self._worker.resend(params, state, about["sends"])
         except errors.WorkerStateError as error:
             self._worker.leave()
             raise errors.WorkerStateError(

@@ -70,7 +70,7 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         said |= {"kind": part.kind, "leaves": _tree.describe(tree)}
         about[name], saved[name] = said, _tree.nested(tree)
     whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, ABOUT: _About(json.dumps(whole))}
+    return {**saved, ABOUT: _Metadata(json.dumps(whole))}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -111,7 +111,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     if folder.exists():
         raise errors.InvalidArgumentError(
-            f"{folder} is there already: a checkpoint takes a directory of its own"
+            f"{folder} exists already: a checkpoint needs a directory of its own"
         )
     try:
         ocp.save_checkpointables(folder, checkpointables(**parts))
@@ -244,7 +244,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
       DurabilityError: there is no checkpoint, or agn_optax did not write it.
     """
     try:
-        kept = orbax().load_checkpointables(folder, {ABOUT: _About()})
+        kept = orbax().load_checkpointables(folder, {ABOUT: _Metadata()})
         whole = json.loads(kept[ABOUT].text)
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
@@ -289,7 +289,7 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
     return None
 
 
-class _About:
+class _Metadata:
     """The description in a checkpoint; Orbax calls it to write and to read the file."""
 
     def __init__(self, text: str = "") -> None:
@@ -323,7 +323,7 @@ def _check_names(
         if kind != part.kind:
             has = ", ".join(f"{name!r} ({of['kind']})" for name, of in about.items())
             raise errors.InvalidArgumentError(
-                f"{name!r} is to be a {part.kind}; {where} has {has or 'nothing'}"
+                f"{where} must have a {part.kind} {name!r}, got {has or 'nothing'}"
             )
     kinds = {part.kind for part in parts.values()}
     for kind in ("worker", "center"):
@@ -331,6 +331,6 @@ def _check_names(
         if "worker" in kinds and not saved <= parts.keys():
             missing = sorted(saved - parts.keys())
             raise errors.TreeMismatchError(
-                f"{where} has {len(saved)} {kind}s, and of these {missing} are not "
-                f"asked for: workers go on together, and with their center"
+                f"{where} has {len(saved)} {kind}s, and {missing} were not given: "
+                "workers can only be loaded together, and with their center"
             )

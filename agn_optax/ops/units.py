@@ -76,7 +76,7 @@ def size(text: str, what: str) -> int:
 
 
 def in_bytes(number: float) -> str:
-    """Bytes, in three digits or so."""
+    """Return a number of bytes as text, with about three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"

@@ -5,7 +5,7 @@
   functions that find the center in that state.
 - `_optimizers`: the drop-in optimizers.
 - `_period`: periods, including schedules.
-- `_placement`: where the center lives on a mesh.
+- `placements`: where the center lives on a mesh.
 - `_collectives`: collectives over mesh axes.
 - `_messages`: sums and stacks of several workers' messages.
 - `_parts`: division of a tree into parts.
@@ -46,12 +46,6 @@ from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._period import local_warmup as local_warmup
 from agn_optax.round._period import synchronous_warmup as synchronous_warmup
-from agn_optax.round._placement import HOST_SHAPE as HOST_SHAPE
-from agn_optax.round._placement import OnHost as OnHost
-from agn_optax.round._placement import OwnCenter as OwnCenter
-from agn_optax.round._placement import Placement as Placement
-from agn_optax.round._placement import ShardedCenter as ShardedCenter
-from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
@@ -86,5 +80,12 @@ from agn_optax.round._round import take_back as take_back
 from agn_optax.round._round import weigh as weigh
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
+from agn_optax.round.placements import HOST_SHAPE as HOST_SHAPE
+from agn_optax.round.placements import CenterShards as CenterShards
+from agn_optax.round.placements import OnHost as OnHost
+from agn_optax.round.placements import OwnCenter as OwnCenter
+from agn_optax.round.placements import Placement as Placement
+from agn_optax.round.placements import piece_length as piece_length
+from agn_optax.round.placements import rewrapped as rewrapped
 
 __all__ = ["collectives", "elementwise", "messages", "parts"]

@@ -18,7 +18,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
-from agn_optax._internal import tracing
+from agn_optax._internal import combinations, tracing
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -124,11 +124,9 @@ def pieces(x: jax.Array, axes: Axes) -> jax.Array:
 def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
     """Return the tree of this member's partner at ``turn``, see `pairings`."""
     axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
-    # Under vmap, JAX mistakes pairs over several axes for pairs over the other axes.
     if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
-        raise errors.InvalidArgumentError(
-            f"workers of several axes, {axes}, meet in pairs on one mesh (shard_map), "
-            "and one of these is of a vmap: give axis_name one axis for all workers"
+        combinations.refuse(
+            "gossip", "workers of several axes under vmap", f"axis_name={axes}"
         )
 
     def at(others: list[int]) -> Callable[[PyTree], PyTree]:
@@ -245,9 +243,9 @@ def check_alike(tree: PyTree, axis_name: Any) -> None:
             if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
                 raise errors.InvalidArgumentError(
                     f"the workers of {axis_name!r} begin with different parameters, "
-                    f"first in params{keystr(path)}: each would have another center, "
-                    "and for good. Begin with the same, and let them differ by their "
-                    "data"
+                    f"first in params{keystr(path)}, so that each would keep another "
+                    "center. Begin with the same parameters, and give the workers "
+                    "different data"
                 )
         return tree, batched[0]
 

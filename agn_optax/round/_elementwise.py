@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
-from agn_optax._internal import tracing
+from agn_optax._internal import combinations, tracing
 from agn_optax.round import _round
 from agn_optax.rules import Rule, codecs
 
@@ -45,11 +44,11 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
     exchange = functools.partial(_exchange, rule)
     whole = tracing.read(exchange, params)
     for operation, outermost in whole.across:
-        raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot move a center in shards: "
-            f"{tracing.origin(outermost)} looks at more than one element at a time "
-            f"({operation.primitive.name}). Leave it out of the center optimizer, or "
-            "keep the center whole"
+        combinations.refuse(
+            "a center in shards",
+            "a rule that is not elementwise",
+            f"rule {rule.name!r}, where {tracing.origin(outermost)} reads more than "
+            f"one element at a time ({operation.primitive.name})",
         )
 
     def same() -> bool:
@@ -60,10 +59,10 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
         return True
 
     if not tracing.unless_unfit(f"rule {rule.name!r} on parts", same):
-        raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot move a center in shards: it treats leaves by "
-            "their shape or their number, and pieces of them otherwise. Keep the "
-            "center whole"
+        combinations.refuse(
+            "a center in shards",
+            "a rule that is not elementwise",
+            f"rule {rule.name!r}, which treats leaves by their shape or their number",
         )
 
 
@@ -80,7 +79,7 @@ def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:
     def alone() -> bool:
         for i, value in enumerate(tracing.read(travelled, params).made.values()):
             if not value.leaves <= {i}:
-                raise tracing.UnfitError(f"leaf {i} is read off several leaves")
+                raise tracing.UnfitError(f"leaf {i}, which depends on several leaves")
         return True
 
     return bool(tracing.unless_unfit(f"codec {codec} leaf by leaf", alone))
@@ -100,7 +99,7 @@ def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:
             raise tracing.UnfitError("an optimizer that treats leaves by their shape")
         return True
 
-    what = f"the center of rule {rule.name!r} is kept in two arrays"
+    what = f"the center of rule {rule.name!r} in two arrays"
     return bool(tracing.unless_unfit(what, same))
 
 
@@ -118,19 +117,19 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
     reading = tracing.read(lambda tree: _moved_by(rule, tree), tree, given=given)
     for operation, outermost in reading.across:
         raise tracing.UnfitError(
-            f"{operation.primitive.name} in {tracing.origin(outermost)}, which looks "
-            "at more than one element"
+            f"{operation.primitive.name} in {tracing.origin(outermost)}, which reads "
+            "more than one element"
         )
     made = list(reading.made.values())
     if any(len(value.leaves) > 1 for value in made):
-        raise tracing.UnfitError("a result that is made of several leaves")
+        raise tracing.UnfitError("a result that depends on several leaves")
     # The center comes first, then the state. Every expression must occur equally often
     # for all leaves.
     counted = collections.Counter(v.expression for v in made if v.is_array)
     if len({value.expression for value in made[:leaves]}) > 1:
         raise tracing.UnfitError("leaves that are moved in different ways")
     if any(times % leaves for times in counted.values()):
-        raise tracing.UnfitError("state that some leaves have, and others have not")
+        raise tracing.UnfitError("state that only some leaves have")
     shared = [value.expression for value in made if not value.is_array]
     return {what: times // leaves for what, times in counted.items()}, shared
 

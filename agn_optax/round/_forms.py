@@ -26,7 +26,7 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import (
     _collectives,
     _elementwise,
@@ -34,13 +34,20 @@ from agn_optax.round import (
     _leafwise,
     _parts,
     _period,
-    _placement,
     _round,
 )
 from agn_optax.round._fragments import Fragments, FragmentsState
 from agn_optax.round._measure import measure
-from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
 from agn_optax.round._round import ExchangeState, with_inner
+from agn_optax.round.placements import (
+    Layout,
+    Placement,
+    held,
+    layout_of,
+    rewrapped,
+    unwrapped,
+    whole_center,
+)
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
 PyTree = Any
@@ -144,37 +151,28 @@ def phases(
     inner = check.optimizer(inner, "inner")
     check_rule(rule)
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
-    layout = Layout(axis_name, _placement_of(placement))
+    layout = layout_of(axis_name, placement)
     _fragments.check_fragments(fragments)
     if fragments is not None:
-        fragments.check(rule, layout.placement)
+        fragments.check(rule, layout)
     # The center in the state serves as the anchor, except in three cases: workers adopt
     # the center as it was before the exchange; they adopt a rounded center; or the
-    # penalty reads the whole center at every step, and the state has a piece only, or
-    # has it in the memory of the host.
+    # penalty reads the whole center at every step, and the state does not have it at
+    # hand.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
         or rule.codec.answer_dtype is not None
-        or (rule.penalty is not None and (layout.sharded or layout.on_host))
+        or (rule.penalty is not None and not layout.is_at_hand)
     )
 
-    if rule.codec.answer_codec is not None and layout.placement != Placement():
-        raise errors.InvalidArgumentError(
-            f"codec {rule.codec} answers in differences, which are taken where one "
-            f"center is whole, on the device; got placement={layout.placement}. Leave "
-            "the placement out, or give the codec other answers"
-        )
-
-    if layout.in_pairs:
-        _check_gossip(rule, layout)
+    layout.check_rule(rule)
 
     def begin(
         params: PyTree, inner: optax.GradientTransformationExtraArgs
     ) -> ExchangeState:
         """Make the state of a whole tree, or of a fragment."""
-        if layout.sharded:
-            piece = jax.eval_shape(layout.piece, params)
-            _elementwise.check(rule, params, [piece])
+        if pieces := layout.cuts(params):
+            _elementwise.check(rule, params, pieces)
         whole = layout.own(trees.copy(params, center_dtype))
         piece = layout.piece(whole)
         center_state = layout.own(rule.center.init(trees.copy(piece)))
@@ -196,20 +194,19 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_alike(params, axis_name)
-        layout.check_memory()
-        if layout.sharded:
-            layout.check_bound()
+        layout.memory.check()
+        layout.check_bound_for_steps()
         state: State
         if fragments is None:
             first = state = begin(params, inner)
         else:
             state = _fragments.begin(fragments, rule, inner, params, begin)
             first = state.fragments[0]
-        if counts_exchanges(rule.center, unwrapped(first.center_state)[1]):
+        if counts_exchanges(rule.center, unwrapped(first.center_state)):
             _log.warning(
-                "the center optimizer of rule %r has a schedule, which is asked once "
-                "an exchange: after N local steps with period P it is at N / P. "
-                "agn_optax.by_local_steps(optimizer) has it count local steps",
+                "the center optimizer of rule %r has a schedule, which counts "
+                "exchanges: after N local steps with period P it is at N / P. "
+                "agn_optax.by_local_steps(optimizer) makes it count local steps",
                 rule.name,
             )
         return state
@@ -220,7 +217,7 @@ def phases(
             layout.check_center(params, state.center)
         elif fragments is None or isinstance(state, ExchangeState):
             raise errors.TreeMismatchError(
-                f"the state is a {type(state).__name__}, and {rule.name} was made with "
+                f"the state is a {type(state).__name__}, but {rule.name} was made with "
                 f"fragments={fragments}"
             )
         else:
@@ -231,8 +228,7 @@ def phases(
     ) -> tuple[PyTree, State]:
         _round.check_step(updates, params, rule.name)
         check_state(params, state)
-        if layout.sharded:
-            layout.check_bound()
+        layout.check_bound_for_steps()
         if isinstance(state, FragmentsState):
             assert fragments is not None
             updates, inner_state, locals_ = _fragments.local_step_of_fragments(
@@ -309,10 +305,11 @@ def phases(
         params: PyTree, state: PyTree, *, fragment: int | None = None
     ) -> dict[str, jax.Array]:
         check.params_given(params, rule.name)
-        if layout.sharded or layout.on_host:
-            raise errors.InvalidArgumentError(
-                "measure needs the center whole on every device, got placement="
-                f"{layout.placement}"
+        if not layout.is_at_hand:
+            combinations.refuse(
+                "measure",
+                "a center in shards or on the host",
+                f"placement={layout.placement}",
             )
         own = find_state(state)
         check_state(params, own)
@@ -327,7 +324,7 @@ def phases(
             params = fragments.divide(params).take(fragment, params)
             own = own.fragments[fragment]
         anchor = _round.adopted_last(own)
-        center = _placement.held(own.center)
+        center = held(own.center)
         return measure(rule, own.local, params, center, own.center_state, anchor)
 
     return Phases(init_fn, update_fn, exchange_fn, measure_fn)
@@ -419,14 +416,14 @@ def exchange_every(
     mixing = 0.0 if fragments is None else fragments.mixing
     is_eager = fragments is not None and fragments.eager
 
-    layout = Layout(axis_name, _placement_of(placement))
+    layout = layout_of(axis_name, placement)
     # If the exchange reads the state only, and the adopted parameters are in the new
     # state, the loop need not carry the updates.
     reads_center_only = (
         not rule.needs_params
         and rule.adopt is None
         and rule.adopts == "after"
-        and layout.placement == Placement()
+        and layout.is_default
         and not mixing
         and not is_eager
     )
@@ -497,7 +494,9 @@ def exchange_every(
         updates, state = split.update(updates, state, params, **extra_args)
 
         def settled(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.settle(state.center, state.center_state)
+            center, center_state = layout.memory.settle(
+                state.center, state.center_state
+            )
             return state._replace(center=center, center_state=center_state)
 
         if isinstance(state, ExchangeState):
@@ -662,10 +661,10 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     """
     if _goes_on(opt_state):
         _log.warning(
-            "a chain goes on after a rule. If that is a drop-in one, what comes after "
-            "it changes the updates by which parameters become the center, and they do "
-            "not become it: put the rule last. (After the local phase of phases() all "
-            "is in order)"
+            "a chain has more transformations after a rule. After a drop-in rule, they "
+            "change the updates that set the parameters to the center, which must stay "
+            "as they are: put the rule last. (After the local phase of phases(), they "
+            "are fine)"
         )
     center = _whole_center(find_state(opt_state))
     if params is None:
@@ -686,7 +685,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 
 def _whole_center(state: State) -> PyTree:
     if isinstance(state, ExchangeState):
-        return _placement.whole_center(state.center)
+        return whole_center(state.center)
     return _parts.join([_whole_center(each) for each in state.fragments])
 
 
@@ -749,7 +748,7 @@ def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeSta
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     """Return the owner of each array of a state, as `_leafwise.when` needs it."""
     local, center, public = state.local, state.center, state.public
-    on_host, center_state = unwrapped(state.center_state)
+    center_state = unwrapped(state.center_state)
     of_center = _leafwise.owners_in(rule.center, center_state, numbers)
     if public is not None:
         codec = rule.codec.answer_codec
@@ -764,39 +763,7 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
             codec_state=_leafwise.owners_in(rule.codec, local.codec_state, numbers),
         ),
         center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
-        center_state=OnHost(of_center) if on_host else of_center,
+        center_state=rewrapped(of_center, state.center_state),
         exchanges=_parts.SHARED,
         public=public,
     )
-
-
-def _check_gossip(rule: Rule, layout: Layout) -> None:
-    """Check that a rule can be used with gossip.
-
-    Raises:
-      InvalidArgumentError: it cannot, or there is no axis of workers.
-    """
-    gossip = layout.placement.gossip
-    if not layout.workers:
-        raise errors.InvalidArgumentError(
-            f"gossip={gossip} needs the axis of the workers that meet: give axis_name"
-        )
-    if not rule.codec.is_identity:
-        raise errors.InvalidArgumentError(
-            f"gossip={gossip} sends centers along with messages, which codec "
-            f"{rule.codec} of rule {rule.name!r} would lose bits of: leave the codec "
-            "out, or gossip"
-        )
-    if not rule.is_summed:
-        raise errors.InvalidArgumentError(
-            f"gossip={gossip} brings two workers together, and combine={rule.combine} "
-            f"of rule {rule.name!r} chooses among more: it must be 'sum' or 'mean'"
-        )
-
-
-def _placement_of(value: Any) -> Placement:
-    if value is None:
-        return Placement()
-    such_as = "an agn_optax.Placement or None, such as Placement(shard_axis='towers')"
-    check.instance(value, Placement, f"placement must be {such_as}")
-    return value

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, tracing, trees
+from agn_optax._internal import check, combinations, tracing, trees
 from agn_optax.round import _parts, _period, _round
 from agn_optax.round._parts import Parts
-from agn_optax.round._placement import WHOLE, Layout, Placement
 from agn_optax.round._round import ExchangeState, LocalState
+from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -141,11 +141,10 @@ class Fragments:
                 "mixing must be below 1, or workers would never adopt anything, got "
                 f"{mixing!r}"
             )
-        if self.eager and (mixing or not self.delay):
-            raise errors.InvalidArgumentError(
-                "eager updates need a delay, and keep all local steps, so they leave "
-                f"nothing to mix: got delay={self.delay}, mixing={mixing!r}"
-            )
+        if self.eager and mixing:
+            combinations.refuse("eager updates", "mixing", f"mixing={mixing!r}")
+        if self.eager and not self.delay:
+            raise errors.InvalidArgumentError("eager updates need a delay, got delay=0")
 
     def __len__(self) -> int:
         """The number of fragments."""
@@ -162,8 +161,8 @@ class Fragments:
         divided = Parts(sorted(_parts.balanced(params, self.parts, rows=False)))
         if not all(divided):
             raise errors.InvalidArgumentError(
-                f"the parameters have {sum(map(len, divided))} leaves, which cannot be "
-                f"{self.parts} fragments: a leaf is not cut"
+                f"the parameters have {sum(map(len, divided))} leaves, too few for "
+                f"{self.parts} fragments: a leaf is not divided"
             )
         return divided
 
@@ -202,45 +201,37 @@ class Fragments:
         """Check that the delay and all offsets fit into a period."""
         if self.delay >= period or any(t > period for t in self.offsets or ()):
             raise errors.InvalidArgumentError(
-                "a fragment's message must land before its next one, and its offset "
-                f"must be in the period: got delay={self.delay}, "
+                "a fragment's exchange must be complete before its next one begins, "
+                f"and its offset must be in the period: got delay={self.delay}, "
                 f"offsets={self.offsets} and a period of {period}"
             )
 
-    def check(self, rule: Rule, placement: Placement) -> None:
-        """Check that a rule and a placement can be used with these fragments.
+    def check(self, rule: Rule, layout: Layout = WHOLE) -> None:
+        """Check that a rule and a layout can be used with these fragments.
 
         Raises:
           InvalidArgumentError: they cannot.
         """
-        of_rule = f"rule {rule.name!r}"
-        if self.delay and placement != Placement():
-            raise errors.InvalidArgumentError(
-                "fragments with a delay need one center, whole on every device, got "
-                f"placement={placement}"
+        got = f"rule {rule.name!r}"
+        if self.delay and not layout.is_default:
+            combinations.refuse(
+                "fragments with a delay", "a placement", f"{layout.placement}"
             )
         if self.mixing and rule.adopts == "before":
-            raise errors.InvalidArgumentError(
-                f"{of_rule} moves worker and center by the same force, of which mixing "
-                f"would take a part from one of them: got mixing={self.mixing}"
+            combinations.refuse(
+                "fragments with mixing",
+                "a rule that adopts the center before its message",
+                f"{got}, mixing={self.mixing}",
             )
         if self.eager and (rule.adopts == "before" or rule.adopt is not None):
-            raise errors.InvalidArgumentError(
-                f"eager updates adopt the whole center, and {of_rule} adopts it in its "
-                "own way"
+            combinations.refuse(
+                "eager updates", "a rule with an adoption of its own", got
             )
-        how = rule.combine
+        got = f"{got} with {rule.combine}"
         if not rule.combines_elements:
-            raise errors.InvalidArgumentError(
-                f"{of_rule} looks at whole messages ({how}), and a fragment has a part "
-                "of each. Exchange the whole tree, or take robust.median() or "
-                "robust.trimmed_mean(), which take each element for itself"
-            )
+            combinations.refuse("fragments", "a combine of whole messages", got)
         if self.eager and not rule.is_summed:
-            raise errors.InvalidArgumentError(
-                f"eager updates adopt a worker's own share of a message, and by {how} "
-                f"of {of_rule} no message has one"
-            )
+            combinations.refuse("eager updates", "a robust combine", got)
 
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule
@@ -316,7 +307,7 @@ def chosen(
     given = [number for number in (fragment, landing) if number is not None]
     if any(map(check.is_traced, given)):
         raise errors.InvalidTypeError(
-            "fragment and landing are numbers that a program is compiled for: jax.jit("
+            "fragment and landing must be static, got a traced value: use jax.jit("
             'tx.exchange, static_argnames=("fragment", "landing"))'
         )
     there = range(0 if fragments is None else len(fragments))
@@ -358,8 +349,8 @@ def begin(
     if begun is None:
         jax.eval_shape(lambda: of_part(params, alone))  # raises if the whole fails too
         raise errors.InvalidArgumentError(
-            f"rule {rule.name!r} cannot begin with a fragment of the parameters, where "
-            "None is in place of the other leaves. A mask or labels of its center "
+            f"rule {rule.name!r} cannot begin with a fragment of the parameters, in "
+            "which the other leaves are None. A mask or labels of its center "
             "optimizer must be functions of the parameters, and not trees"
         )
     # A copy, because some optimizers keep the parameters passed to their init.
@@ -376,8 +367,8 @@ def check_state(
     """
     if len(state.fragments) != len(fragments):
         raise errors.TreeMismatchError(
-            f"the state has {len(state.fragments)} fragments, and there are "
-            f"{len(fragments)} here"
+            f"the state must have {len(fragments)} fragments, got "
+            f"{len(state.fragments)}"
         )
     parts = fragments.divide(params).cut(params)
     for part, own in zip(parts, state.fragments, strict=True):
@@ -403,7 +394,7 @@ def each(
         if (own[number].in_flight is None) != (not fragments.delay):
             raise errors.TreeMismatchError(
                 f"the state is of fragments {'without' if fragments.delay else 'with'} "
-                f"a delay, and here delay={fragments.delay}"
+                f"a delay, but here delay={fragments.delay}"
             )
         cut[number], own[number] = exchange(cut[number], own[number])
     return _parts.join(cut), state._replace(fragments=tuple(own))

@@ -129,7 +129,9 @@ def _plan(
         for i in range(len(groups)):
             made = _made(act, groups.take(i, trees, of), groups.take(i, of, of))
             if not made.items() <= whole.items():
-                raise tracing.UnfitError("what it makes of a leaf without the others")
+                raise tracing.UnfitError(
+                    "a result that differs without the other leaves"
+                )
         return _Plan(groups, of_carry)
 
     return tracing.unless_unfit("an exchange by groups of leaves", plan)
@@ -151,7 +153,7 @@ def _made(
     ]
     reading = tracing.read(act, *trees, given=given)
     if any(tracing.calls_back(operation) for operation, _ in reading.across):
-        raise tracing.UnfitError("a callback, which may look at anything")
+        raise tracing.UnfitError("a callback, which may read any leaf")
     count = len(jax.tree.leaves(trees[0]))
     old, new = (
         [(aval.shape, aval.dtype) for aval in avals]
@@ -161,7 +163,7 @@ def _made(
         raise tracing.UnfitError("an exchange that changes shapes or dtypes")
     for (path, made), owner in zip(reading.made.items(), of[:count], strict=True):
         if not made.leaves <= _leaves(owner):
-            raise tracing.UnfitError(f"result{path}, which is made of several leaves")
+            raise tracing.UnfitError(f"result{path}, which depends on several leaves")
     return reading.made
 
 

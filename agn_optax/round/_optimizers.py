@@ -10,7 +10,7 @@ from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.round._forms import exchange_every
 from agn_optax.round._fragments import Fragments
-from agn_optax.round._placement import Placement
+from agn_optax.round.placements import Placement
 from agn_optax.rules import codecs
 
 # TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period /

@@ -112,7 +112,9 @@ def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
       InvalidArgumentError: ``given`` is empty, or one is not a regular expression.
     """
     if not given:
-        raise errors.InvalidArgumentError(f"{argument} must be at least one, got none")
+        raise errors.InvalidArgumentError(
+            f"{argument} must have at least one pattern, got none"
+        )
     for pattern in given:
         try:
             re.compile(pattern)
@@ -136,8 +138,8 @@ def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
         found = [i for i, each in enumerate(patterns) if re.search(each, text)]
         if not found:
             raise errors.InvalidArgumentError(
-                f"no pattern of {list(patterns)} is found in the path {text!r}: which "
-                "part is it in? '.' at the end takes what is left"
+                f"no pattern of {list(patterns)} is found in the path {text!r}: add "
+                "one for its part, or '.' at the end for all remaining paths"
             )
         parts[found[0]].append(Piece(leaf))
     if not all(parts):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 
 # Exchanges made so far -> local steps of the next round.
 PeriodSchedule = Callable[[Any], Any]
@@ -23,11 +23,8 @@ def as_schedule(period: Any) -> PeriodSchedule:
     before it runs.
     """
     if isinstance(period, DynamicPeriod):
-        raise errors.InvalidTypeError(
-            "dynamic_period(...) is the period of an agn_optax.Worker without "
-            "fragments, whose center measures it; all others take an int or a function "
-            "of the exchanges made so far: the workers of one program make their steps "
-            "together, and fragments have their turns within one period"
+        combinations.refuse(
+            "dynamic_period", "workers of one program", f"period={period}"
         )
     if not callable(period):
         constant = check.positive_int(period, "period")

@@ -31,7 +31,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round._placement import WHOLE, Layout, held
+from agn_optax.round.placements import WHOLE, Layout, held
 from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any

@@ -14,8 +14,8 @@ from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round._fragments import FragmentsState
-from agn_optax.round._placement import held, unwrapped
 from agn_optax.round._round import ExchangeState, LocalState
+from agn_optax.round.placements import held, unwrapped
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
@@ -91,8 +91,8 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
         for tree in known:
             if not _is_like(tree, params):
                 raise errors.TreeMismatchError(
-                    "params are another tree than what the state keeps for each "
-                    f"parameter: {jax.tree.structure(params)} and "
+                    "params must have the same tree as the parameters of the state: "
+                    f"got {jax.tree.structure(params)}, expected "
                     f"{jax.tree.structure(tree)}"
                 )
     return _named(list(_found(opt_state, (), _Test(like))))
@@ -102,7 +102,7 @@ def _put_together(state: FragmentsState) -> ExchangeState:
     """Join the states of all fragments to the state of the whole tree."""
     apart = [
         each._replace(
-            center=held(each.center), center_state=unwrapped(each.center_state)[1]
+            center=held(each.center), center_state=unwrapped(each.center_state)
         )
         for each in state.fragments
     ]
@@ -130,7 +130,7 @@ def _structure_of(known: list[PyTree]) -> PyTree:
     whole = [tree for tree in known if not trees.nodes(tree, optax.MaskedNode)]
     if not whole or any(not _is_like(tree, whole[0]) for tree in whole):
         raise errors.MissingArgumentError(
-            "slots needs params to know what is like them: the state has "
+            "slots needs params to find the trees like them: the state has "
             f"{'several trees' if whole else 'no tree'} that could be the parameters'. "
             "Call slots(opt_state, params)"
         )
@@ -225,7 +225,7 @@ def _of_round(
         yield from whole("center", held(state.center))
         if state.public is not None:
             yield from whole("public", state.public.params)
-        center_state = unwrapped(state.center_state)[1]
+        center_state = unwrapped(state.center_state)
         yield from within("center_optimizer", "center_state", center_state)
         yield from within("in_flight", "in_flight", state.in_flight)
     else:

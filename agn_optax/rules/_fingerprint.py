@@ -114,7 +114,7 @@ def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
     if (factor := _factor(theirs, own)) is not None:
         return (
             f": each is {factor:.4g} times as large as here, so the rates may differ "
-            "by that"
+            "by that factor"
         )
     if np.allclose(theirs[0], own[0], rtol=1e-3, atol=1e-6):
         return ". Later steps differ: it may be the momentum, a decay or a schedule"

@@ -146,8 +146,8 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     if given.get("codec") in _WITHOUT_MOMENTUM and _has_momentum(made.center):
         _log.warning(
             "%s %s leaves most of a contribution to later messages, and momentum at "
-            "the center multiplies what comes late: rule %s learns far less by it. "
-            "Without momentum it does not: rule diloco with %s sgd, %s 0.8",
+            "the center amplifies late parts, so rule %s learns far less. Use no "
+            "momentum with it, as in rule diloco with %s sgd, %s 0.8",
             *(spelt("codec"), given["codec"], name),
             *(spelt("center_optimizer"), spelt("learning_rate")),
         )

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
@@ -139,10 +138,10 @@ class Rule:
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
-            raise errors.InvalidArgumentError(
-                f"codec {of_rule} must send all elements, as its contributions are not "
-                f"differences: got {self.codec}, which leaves most out. Such as "
-                "quantize(8) or cast('bfloat16') will do"
+            combinations.refuse(
+                "a codec that leaves out elements",
+                "a rule that sends parameters",
+                f"codec {self.codec} {of_rule}",
             )
         # Wrapped once, so that an exchange may pass its extra arguments to every part.
         for field in ("center", "record", "penalty", "discount"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 
 PyTree = Any
 
@@ -98,7 +98,7 @@ def by_local_steps(
                 "round that ends, got steps=None"
             )
         if outside is not False:
-            raise _outside()
+            _refuse_outside()
 
         def move_on(node: Any) -> Any:
             count = node.count
@@ -113,15 +113,14 @@ def by_local_steps(
 def check_outside(optimizer: optax.GradientTransformation) -> None:
     """Raise if ``optimizer`` cannot move a center outside the program."""
     if isinstance(optimizer.init, _Init):
-        raise _outside()
+        _refuse_outside()
 
 
-def _outside() -> errors.InvalidArgumentError:
-    return errors.InvalidArgumentError(
-        "a center outside the program cannot count local steps, for its workers "
-        "are not at the same one, got a center optimizer by_local_steps(...): its "
-        "schedules count the messages that it has applied; give it the optimizer "
-        "as it is, with a schedule of as many"
+def _refuse_outside() -> NoReturn:
+    combinations.refuse(
+        "by_local_steps",
+        "a center outside the program",
+        "a center optimizer by_local_steps(...)",
     )
 
 

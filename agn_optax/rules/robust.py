@@ -220,8 +220,8 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
         near = count - faulty - 2
         if count < 2 * faulty + 3 or keep > near:
             raise errors.InvalidArgumentError(
-                f"{name} needs a round of {max(2 * faulty + 3, keep + faulty + 2)} "
-                f"messages at least, and here are {count}"
+                f"{name} needs a round of at least "
+                f"{max(2 * faulty + 3, keep + faulty + 2)} messages, got {count}"
             )
         distances = total(jax.tree.map(_distances, messages))  # [count, count]
         distances = jnp.where(jnp.isnan(distances), jnp.inf, distances)

@@ -37,6 +37,7 @@ from agn_optax.service.security._tls import Tls, tls
 from agn_optax.service.server._server import Server, serve
 from agn_optax.service.server._servicer import LONGEST_GRACE as LONGEST_GRACE
 from agn_optax.service.server._servicer import Servicer as Servicer
+from agn_optax.service.server._settings import Limits, Parent, Security
 from agn_optax.service.transports import Listener as Listener
 from agn_optax.service.transports import _path as path  # noqa: F401
 from agn_optax.service.transports import sockets as sockets
@@ -46,8 +47,11 @@ from agn_optax.service.wire import _versions as versions  # noqa: F401
 __all__ = [
     "Access",
     "Environment",
+    "Limits",
     "Observer",
+    "Parent",
     "RemoteCenter",
+    "Security",
     "Server",
     "Tls",
     "connect",

@@ -57,19 +57,18 @@ class Environment(NamedTuple):
         text = os.environ.get(RULE)
         if text is None:
             raise errors.MissingArgumentError(
-                f"{RULE} is not in the environment, where `agn-optax launch --rule "
-                "...` has it for the center that it starts itself: make the rule here, "
-                "as that of the center"
+                f"{RULE} is not set: `agn-optax launch --rule ...` sets it only if it "
+                "starts the center itself. Make the rule of the center in this program"
             )
         try:
             settings = json.loads(text)
         except ValueError as error:
             raise errors.InvalidArgumentError(
-                f"{RULE} must be an object of JSON, got {text!r}: {error}"
+                f"{RULE} must be a JSON object, got {text!r}: {error}"
             ) from None
         if not isinstance(settings, dict):
             raise errors.InvalidArgumentError(
-                f"{RULE} must be an object of JSON, got {text!r}"
+                f"{RULE} must be a JSON object, got {text!r}"
             )
         return rules.named(settings)
 
@@ -122,7 +121,7 @@ def environment() -> Environment:
     distributed = _processes(own, found, rank)
     address = own.get("AGN_OPTAX_CENTER") or _first([task.center for task in found])
     if address is None:
-        raise _missing("AGN_OPTAX_CENTER", "with the center's address")
+        raise _missing("AGN_OPTAX_CENTER", "the center's address")
     restarts = number(own, "AGN_OPTAX_RESTARTS")
     if restarts is None:
         restarts = _first([task.restarts for task in found]) or 0
@@ -134,9 +133,9 @@ def environment() -> Environment:
     )
     if jax.distributed.is_initialized() and jax.process_count() != processes:
         raise errors.InvalidArgumentError(
-            f"worker {name!r} has {processes} process(es), and this one is in a job of "
-            f"jax.distributed with {jax.process_count()}: with one of these, all would "
-            "end. Join them by agn_optax.initialize_distributed("
+            f"worker {name!r} has {processes} process(es), but this one is in a job of "
+            f"jax.distributed with {jax.process_count()}: if one of these ends, all "
+            "end. Join the worker's processes by agn_optax.initialize_distributed("
             "**service.environment().distributed), before anything else"
         )
     return Environment(address, rank, workers, name, restarts, distributed)
@@ -155,9 +154,9 @@ def _place(own: Variables, found: list[Task]) -> tuple[int, int, str]:
         else:
             rank, workers, by = _of_processes(own, found, workers)
     if rank is None:
-        raise _missing("AGN_OPTAX_RANK", "with 0, 1, ...")
+        raise _missing("AGN_OPTAX_RANK", "0, 1, ...")
     if workers is None:
-        raise _missing("AGN_OPTAX_WORKERS", "with the number of workers")
+        raise _missing("AGN_OPTAX_WORKERS", "the number of workers")
     if rank >= workers:
         raise errors.InvalidArgumentError(
             f"the rank must be below AGN_OPTAX_WORKERS ({workers}), got {rank} ({by})"
@@ -169,9 +168,9 @@ def _counted(task: Task) -> int | None:
     """Return the number of workers according to an engine; None if it is unknown."""
     if task.engine == "SLURM" and task.count is None:
         raise errors.InvalidArgumentError(
-            "an array that does not begin at 0, or has gaps, may have grown or may be "
-            f"a part ({task.said}): say --array=0-N, or AGN_OPTAX_WORKERS with the "
-            "number of all workers, of whom this is then the one with its task's number"
+            "an array that does not begin at 0, or has gaps, may be only a part of the "
+            f"workers ({task.said}): use --array=0-N, or set AGN_OPTAX_WORKERS to the "
+            "number of all workers; the rank is then the task's number"
         )
     return task.count
 
@@ -187,7 +186,7 @@ def _of_processes(
     if each is None or task.processes % each:
         raise errors.InvalidArgumentError(
             f"{task.engine} has started {task.processes} processes together "
-            f"({task.said}): say AGN_OPTAX_PROCESSES=1 if each is a worker, or "
+            f"({task.said}): set AGN_OPTAX_PROCESSES=1 if each is a worker, or "
             f"{task.processes} if all are one worker's towers, got {each}"
         )
     return task.process // each, workers or task.processes // each, task.said
@@ -210,7 +209,7 @@ def _processes(own: Variables, found: list[Task], rank: int) -> dict[str, Any]:
     if processes == 1:
         return {"num_processes": 1}
     if process is None:
-        raise _missing("AGN_OPTAX_PROCESS", f"with 0 to {processes - 1}")
+        raise _missing("AGN_OPTAX_PROCESS", f"a number from 0 to {processes - 1}")
     if process >= processes:
         raise errors.InvalidArgumentError(
             f"AGN_OPTAX_PROCESS must be below AGN_OPTAX_PROCESSES ({processes}), got "
@@ -218,7 +217,7 @@ def _processes(own: Variables, found: list[Task], rank: int) -> dict[str, Any]:
         )
     coordinator = own.get("AGN_OPTAX_COORDINATOR")
     if not coordinator and host is None:
-        raise _missing("AGN_OPTAX_COORDINATOR", "with host:port of the first process")
+        raise _missing("AGN_OPTAX_COORDINATOR", "host:port of the first process")
     return {
         "coordinator_address": coordinator or f"{host}:{_FIRST_PORT + rank % _PORTS}",
         "num_processes": processes,
@@ -240,9 +239,8 @@ def _agreed(found: list[Task], what: str) -> Task | None:
         if getattr(task, what) != getattr(found[0], what):
             raise errors.InvalidArgumentError(
                 f"{found[0].engine} ({found[0].said}) and {task.engine} ({task.said}) "
-                "both say which worker this is, and do not agree: say it by "
-                "AGN_OPTAX_RANK and AGN_OPTAX_WORKERS, or AGN_OPTAX_PROCESS and "
-                "AGN_OPTAX_PROCESSES"
+                "disagree on which worker this is: set AGN_OPTAX_RANK and "
+                "AGN_OPTAX_WORKERS, or AGN_OPTAX_PROCESS and AGN_OPTAX_PROCESSES"
             )
     return found[0] if found else None
 
@@ -253,6 +251,6 @@ def _first(values: list[Any]) -> Any:
 
 def _missing(name: str, what: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        f"{name} is not in the environment, and no engine says it: start this program "
-        f"with `agn-optax launch`, which sets it, or set it yourself, {what}"
+        f"{name} is not set, and no engine gives its value: start this program with "
+        f"`agn-optax launch`, which sets it, or set it to {what}"
     )

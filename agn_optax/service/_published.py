@@ -51,7 +51,9 @@ def read(path: pathlib.Path) -> str:
         problem = error.strerror or str(error)
     except (UnicodeDecodeError, errors.InvalidArgumentError) as error:
         problem = str(error)
-    raise errors.CenterUnreachableError(f"no center has left its address: {problem}")
+    raise errors.CenterUnreachableError(
+        f"no center has published its address: {problem}"
+    )
 
 
 @contextlib.contextmanager

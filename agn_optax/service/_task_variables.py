@@ -142,8 +142,8 @@ def _leader_worker_set(variables: Variables) -> Task | None:
         )
     if pod == 0:
         raise errors.InvalidArgumentError(
-            f"this is the leader of a LeaderWorkerSet, where the center is, and no "
-            f"worker ({said}); AGN_OPTAX_PROCESSES={size} makes one worker of a group"
+            "this is the leader of a LeaderWorkerSet, which runs the center and is no "
+            f"worker ({said}); with AGN_OPTAX_PROCESSES={size} a group is one worker"
         )
     address = f"{leader}:{_port(variables)}"
     return Task("LeaderWorkerSet", said, index=pod - 1, count=size - 1, center=address)
@@ -170,8 +170,8 @@ def _slurm(variables: Variables) -> Task | None:
         if step == sum(each):
             if process < each[0]:
                 raise errors.InvalidArgumentError(
-                    "this is the first component of a heterogeneous job, where the "
-                    f"center is, and no worker ({_said(variables, *names)})"
+                    "this is the first component of a heterogeneous job, which runs "
+                    f"the center and is no worker ({_said(variables, *names)})"
                 )
             process, step = process - each[0], step - each[0]
             nodes = variables.get("SLURM_JOB_NODELIST_HET_GROUP_1", "")

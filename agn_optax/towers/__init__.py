@@ -12,7 +12,7 @@ from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
 from agn_optax.towers._loss import reduce_loss
 from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scaling
 from agn_optax.towers._mesh import initialize_distributed
-from agn_optax.towers._programs import Program
+from agn_optax.towers._programs import MeshProgram
 from agn_optax.towers._replicas import Agreement
 from agn_optax.towers._replicas import alike as alike
 from agn_optax.towers._replicas import cut_for as cut_for
@@ -23,7 +23,7 @@ __all__ = [
     "Agreement",
     "AllReduceState",
     "LossScaleState",
-    "Program",
+    "MeshProgram",
     "Towers",
     "all_reduce",
     "densify",

@@ -1,7 +1,7 @@
 """`all_reduce` of the gradients of a worker's towers, like TowerOptimizer.
 
 Gradients are reduced in *buckets* (one leaf, several small leaves, or a piece of a
-large leaf), each by one run of the chosen algorithm. `_way` has the algorithms.
+large leaf), each by one run of the chosen algorithm. `_transfer` has the algorithms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.round import collectives
 from agn_optax.rules import codecs
 from agn_optax.towers import _rows
-from agn_optax.towers._way import Algorithm, OnTheWay, Way, check_way
+from agn_optax.towers._transfer import Algorithm, OnTheWay, Transfer, check_transfer
 
 PyTree = Any
 
@@ -142,7 +142,7 @@ def all_reduce(
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
         )
-    way = check_way(axes, algorithm, codec, sum_dtype)
+    transfer = check_transfer(axes, algorithm, codec, sum_dtype)
     if bucket_bytes is not None:
         check.positive_int(bucket_bytes, "bucket_bytes")
     if bucket_leaves is not None:
@@ -180,7 +180,7 @@ def all_reduce(
         states: list[PyTree] = []
 
         def begin(x: jax.Array) -> jax.Array:
-            states.append(way.init(x))
+            states.append(transfer.init(x))
             return x
 
         through(jax.tree.map(jnp.zeros_like, params), begin)
@@ -188,11 +188,11 @@ def all_reduce(
 
     def init_fn(params: PyTree) -> AllReduceState:
         codec_state = None
-        if way.has_state:
+        if transfer.has_state:
             check.axis_bound(
                 axis_name,
-                f"{codec} keeps something else on every tower, so its state is made "
-                "inside the mesh: towers.create(tx.init, params)",
+                f"{codec} has another state on every tower, which must be made inside "
+                "the mesh: towers.create(tx.init, params)",
             )
             codec_state = first_states(params)
         in_flight = optax.tree.zeros_like(params) if delay else None
@@ -203,7 +203,7 @@ def all_reduce(
     ) -> tuple[PyTree, AllReduceState]:
         del params, extra_args
         check.axis_bound(axis_name)
-        _check_gradients(updates, axes, way)
+        _check_gradients(updates, axes, transfer)
         if delay:
             updates, state = _delayed(updates, state)
         if collectives.size(axes) == 1 and not collectives.checked(axes):
@@ -211,7 +211,7 @@ def all_reduce(
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
         updates = jax.tree.map(
             lambda leaf: (
-                _rows.all_gather(leaf, axes, scale, way.dtype)
+                _rows.all_gather(leaf, axes, scale, transfer.dtype)
                 if _rows.is_rows(leaf)
                 else jnp.asarray(leaf)
             ),
@@ -219,20 +219,20 @@ def all_reduce(
             is_leaf=_rows.is_rows,
         )
         old = iter(())
-        if way.has_state:
+        if transfer.has_state:
             expected = jax.eval_shape(first_states, updates)
-            what = "state.codec_state", "what is kept of these gradients"
+            what = "state.codec_state", "the codec state of these gradients"
             check.same_tree(state.codec_state, expected, *what)
             old = iter(state.codec_state.states)
         states: list[PyTree] = []
 
         def reduce(x: jax.Array) -> jax.Array:
-            reduced, kept = way.reduce(x, scale, next(old, None))
+            reduced, kept = transfer.reduce(x, scale, next(old, None))
             states.append(kept)
             return reduced
 
         updates = through(updates, reduce)
-        if way.has_state:
+        if transfer.has_state:
             state = state._replace(codec_state=OnTheWay(states, axes))
         return updates, state
 
@@ -319,7 +319,9 @@ def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceS
     return before, state._replace(in_flight=waiting)
 
 
-def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
+def _check_gradients(
+    updates: PyTree, axes: collectives.Axes, transfer: Transfer
+) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
@@ -327,11 +329,11 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
-            if way.codec is not None and not way.codec.is_cast:
-                raise errors.TreeMismatchError(
-                    f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
-                    "whole gradients: rows travel as they are, or by codecs.cast. Put "
-                    "densify() first, or give such gradients an all_reduce of their own"
+            if transfer.codec is not None and transfer.dtype is None:
+                combinations.refuse(
+                    "row-sparse gradients",
+                    "all_reduce with a codec",
+                    f"updates{keystr(path)}, codec {transfer.codec}",
                 )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")

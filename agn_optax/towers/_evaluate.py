@@ -114,7 +114,7 @@ def _reduction_of(path: Any, reduction: str | Mapping[str, str]) -> str:
     name = keystr(path[:1], simple=True)
     if name not in reduction:
         raise errors.InvalidArgumentError(
-            f"reduction says nothing of the metric {name!r}, only of "
+            f"reduction must name every metric, got none for {name!r}, only for "
             f"{', '.join(map(repr, reduction))}"
         )
     return reduction[name]

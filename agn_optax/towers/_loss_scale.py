@@ -161,10 +161,10 @@ def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
     others = collectives.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
-            f"inner communicates over {', '.join(map(repr, sorted(others)))}, and a "
-            "step that is skipped by some members of that axis only would leave the "
-            "others waiting for good: name it in loss_scaling(..., axis_name=...), "
-            f"which is {axes or None}"
+            f"inner communicates over {', '.join(map(repr, sorted(others)))}, and if "
+            "only some members of that axis skipped a step, the others would wait "
+            "forever: name that axis in loss_scaling(..., axis_name=...), got "
+            f"{axes or None}"
         )
 
 

@@ -20,7 +20,7 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class MeshProgram:
     """A compiled program of a state, and in some cases a batch.
 
     Attributes:
@@ -105,7 +105,7 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 def apply(
     mesh: Mesh, function: Callable[..., Any], *specs: PartitionSpec, donate: bool
-) -> Program:
+) -> MeshProgram:
     """Compile ``function`` for stacked state, and for batches with these ``specs``."""
 
     def on_tower(state: PyTree, *batches: PyTree) -> Any:
@@ -120,7 +120,7 @@ def apply(
             _check_batch(batch, len(spec) - 1, mesh.size)
         return mapped(state, *batches)
 
-    return Program(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+    return MeshProgram(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:

@@ -21,15 +21,16 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import (
     HOST_SHAPE,
+    CenterShards,
     ExchangeState,
     OnHost,
     OwnCenter,
-    ShardedCenter,
     collectives,
     piece_length,
+    rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
-from agn_optax.towers._way import OnTheWay
+from agn_optax.towers._transfer import OnTheWay
 
 PyTree = Any
 
@@ -71,7 +72,7 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (ShardedCenter, OwnCenter, OnHost, OnTheWay, PerTower):
+    for kind in (CenterShards, OwnCenter, OnHost, OnTheWay, PerTower):
         field = dataclasses.fields(kind)[0].name  # the field of arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -137,16 +138,16 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
                 rows = PerTower(kept.states, kept.axes)
                 kept = dataclasses.replace(kept, states=rows)
             return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
-        on_host = isinstance(node.center, OnHost)
-        center = node.center.tree if on_host else node.center
+        stored = node.center
+        center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
             own = Mean(center.center, of_workers=True)
             center = dataclasses.replace(center, center=own)
             return node._replace(
-                center=OnHost(center) if on_host else center,
+                center=rewrapped(center, stored),
                 center_state=Mean(node.center_state, of_workers=True),
             )
-        if not isinstance(center, ShardedCenter):
+        if not isinstance(center, CenterShards):
             return node
         within, across = center.axes
         axes = (*within, *across)
@@ -156,7 +157,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
             codec_state=PerTower(node.local.codec_state, within),
         )
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, stored),
             center_state=PerTower(node.center_state, axes),
             local=local,
         )
@@ -227,14 +228,14 @@ def check_centers(state: PyTree) -> None:
       InvalidArgumentError: they have different centers, and would keep them.
     """
     for path, node in trees.nodes(state, ExchangeState):
-        if isinstance(node.center, ShardedCenter | OnHost):
+        if isinstance(node.center, CenterShards | OnHost):
             continue
         found = agreement(node.center, 1)
         if not found:
             raise errors.InvalidArgumentError(
                 "towers begin with different centers, first in "
                 f"state{keystr(path)}.center{found.differs}, and must begin with the "
-                "same: make it of the same parameters on each"
+                "same center: make it from the same parameters on each tower"
             )
 
 
@@ -268,13 +269,13 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """Set the ``cut`` of each sharded center to that of a mesh of these sizes."""
 
-    def cut(center: ShardedCenter) -> ShardedCenter:
+    def cut(center: CenterShards) -> CenterShards:
         return dataclasses.replace(center, cut=_counts(center, sizes))
 
-    return trees.map_nodes(cut, state, ShardedCenter)
+    return trees.map_nodes(cut, state, CenterShards)
 
 
-def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
+def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the number of pieces of a center along each of its two groups of axes."""
     within, across = center.axes
     return (
@@ -293,7 +294,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     def cut(node: ExchangeState) -> ExchangeState:
         on_host = isinstance(node.center, OnHost)
         center = node.center.tree if on_host else node.center
-        if not (isinstance(center, ShardedCenter) and is_per_tower(center.pieces)):
+        if not (isinstance(center, CenterShards) and is_per_tower(center.pieces)):
             return node
         within, across = center.axes
         here = tuple(sizes.get(name, 0) for name in (*within, *across))
@@ -312,7 +313,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         pieces = _recut(center.pieces, old.pieces, new.pieces, sizes, before=before)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, node.center),
             center_state=_recut(
                 *(node.center_state, old.pieces, new.pieces, sizes),
                 mode="edge",
@@ -334,7 +335,7 @@ class _Cut:
         has the elements of several pieces.
     """
 
-    def __init__(self, within: int, across: int, center: ShardedCenter) -> None:
+    def __init__(self, within: int, across: int, center: CenterShards) -> None:
         leaves = tree_flatten_with_path(center.pieces.rows)[0]
         self.pieces: _Lengths = {}
         self.parts: _Lengths = {}
@@ -417,9 +418,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards, or of what "
-            f"a codec keeps), and these towers have no {missing[0]!r} among "
-            f"{tuple(sizes)}: give them the axes of those that it was made on"
+            f"state has pieces of axes {node.axes} (of a center in shards, or of a "
+            f"codec's state), and these towers have no {missing[0]!r} among "
+            f"{tuple(sizes)}: give them the axes of the towers that it was made on"
         )
     here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
@@ -427,8 +428,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
         if there != here:
             raise errors.TreeMismatchError(
                 f"state has pieces of axes {node.axes} and sizes {there} (of a center "
-                f"in shards, or of what a codec keeps); these towers have {here}. Read "
-                "it with center_params where it was made, and start anew from that"
+                f"in shards, or of a codec's state); these towers have {here}. Read "
+                "the center with center_params where the state was made, and start "
+                "anew from it"
             )
 
 

@@ -417,7 +417,7 @@ class Towers:
         train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         *,
         donate: bool = True,
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a training step for all towers.
 
         Args:
@@ -457,7 +457,7 @@ class Towers:
 
     def apply(
         self, function: Callable[[PyTree], PyTree], *, donate: bool = True
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a function of the state alone for all towers.
 
         Use it for functions that are not train steps, such as the exchange of `phases`
@@ -489,7 +489,7 @@ class Towers:
         unroll: int | bool = 1,
         fragments: Fragments | None = None,
         donate: bool = True,
-    ) -> _programs.Program:
+    ) -> _programs.MeshProgram:
         """Compile a whole round for all towers: local steps, then the exchange.
 
         Args:
@@ -537,7 +537,7 @@ class Towers:
             if exchange is None:
                 raise errors.InvalidArgumentError(
                     "fragments need exchange, the one of phases(..., fragments=...): a "
-                    "drop-in optimizer exchanges its own in its step"
+                    "drop-in optimizer exchanges its own fragments in its step"
                 )
             fragments.check_period(period)
 
@@ -726,7 +726,7 @@ def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, .
     """Return the arguments of a function after a check; the last one is a batch."""
     if not arguments:
         raise errors.InvalidArgumentError(
-            "the last argument is the batch, and there is none"
+            "the last argument must be the batch, got no arguments"
         )
     _check_function(function, what)
     return arguments

@@ -170,7 +170,7 @@ def _check_data(data: Any) -> None:
     """Warn that the data of a resumed run starts from its beginning, if it does."""
     if not _beside(data):
         _log.warning(
-            "the run goes on from its checkpoint, and its data begins anew: what goes "
-            "on as well is an iterator that Orbax can save, such as Grain's, got %s",
+            "the run goes on from its checkpoint, but its data begins anew: give an "
+            "iterator that Orbax can save, such as Grain's, got %s",
             check.show(data),
         )

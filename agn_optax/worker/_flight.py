@@ -7,20 +7,20 @@ import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import in_background
-from agn_optax.center import Snapshot
-from agn_optax.worker._programs import Left
+from agn_optax._internal import Backoff, in_background
+from agn_optax.center import Answer, Session, Submission
+from agn_optax.worker._programs import Sent
 
 PyTree = Any
 
-_PAUSE = 0.5  # s between attempts, in addition to the pauses inside an attempt
+# Between attempts, in addition to the pauses inside an attempt.
+_BACKOFF = Backoff(first=0.5)
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,25 +31,30 @@ class Message:
     the center may have applied it.
     """
 
-    send: Callable[[], Snapshot]  # sends the message and waits for the answer
-    contribution: PyTree
+    session: Session
+    submission: Submission
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # after sending; None if the local state has it already
-    answer: Snapshot | None = None
-    left: Left | None = None  # None unless local steps go on meanwhile
-    flight: Future[Snapshot] | None = None  # the exchange in the background, retried
-    attempt: Future[Snapshot] | None = None  # one attempt, begun by `send_ahead`
+    answer: Answer | None = None
+    # The parameters as they were sent; None unless local steps go on meanwhile.
+    sent: Sent | None = None
+    flight: Future[Answer] | None = None  # the exchange in the background, retried
+    attempt: Future[Answer] | None = None  # one attempt, begun by `send_ahead`
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def send(self) -> Answer:
+        """Send the message, and wait for the answer."""
+        return self.session.exchange(self.submission)
 
     def send_ahead(self) -> None:
         """Begin to send in the background; `exchange` then waits for the answer."""
         if self.attempt is None and self.answer is None:
-            self.attempt = in_background(self.sent, "agn-optax exchange")
+            self.attempt = in_background(self._timed, "agn-optax exchange")
 
-    def exchange(self) -> Snapshot:
+    def exchange(self) -> Answer:
         """Send the message unless `send_ahead` has, and wait for the answer."""
         if self.attempt is None:
-            return self.sent()
+            return self._timed()
         wait([self.attempt])  # if interrupted, the next call waits again
         attempt, self.attempt = self.attempt, None
         return _result_of(attempt)
@@ -62,36 +67,38 @@ class Message:
         assert self.flight is not None
         return self.flight.done()
 
-    def sent(self) -> Snapshot:
+    def _timed(self) -> Answer:
         """Send the message on this thread, measure the time, and return the answer."""
         begin = time.monotonic()
         answer = self.send()
         self.measured["seconds"] = time.monotonic() - begin
         return answer
 
-    def take_off(self, give_up: float) -> None:
+    def send_in_background(self, give_up: float) -> None:
         """Send in the background, with retries for ``give_up`` seconds."""
-        fly = functools.partial(self._fly, give_up)
-        self.flight = in_background(fly, "agn-optax exchange")
+        retried = functools.partial(self._retried, give_up)
+        self.flight = in_background(retried, "agn-optax exchange")
 
-    def land(self) -> Snapshot:
+    def receive(self) -> Answer:
         """Wait for the answer of the message in flight, or raise its error."""
         assert self.flight is not None
         return _result_of(self.flight)
 
-    def _fly(self, give_up: float) -> Snapshot:
+    def _retried(self, give_up: float) -> Answer:
         lost: float | None = None  # time at which the center was lost
         # Wait until the contribution is computed: if the worker leaves meanwhile,
         # nothing may be sent.
-        jax.block_until_ready(self.contribution)
+        jax.block_until_ready(self.submission.contribution)
+        pauses = _BACKOFF.pauses()
         while True:
             try:
-                return self.sent()
+                return self._timed()
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:
                 lost = lost or time.monotonic()
-                if time.monotonic() - lost >= give_up or self.abandoned.wait(_PAUSE):
+                is_over = time.monotonic() - lost >= give_up
+                if is_over or self.abandoned.wait(next(pauses)):
                     raise
 
 
@@ -107,7 +114,7 @@ def is_settled(error: Exception) -> bool:
     )
 
 
-def _result_of(future: Future[Snapshot]) -> Snapshot:
+def _result_of(future: Future[Answer]) -> Answer:
     """Wait for an answer, or raise the error of its thread.
 
     Callers may keep the error, so the frames of its traceback are cleared: they would

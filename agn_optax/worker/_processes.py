@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
-from agn_optax.center import Center, Session, Snapshot
+from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.rules import Rule
 from agn_optax.worker._flight import Message
 
@@ -98,7 +98,7 @@ class _Told:
         session = _told(
             lambda: self._center.join(worker, params, timeout=timeout, life=life)
         )
-        return ToldSession(session, self.snapshot)
+        return ToldSession(session, self.answer)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
@@ -123,16 +123,23 @@ class _Told:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def snapshot(self, ask: Callable[[], Snapshot | None]) -> Any:
+    def snapshot(self, ask: Callable[[], Snapshot]) -> Snapshot:
         """Call ``ask`` in the first process, and return its snapshot in all."""
-        snapshot = _told(ask)
-        own = snapshot and snapshot.params
+        return Snapshot(**self._shared(ask))
+
+    def answer(self, ask: Callable[[], Answer | None]) -> Answer | None:
+        """Call ``ask`` in the first process, and return its answer in all."""
+        said = self._shared(ask)
+        return None if said is None else Answer(**said)
+
+    def _shared(self, ask: Callable[[], Snapshot | Answer | None]) -> Any:
+        """Return the fields of what ``ask`` returns in the first process, in all."""
+        found = _told(ask)
+        own = found and found.params
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
-        said = snapshot and {
-            **snapshot._asdict(),
-            "params": trees.describe(own).structure,
-            "norm": None if snapshot.norm is None else float(snapshot.norm),
-        }
+        said = found and found._asdict() | {"params": trees.describe(own).structure}
+        if said and said.get("norm") is not None:
+            said["norm"] = float(said["norm"])
         said, kinds = _agreed([said, [(x.dtype.name, x.shape) for x in leaves]])
         if said is None:
             return None
@@ -142,50 +149,37 @@ class _Told:
         else:
             params = description.rebuild(said["params"], arrays)
         version = said["version"]
-        return Snapshot(
-            **said
-            | {
-                "params": params,
-                "version": tuple(version) if isinstance(version, list) else version,
-            }
-        )
+        return said | {
+            "params": params,
+            "version": tuple(version) if isinstance(version, list) else version,
+        }
 
 
 class ToldSession(Session):
     """A session whose answers to the first process are passed to all processes."""
 
     def __init__(
-        self, own: Session | None, snapshot: Callable[[Callable[[], Any]], Any]
+        self,
+        own: Session | None,
+        answer: Callable[[Callable[[], Answer | None]], Answer | None],
     ) -> None:
         self._own: Any = own  # None in the other processes
-        self.snapshot = snapshot
+        self.answer = answer
         known = own and [own.worker, own.incarnation, own.life]
         self.worker, self.incarnation, self.life = _agreed(known)
 
-    def submit(self, sequence: int, contribution: PyTree, **how: Any) -> None:
-        _told(lambda: self._own.submit(sequence, _here(contribution), **_here(how)))
+    def submit(self, submission: Submission) -> None:
+        _told(lambda: self._own.submit(_here(submission)))
 
-    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
-        return cast(
-            "Snapshot | None",
-            self.snapshot(lambda: self._own.collect(sequence, timeout)),
-        )
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
+        return self.answer(lambda: self._own.collect(sequence, timeout))
 
     def acknowledge(self, sequence: int) -> None:
         _told(lambda: self._own.acknowledge(sequence))
 
-    def exchange(self, sequence: int, contribution: PyTree, **how: Any) -> Snapshot:
-        return cast(
-            Snapshot,
-            self.snapshot(lambda: self.exchange_alone(sequence, contribution, **how)),
-        )
-
-    def exchange_alone(
-        self, sequence: int, contribution: PyTree, **how: Any
-    ) -> Snapshot:
+    def exchange_alone(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""
-        how = _here(how)
-        return cast(Snapshot, self._own.exchange(sequence, _here(contribution), **how))
+        return cast(Answer, self._own.exchange(_here(submission)))
 
     def disconnect(self) -> None:
         if self._own is not None:
@@ -196,30 +190,33 @@ class ToldSession(Session):
             self._own.leave()
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class ToldMessage(Message):
     """A message that the first process sends, and whose answer all processes get."""
 
     session: ToldSession
 
+    def send(self) -> Answer:
+        return self.session.exchange_alone(self.submission)
+
     def send_ahead(self) -> None:
         if _is_first():
             super().send_ahead()
 
-    def exchange(self) -> Snapshot:
-        return cast(Snapshot, self.session.snapshot(super().exchange))
+    def exchange(self) -> Answer:
+        return cast(Answer, self.session.answer(super().exchange))
 
-    def take_off(self, give_up: float) -> None:
+    def send_in_background(self, give_up: float) -> None:
         if _is_first():
-            super().take_off(give_up)
+            super().send_in_background(give_up)
         else:
             self.flight = concurrent.futures.Future()  # never done in this process
 
     def ask_if_answered(self) -> bool:
         return bool(_agreed(super().ask_if_answered()))
 
-    def land(self) -> Snapshot:
-        return cast(Snapshot, self.session.snapshot(super().land))
+    def receive(self) -> Answer:
+        return cast(Answer, self.session.answer(super().receive))
 
 
 def _is_first() -> bool:

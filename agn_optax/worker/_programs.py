@@ -3,13 +3,14 @@
     start       adopt the first center
     contribute  make the contribution
     adopt       adopt the answer for which the worker has waited
-    give_in     reset the worker to the center, after its message was rejected
+    reset       reset the worker to the center, after its message was rejected
+    take_back   return a dropped message to the residual of the codec
 
 and if local steps go on while the message is in flight
 
-    depart      make the contribution, and begin the next round
-    stay        begin the next round; the contribution was made before
-    land        adopt the answer, and keep the progress made meanwhile
+    send        make the contribution, and begin the next round
+    keep_going  begin the next round; the contribution was made before
+    receive     adopt the answer, and keep the progress made meanwhile
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
 from agn_optax.rules import Rule
 
 PyTree = Any
 
 
-class Left(NamedTuple):
+class Sent(NamedTuple):
     """Data to recover the parameters as they were when a message was sent."""
 
     params: PyTree  # a copy; None if not needed or recovered from the contribution
     steps: jax.Array  # int32: local steps of which the contribution was made
 
 
-class Landing(NamedTuple):
-    """Settings for answers that arrive while local steps go on."""
+class Adoption(NamedTuple):
+    """Settings for the adoption of an answer."""
 
     delay: int = 0  # adopt after so many local steps; 0 adopts as soon as it arrives
     mixing: float = 0.0  # share of the worker's own parameters that stays
@@ -51,7 +51,7 @@ class Landing(NamedTuple):
         return not self.delay or rule.adopts == "before"
 
 
-AT_ONCE = Landing()
+AT_ONCE = Adoption()
 
 
 class InnerState(NamedTuple):
@@ -66,7 +66,7 @@ def programs(
     rule: Rule,
     inner: optax.GradientTransformation,
     gradients: optax.GradientTransformation | None = None,
-    landing: Landing = AT_ONCE,
+    adoption: Adoption = AT_ONCE,
 ) -> SimpleNamespace:
     """Return the programs of all workers with the same rule and transformations.
 
@@ -80,11 +80,11 @@ def programs(
     # Only a penalty reads the anchor at every step, and then the state keeps it. For a
     # contribution the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
-    keeps_progress, mixing = landing.keeps_progress(rule), landing.mixing
+    keeps_progress, mixing = adoption.keeps_progress(rule), adoption.mixing
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.
-    keeps_left = keeps_progress and not recovers
+    keeps_sent = keeps_progress and not recovers
     # True if answers may be differences from the broadcast parameters adopted last.
     follows = rule.codec.answer_codec is not None
 
@@ -133,22 +133,22 @@ def programs(
         params = rounds.adopt(rule, params, center, mixing)
         return params, rounds.begin_round(rule, state, params, center)
 
-    def give_in(
+    def reset(
         params: PyTree,
         state: LocalState,
         contribution: PyTree,
         center: PyTree,
         *,
-        becomes: Literal["owed", "forgotten", "lost"],
+        residual: Literal["restored", "discarded", "kept"],
     ) -> tuple[PyTree, LocalState]:
         params = rounds.overwrite(params, center)  # in full, whatever the rule adopts
         state = rounds.begin_round(rule, state, params, center)
         fresh = init(params)
         # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
-        if rounds.has_residual(rule) and becomes == "owed":
+        if rounds.has_residual(rule) and residual == "restored":
             codec_state = rounds.take_back(rule, contribution, codec_state)
-        elif becomes == "forgotten":
+        elif residual == "discarded":
             # A message that is not finite has left nothing in the codec's residual.
             message = rounds.decode(rule, contribution, center)
             is_finite = _all([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
@@ -159,46 +159,48 @@ def programs(
         return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
-        owed = rounds.take_back(rule, contribution, state.codec_state)
-        return state._replace(codec_state=owed)
+        codec_state = rounds.take_back(rule, contribution, state.codec_state)
+        return state._replace(codec_state=codec_state)
 
     # A message in flight is kept in separate buffers, which local steps cannot change.
     # The next message overwrites them, because allocating new ones would take longer.
-    def depart(
+    def send(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
-    ) -> tuple[PyTree, Left, LocalState]:
+    ) -> tuple[PyTree, Sent, LocalState]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        kept = params if keeps_left else None
+        kept = params if keeps_sent else None
         contribution, kept = rounds.overwrite(spare, (contribution, kept))
-        left = Left(kept, state.local_steps)
+        sent = Sent(kept, state.local_steps)
         state = rounds.empty_record(rule, state, params, params)
-        return contribution, left, state._replace(codec_state=codec_state)
+        return contribution, sent, state._replace(codec_state=codec_state)
 
-    def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
+    def keep_going(params: PyTree, state: LocalState) -> tuple[Sent, LocalState]:
         # The parameters are not donated, so the program returns a copy of them.
-        left = Left(params if keeps_left else None, state.local_steps)
-        return left, rounds.empty_record(rule, state, params, params)
+        sent = Sent(params if keeps_sent else None, state.local_steps)
+        return sent, rounds.empty_record(rule, state, params, params)
 
-    def land(
+    def receive(
         params: PyTree,
         state: LocalState,
         contribution: PyTree,
-        left: Left,
+        sent: Sent,
         anchor: PyTree,
         center: PyTree,
     ) -> tuple[PyTree, LocalState]:
-        sent = left.params
+        before = sent.params
         if recovers and keeps_progress:
-            sent = rounds.recover(rule, contribution, params, state, anchor, left.steps)
+            before = rounds.recover(
+                rule, contribution, params, state, anchor, sent.steps
+            )
         if keeps_progress:
-            params = rounds.adopt_late(rule, params, sent, center, mixing)
+            params = rounds.adopt_late(rule, params, before, center, mixing)
         else:
             params = rounds.adopt(rule, params, center, mixing)
         return params, rounds.move_anchor(state, center)
 
     return SimpleNamespace(
         tx=optax.GradientTransformationExtraArgs(init, update),
-        keeps_left=keeps_left,
+        keeps_sent=keeps_sent,
         follows=follows,
         # True if contributions or answers need an anchor that the state does not keep.
         holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
@@ -207,14 +209,14 @@ def programs(
         codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
-        give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="becomes"),
-        # Return a dropped message to the residual; None if the codec keeps none.
+        reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
+        # None if the codec keeps no residual.
         take_back=jax.jit(take_back, donate_argnums=0)
         if rounds.has_residual(rule)
         else None,
-        depart=jax.jit(depart, donate_argnums=(0, 2)),
-        stay=jax.jit(stay, donate_argnums=1),
-        land=jax.jit(land, donate_argnums=(0, 1)),
+        send=jax.jit(send, donate_argnums=(0, 2)),
+        keep_going=jax.jit(keep_going, donate_argnums=1),
+        receive=jax.jit(receive, donate_argnums=(0, 1)),
     )
 
 
@@ -225,10 +227,10 @@ def check_local(inner_state: PyTree) -> None:
       InvalidArgumentError: it exchanges with a center of its own.
     """
     if trees.nodes(inner_state, rounds.ExchangeState):
-        raise errors.InvalidArgumentError(
-            "inner must be an optimizer that makes local steps alone, got one that "
-            "exchanges with a center of its own: give the optimizer inside it, as "
-            "in Worker(center, optax.adam(1e-3), period=10)"
+        combinations.refuse(
+            "a Worker",
+            "an inner optimizer that exchanges with a center of its own",
+            "an inner state with an ExchangeState",
         )
 
 

@@ -29,8 +29,8 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background, trees
-from agn_optax.center import Center, Claim, Core
+from agn_optax._internal import Backoff, combinations, in_background, trees
+from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
 
@@ -90,21 +90,21 @@ class Uplink:
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
-        self._period = int(check.positive_int(period, "parent_period"))
+        self._period = int(period)
         rule = parent.rule
         self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
         if self._keeps_record and core.rule.message is not None:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums gradients, and rule "
-                f"{core.rule.name!r} of this center does not send any; give the "
-                "parent a rule that sends displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a center whose rule sends no gradients",
+                f"{rule.name!r} of the parent and {core.rule.name!r} of this center",
             )
         if self._keeps_record and not core.rule.is_summed:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums all gradients that the workers "
-                f"of this site send, also those that {core.rule.combine} of its rule "
-                f"{core.rule.name!r} leaves out; give the parent a rule that sends "
-                "displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a robust combine",
+                f"{rule.name!r} of the parent and {core.rule.name!r} with "
+                f"{core.rule.combine} of this center",
             )
         self.error: Exception | None = None
         self.ready = threading.Event()
@@ -149,7 +149,8 @@ class Uplink:
     # The loop.
 
     def _run(self) -> None:
-        pause = _POLL
+        backoff = Backoff(_POLL, longest=_LONGEST)
+        pauses = backoff.pauses()
         try:
             while not self._is_over:
                 try:
@@ -157,14 +158,13 @@ class Uplink:
                         self._act()
                     else:
                         self._core.wait_for(lambda: self._steps >= self._period, _POLL)
-                    pause = _POLL
+                    pauses = backoff.pauses()
                 except Exception as error:  # any: a later attempt may succeed
                     self._fails(error)
                     if self._stopped.is_set():
                         self._given_up.wait(_POLL)
                     else:
-                        self._stopped.wait(pause)
-                        pause = min(2 * pause, _LONGEST)
+                        self._stopped.wait(next(pauses))
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
@@ -320,8 +320,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        session = self._worker._session
-        assert session is not None
+        _, session = self._worker._parts[0].require_start()
         return session.before
 
     def _now_lost(self) -> _Lost:
@@ -340,10 +339,11 @@ class Uplink:
         assert state is not None
         if not self._rounds or not jax.tree.leaves(state.codec_state):
             return state.codec_state
-        anchor, _ = self._worker._require_start()
+        part = self._worker._parts[0]
+        anchor, _ = part.require_start()
         sent = self._rounds[0]
         state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
-        return self._worker._programs.contribute(state, sent.sent, anchor.params)[1]
+        return part.programs.contribute(state, sent.sent, anchor.params)[1]
 
     # Sending and adopting.
 
@@ -393,7 +393,7 @@ class Uplink:
         self._core.shift(adopted, base)
         self._base, self._rounds = adopted, left
 
-    def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
+    def _observe(self, submission: Submission) -> jax.Array | None:
         """Add an exchange at the site to the sums; called under the center's lock.
 
         Returns:
@@ -401,12 +401,13 @@ class Uplink:
           read.
         """
         self._steps += 1
-        if claim.weight is not None:
-            self._weight = (self._weight or 0.0) + claim.weight
+        if submission.weight is not None:
+            self._weight = (self._weight or 0.0) + submission.weight
         if not self._keeps_record:
             return None
         if self._record is None:
             self._record = self._begin_record()
+        contribution = submission.contribution
         self._record, read = self._accumulate(contribution, self._record)
         return read
 

@@ -4,47 +4,46 @@ In an exchange, a worker usually sends a message, waits for the answer, and adop
 With ``overlap``, or if the center is lost, it does not wait but makes further local
 steps while the message is in flight. When the answer arrives, the worker adopts it and
 keeps the progress that it has made since the message was sent.
+
+A model has one part, or with fragments several, and each part has its own exchanges.
+The worker decides whose turn it is, and runs the acts of the parts in order.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
-from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
+from agn_optax._internal import check, combinations
+from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
-from agn_optax.worker._flight import Message, is_settled
-from agn_optax.worker._processes import ToldMessage, ToldSession
-from agn_optax.worker._programs import AT_ONCE, Left, programs
+from agn_optax.worker._machine import Counts
+from agn_optax.worker._part import Callback, Part, PartState
+from agn_optax.worker._phase import Divided, Whole
+from agn_optax.worker._programs import Adoption
 
 PyTree = Any
 # One action of a call: (params, state) -> (params, state).
 Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
-# (number of the exchange, values by name) -> ignored.
-Callback = Callable[[int, Mapping[str, float]], object]
-_log = logging.getLogger("agn_optax")
+# ({part: number of its message}, params, state) -> None.
+BeforeSend = Callable[[Mapping[int, int], PyTree, Any], object]
+# The inner optimizer of a fragment: the real one is for the whole tree.
+_ALONE = optax.identity()
 
 
 class WorkerState(NamedTuple):
     """Complete state of a worker, as a pytree to save and to restore from."""
 
     params: PyTree
-    state: LocalState
-    anchor: PyTree  # the center as last adopted; None if the rule does not read it
-    anchor_version: Any  # int; a tuple of ints for a center in shards
-    local_steps: Any  # int: local steps since the last exchange
-    exchanges: Any  # int
-    weight: Any = None  # float: weight of the round so far; None if none was given
-    pace: Any = None  # float: as `Worker.pace`
+    state: Any  # `LocalState`; with fragments, a `StreamingState`
+    parts: tuple[PartState, ...]  # one; with fragments, one for each
+    turn: Any = 0  # int: part that comes first if several are due
 
 
 class Worker:
@@ -84,8 +83,13 @@ class Worker:
         the fragment is in flight, and the answer is adopted after that many steps; the
         worker then waits for it (or after ``patience`` steps, if that is given and
         longer). With ``mixing``, a share of the worker's own parameters stays. The
-        state is a `StreamingState`, and `save` returns a `StreamingWorkerState`. All
-        workers of the center need the same fragments.
+        state is a `StreamingState`. A call of `exchange` waits for one fragment at
+        most. If several are due at once, the others have their turns at the next calls,
+        except that one may be sent while the answer of another one is adopted. `flush`
+        sends all fragments before it waits. `version` and `life` have an entry for each
+        fragment, `exchanges` is the smallest count among them, and attributes of the
+        last message are those of the fragment that sent it. Callbacks get its index as
+        ``fragment``. All workers of the center need the same fragments.
       callbacks: functions called after each exchange as ``callback(step, values)``,
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
@@ -143,18 +147,6 @@ class Worker:
       (2, 2)
     """
 
-    fragments: Fragments | None = None
-    _landing = AT_ONCE
-
-    def __new__(cls, *args: Any, **settings: Any) -> Worker:
-        """Make a `StreamingWorker` if there are fragments."""
-        if cls is Worker and settings.get("fragments") is not None:
-            # Imported here, because that module imports this one.
-            from agn_optax.worker._streaming import StreamingWorker  # noqa: PLC0415
-
-            return super().__new__(StreamingWorker)
-        return super().__new__(cls)
-
     def __init__(
         self,
         center: Center,
@@ -169,66 +161,69 @@ class Worker:
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        if fragments is not None:
-            raise errors.InvalidArgumentError(
-                f"fragments are for Worker itself, got {type(self).__name__}"
-            )
-        such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
-        check.instance(center, Center, f"center must be {such_as}")
+        shards: Sequence[Center] = ()
+        if fragments is None:
+            such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
+            check.instance(center, Center, f"center must be {such_as}")
+        else:
+            divided = _divided(center, fragments, period, overlap)
+            center, shards = divided, divided.centers
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
-        self._programs = programs(center.rule, inner, gradients, self._landing)
         self.center = center
-        self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
+        self.fragments = fragments
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
-        self.exchanges = 0
-        self.dropped = 0
-        self.refused = 0
-        self.refusal = ""
-        self.staleness: int | None = None
-        self.norm: Any = None
-        self.overlap = overlap
-        self._patience = patience
-        self._give_up = give_up
-        self.pace: float | None = None
-        self._length = self._lengths(period)
-        self._follows = isinstance(period, rounds.DynamicPeriod)  # the worker's speed
-        self._session: Session | None = None
-        self._sent = 0  # exchanges of this session that are over
-        self._anchor: Snapshot | None = None
-        self._knows_anchor = True  # whether the center, by its id, has had this anchor
-        self._callbacks = _callbacks(callbacks)
-        self._reported: dict[str, Any] = {}
-        self._paced = False  # whether a warning about miscounted steps was logged
-        # Local steps of a message, as counted by the device, and as `exchange` was
-        # told; kept until the device has computed its count.
-        self._steps: tuple[Any, int] | None = None
-        self._empty = 0  # messages in a row without local steps of `tx`
-        self._message: Message | None = None  # its answer has not been adopted
-        # Buffers of the last message, and of the parameters of which it was made: the
-        # next message sent in the background overwrites them.
-        self._spare: tuple[PyTree, PyTree] | None = None
-        self._like: tuple[PyTree, LocalState]  # params and state, abstract
-        self._local_steps = 0
-        self._weight: float | None = None  # weight of the round so far
+        callbacks = _callbacks(callbacks)
+        settings: dict[str, Any] = {
+            "name": self.name,
+            "overlap": overlap,
+            "patience": patience,
+            "give_up": give_up,
+        }
+        self._phase: Whole | Divided
+        if fragments is None:
+            settings |= {"period": period, "callbacks": callbacks}
+            self._parts = [Part(center, inner, gradients, **settings)]
+            self._phase = Whole(self._parts[0])
+        else:
+            lengths = rounds.as_schedule(period)
+            self._parts = [
+                Part(
+                    shard,
+                    _ALONE,
+                    adoption=Adoption(fragments.delay, fragments.mixing),
+                    period=fragments.periods(p, lengths),
+                    callbacks=[_of_fragment(p, each) for each in callbacks],
+                    **settings,
+                )
+                for p, shard in enumerate(shards)
+            ]
+            self._phase = Divided(fragments, self._parts, inner, gradients)
+        self.tx: optax.GradientTransformationExtraArgs = self._phase.tx
+        self._last = self._parts[0]  # part with the last message
+        self._turn = 0  # part whose turn is first
         # Parameters and state of a call that raised after it had donated its arguments:
         # the next call continues from them.
         self._kept: tuple[PyTree, Any] | None = None
-        # The method that raised in this way. Its steps and weight have been counted, so
-        # they are not counted again when it is repeated, even if `land` is called
-        # before.
-        self._counted: str | None = None
+        # Called when messages exist, before they are made of the given parameters and
+        # state, and before they are sent. All earlier messages have been answered.
+        self.before_send: BeforeSend | None = None
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
-        where = "not started" if self._session is None else f"version {self.version}"
+        made, where = f"{self.exchanges} exchanges", f"version {self.version}"
+        if self.fragments is not None:
+            each = [part.exchanges for part in self._parts]
+            made = f"{each} exchanges of {len(each)} fragments"
+        if self.version is None:
+            where = "not started"
         return (
-            f"Worker({self.name!r}, {self.center.rule.name}, {self.exchanges} "
-            f"exchanges, {where}, at {self.center!r})"
+            f"Worker({self.name!r}, {self.center.rule.name}, {made}, {where}, "
+            f"at {self.center!r})"
         )
 
     def start(
@@ -266,42 +261,75 @@ class Worker:
           CenterFullError: the center takes no further worker.
           InvalidArgumentError: the inner optimizer itself exchanges with a center.
         """
-        self._length(self.exchanges)  # raises if invalid, before anything changes
         if chief and params is None:
             raise errors.MissingArgumentError(
                 f"worker {self.name!r} starts as chief and so must give parameters: "
                 "start(params, chief=True), got params=None"
             )
-        if chief:
-            check.float_leaves(params, "params")
-            # If this raises, it must do so before other workers can join.
-            jax.eval_shape(self._programs.start, params, params)
+        if params is None and self.fragments is not None:
+            whole = self.center.pull() if chief is None else self.center.wait(timeout)
+            params = whole.params
+        self._phase.check(params)
+        cut = self._phase.cut(params)
+        for part, own in zip(self._parts, cut, strict=True):
+            part.check_start(own, chief=chief)
         self.leave()
-        session = self.center.join(self.name, params, timeout=timeout)
+        loops = self._all(
+            lambda part, own: part.start(own, chief=chief, timeout=timeout), cut
+        )
+        self._turn, self._last = 0, self._parts[0]
+        return self._phase.begun(loops)
+
+    def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
+        """Call ``begin(part, ...)`` for every part; leave all if one raises."""
         try:
-            if chief:
-                snapshot = self.center.initialize(params, worker=self.name)
-            elif chief is None:
-                public = {"public": True} if self._programs.follows else {}
-                snapshot = self.center.pull(**public)
-            else:
-                snapshot = self.center.wait(timeout)
-            if params is None:
-                params = snapshot.params
-            check.same_tree(params, snapshot.params, "params", "center")
-            check.float_leaves(params, "params")
-            anchor = _placed(snapshot, params)
-            loop = self._programs.start(anchor.params, params)
+            return [begin(*of_one) for of_one in zip(self._parts, *each, strict=True)]
         except BaseException:
-            session.leave()
+            self.leave()
             raise
-        self._begin(session, loop, anchor)
-        return loop
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges made."""
+        return min(part.exchanges for part in self._parts)
+
+    @property
+    def dropped(self) -> int:
+        """The number of messages that the center did not apply."""
+        return sum(part.dropped for part in self._parts)
+
+    @property
+    def refused(self) -> int:
+        """The number of messages that the center rejected by its limits."""
+        return sum(part.refused for part in self._parts)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why the last message was rejected; "" if it was not."""
+        return self._last.refusal
+
+    @property
+    def staleness(self) -> int | None:
+        """The staleness of the last message; None before the first."""
+        return self._last.staleness
+
+    @property
+    def norm(self) -> Any:
+        """The norm of the last message; None before the first."""
+        return self._last.norm
+
+    @property
+    def pace(self) -> float | None:
+        """The speed as a share of the fastest worker's; None if not measured."""
+        return self._last.pace
 
     @property
     def version(self) -> Any:
         """The version of the center adopted last; None before the start."""
-        return None if self._anchor is None else self._anchor.version
+        versions = tuple(part.version for part in self._parts)
+        if self.fragments is None:
+            return versions[0]
+        return None if None in versions else versions
 
     @property
     def life(self) -> Any:
@@ -310,12 +338,10 @@ class Worker:
         It has the ids of the session and the center, and the number of exchanges that
         are over. It can be serialized as JSON.
         """
-        return None if self._session is None else [self._session.life, self._sent]
-
-    def fills_round(self, steps: int) -> bool:
-        """Return whether the round is full after ``steps`` more local steps."""
-        length = self._length(self.exchanges + self._in_flight)
-        return self._local_steps + steps >= length
+        lives = [part.life for part in self._parts]
+        if self.fragments is None:
+            return lives[0]
+        return None if None in lives else lives
 
     @property
     def due(self) -> bool:
@@ -324,10 +350,9 @@ class Worker:
         This is for loops that must first gather their arrays, such as those of
         `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
-        if self._kept is not None:
-            return True
-        lands = self._in_flight and self._local_steps + 1 >= self._landing.delay
-        return lands or self.fills_round(1)
+        return self._kept is not None or any(
+            part.machine.is_due(part.round_length) for part in self._parts
+        )
 
     def exchange(
         self,
@@ -349,7 +374,7 @@ class Worker:
         sends the same message again, and local steps made after the first attempt are
         lost when the answer is adopted. If an answer had been adopted before the error,
         the arrays have been donated but are not lost: repeat the same call, or call
-        `land` before it, to continue from the adopted parameters.
+        `receive` before it, to continue from the adopted parameters.
 
         Args:
           params: the parameters after the local step.
@@ -370,7 +395,6 @@ class Worker:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
           InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
             is not positive and finite.
-          ProtocolError: the center's version does not support weights.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated elsewhere; or the center has restarted and does not know this
             session, or has given this worker's name to another worker.
@@ -380,128 +404,181 @@ class Worker:
             ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
         """
-        self._require_start()
-        self._check_called_from_python(state)
+        for part in self._parts:
+            part.require_start()
+            part.length(part.machine.round)  # raises if invalid
+        self._phase.check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        count = functools.partial(self._count, steps, weight)
-        return self._call(params, state, self._exchanging(), "exchange", count)
+        return self._call(
+            params,
+            state,
+            self._exchanging(),
+            "exchange",
+            lambda counts: counts.plus(steps, weight),
+        )
 
     def _call(
         self,
         params: PyTree,
         state: Any,
         acts: Iterable[Act],
-        method: str,
-        count: Callable[[], None] | None = None,
+        name: str = "",
+        count: Callable[[Counts], Counts] | None = None,
     ) -> tuple[PyTree, Any]:
-        """Count the steps and weight of a call, and run its acts in order.
+        """Run the acts of a call in order, with its steps and weight counted.
 
-        A call that raises can be repeated with the same arguments. Nothing is counted
-        twice. If an act before the one that raised has donated the loop's arrays, its
-        results are kept, and the next call continues from them.
+        If the call raises, its steps and weight are not counted, and it can be repeated
+        with the same arguments. If an act before the one that raised has donated the
+        loop's arrays, its results are kept, and the next call continues from them.
 
         Args:
           params: the loop's parameters.
           state: the loop's state.
           acts: the acts.
-          method: name of the method that was called.
-          count: counts the steps and weight of the call; None if it has none.
+          name: name of a call with steps.
+          count: counts of a round so far -> with those of the call; None for a call
+            without steps.
         """
-        (kept, self._kept), counted = (self._kept, None), self._counted
-        before = self._counts
+        kept, self._kept = self._kept, None
+        keeps = kept is None  # arrays of this call, if any
         try:
+            if count is not None:
+                for part in self._parts:
+                    part.machine.begin(name, count)
             if kept is not None:
                 params, state = kept
-            if count is not None:
-                if counted != method:
-                    count()
-                self._counted = None
             for act in acts:
                 loop = act(params, state)
                 if loop[0] is not params or loop[1] is not state:
                     kept = params, state = loop
         except BaseException:
             self._kept = kept
-            if kept is None:
-                self._counts, self._counted = before, counted
-            elif count is not None:
-                self._counted = method
+            for part in self._parts:
+                part.discard_unsent()
+                if count is not None:
+                    part.machine.end(returns=False, keeps=keeps and kept is not None)
             raise
+        if count is not None:
+            for part in self._parts:
+                part.machine.end(returns=True)
         return params, state
 
-    @property
-    def _counts(self) -> Any:
-        """The local steps of the round so far, and their weight."""
-        return self._local_steps, self._weight
+    def _on(self, p: int, act: Act) -> Act:
+        """Return an act of one part as an act on the whole tree."""
+        return functools.partial(self._one, p, act)
 
-    @_counts.setter
-    def _counts(self, counts: Any) -> None:
-        self._local_steps, self._weight = counts
+    def _one(self, p: int, act: Act, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        states, cut = self._phase.states(state), self._phase.cut(params)
+        part, refused = self._parts[p], self._parts[p].refused
+        loop = act(cut[p], states[p])
+        if loop[0] is cut[p] and loop[1] is states[p]:
+            return params, state
+        self._last = part
+        loops = [*zip(cut, states, strict=True)]
+        loops[p] = loop
+        return self._phase.joined(loops, state, resets=part.refused > refused)
 
-    def _count(self, steps: int, weight: float | None = None) -> None:
-        """Add local steps and their weight to the round."""
-        self._require_start()
-        self._length(self.exchanges + self._in_flight)  # raises before counting
-        self._local_steps += steps
-        if weight is not None:
-            self._weight = (self._weight or 0.0) + weight
-
-    def _ask_if_acting(self) -> bool:
-        """Return whether an act is due after the local steps made so far.
-
-        A worker of several processes communicates here: all of them must call this.
-        """
-        message = self._message
-        if message is None or self.is_stuck:
-            return self.fills_round(0)
-        length = self._length(self.exchanges + 1)
-        delay = min(self._landing.delay, length)  # the round may be shorter
-        patience = delay or length
-        if self._patience is not None:
-            patience = max(self._patience, delay, 1)
-        made = self._local_steps
-        return made >= patience or (made >= delay and message.ask_if_answered())
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a message could not be sent and must be sent again."""
-        return self._message is not None and self._message.flight is None
-
-    @property
-    def _departs(self) -> bool:
-        """True if local steps go on while the next message is in flight."""
-        if self._message is not None:
-            return False
-        return bool(self._landing.delay or (self.overlap and self.exchanges))
+    # The acts of a call, in order.
 
     def _exchanging(self) -> Iterator[Act]:
         """Yield the acts of `exchange`, if it acts at all."""
-        if self._ask_if_acting():
-            yield from self._ending()
+        if self._announces_next:
+            yield from self._receiving()
+        acting = self._acting()
+        for p in acting:
+            yield from self._ending(p)
+        if acting:
+            self._turn = (acting[-1] + 1) % len(self._parts)
 
-    def _ending(self) -> Iterator[Act]:
-        """Yield the acts that adopt an answer, and end the round if it is full."""
-        length = self._length(self.exchanges + self._in_flight)
-        yield self._land_flying
-        if self._local_steps >= length:
-            self._length(self.exchanges + 1)  # raises if the next period is invalid
-            yield self._exchange
+    @property
+    def _announces_next(self) -> bool:
+        """True if this call makes a message of which `before_send` is told."""
+        if self.before_send is None or self._parts[self._order[0]].machine.is_stuck:
+            return False
+        return any(part.is_full for part in self._parts)
 
-    def _flushing(self) -> Iterator[Act]:
-        """Yield the acts of `flush`: land, send the round as it is, and land."""
-        yield self._land_flying
-        if self._local_steps or self.is_stuck:
-            # The next period is not checked: these steps are sent in any case.
-            yield self._exchange
-        yield self._land_flying
+    @property
+    def _order(self) -> list[int]:
+        """Parts in the order of their turns, after one with a message to complete."""
+        order = [*range(self._turn, len(self._parts)), *range(self._turn)]
+        return sorted(order, key=lambda p: not self._parts[p].machine.is_stuck)
+
+    def _acting(self) -> list[int]:
+        """Return the parts of one call: one to adopt, and perhaps one to send."""
+        parts, order = self._parts, self._order
+        if parts[order[0]].machine.is_stuck:
+            return order[:1]
+        now = [p for p in order if parts[p].ask_if_acting()]
+        receiving = [p for p in now if parts[p].machine.in_flight][:1]
+        if not receiving or parts[receiving[0]].is_full:  # it sends, too
+            return now[:1]
+        sending = [p for p in now if parts[p].machine.sends_in_background]
+        return receiving + sending[:1]
+
+    def _ending(self, p: int) -> Iterator[Act]:
+        """Yield the acts that adopt a part's answer, and end a round that is full."""
+        part = self._parts[p]
+        length = part.round_length
+        yield self._on(p, part.receive)
+        if part.machine.must_act(length):
+            part.length(part.exchanges + 1)  # raises if the next period is invalid
+            yield self._making([p])
+            yield self._on(p, part.complete)
+
+    def _flushing(self, parts: Sequence[int]) -> Iterator[Act]:
+        """Yield the acts of `flush`, which sends all messages before it waits.
+
+        If a part already has a message in flight, the answer of that one must be
+        adopted before the next can be sent. The next period is not checked: the steps
+        are sent in any case.
+        """
+        if self.before_send is not None:
+            yield from self._finishing()
+        if len(parts) > 1:
+            flying = [p for p in parts if self._parts[p].machine.in_flight]
+            yield self._making(parts)
+            yield from (self._on(p, self._parts[p].send_ahead) for p in parts)
+            for p in flying:
+                yield self._on(p, self._parts[p].receive)
+                yield self._making([p])
+                yield self._on(p, self._parts[p].send_ahead)
+        for p in parts:
+            yield self._on(p, self._parts[p].receive)
+            yield self._making([p])
+            yield self._on(p, self._parts[p].complete)
+            yield self._on(p, self._parts[p].receive)
 
     def _finishing(self) -> Iterator[Act]:
-        """Yield the acts that adopt an answer, or send a failed message again."""
-        yield self._land_flying
-        if self.is_stuck:
-            yield self._exchange
-        yield self._land_flying
+        """Yield the acts that complete all messages; no new one is sent."""
+        each = list(enumerate(self._parts))
+        if len(each) > 1:
+            yield from (self._on(p, part.send_ahead) for p, part in each)
+        for p, part in each:
+            yield self._on(p, part.receive)
+            yield self._on(p, part.complete)
+            yield self._on(p, part.receive)
+
+    def _receiving(self) -> Iterator[Act]:
+        """Yield the acts that adopt the answers of all messages in flight."""
+        for p, part in enumerate(self._parts):
+            yield self._on(p, part.receive)
+
+    def _making(self, parts: Iterable[int]) -> Act:
+        """Return an act: messages of the rounds of parts exist, before any is sent."""
+
+        def act(params: PyTree, state: Any) -> tuple[PyTree, Any]:
+            numbers = {}
+            for p in parts:
+                part = self._parts[p]
+                if part.machine.can_make:
+                    self._one(p, part.make, params, state)
+                    numbers[p] = part.machine.number
+            if numbers and self.before_send is not None:
+                self.before_send(numbers, params, state)
+            return params, state
+
+        return act
 
     def report(self, **numbers: Any) -> None:
         """Report numbers of this worker, such as its loss, for monitoring.
@@ -526,7 +603,7 @@ class Worker:
         """
         for name, number in numbers.items():
             check.real_scalar(number, f"report({name}=...)")
-        reported = {**self._reported, **numbers}
+        reported = {**self._parts[0].reported, **numbers}
         if len(reported) > (most := MOST_REPORTED) or any(
             len(name) > most for name in numbers
         ):
@@ -534,7 +611,8 @@ class Worker:
                 f"a worker reports {most} numbers at most, whose names have {most} "
                 f"characters at most, got {len(reported)}: {sorted(reported)}"
             )
-        self._reported = reported
+        for part in self._parts:
+            part.reported = reported
 
     def flush(
         self,
@@ -552,24 +630,48 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`, except that ``steps`` is
         the total number of local steps of the round and ``weight`` their total weight.
-        None keeps the values counted by `exchange`.
+        None keeps the values counted by `exchange`, and is needed with fragments, whose
+        rounds began at different times.
         """
-        self._require_start()
-        self._check_called_from_python(state)
-        weight = self.check_flush(steps, weight)
-
-        def count() -> None:
-            self._local_steps = self._local_steps if steps is None else steps
-            self._weight = self._weight if weight is None else weight
-
-        return self._call(params, state, self._flushing(), "flush", count)
-
-    def check_flush(self, steps: int | None, weight: float | None) -> float | None:
-        """Check the arguments of `flush`; return the weight as a Python float."""
+        for part in self._parts:
+            part.require_start()
+        self._phase.check_called_from_python(state)
+        given = steps is not None or weight is not None
+        if self.fragments is not None and given:
+            got = f"steps={steps!r}, weight={weight!r}"
+            combinations.refuse("fragments", "steps or weight of a flush", got)
         check.whole_number(steps, "steps", least=0)
-        return check.weight(weight)
+        weight = check.weight(weight)
+        return self._call(
+            params,
+            state,
+            self._flushing(range(len(self._parts))),
+            "flush",
+            lambda counts: counts.replaced(steps, weight),
+        )
 
-    def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def resend(
+        self, params: PyTree, state: Any, parts: Sequence[int]
+    ) -> tuple[PyTree, Any]:
+        """Exchange the messages of some parts of which `before_send` was told.
+
+        This is for a worker that was restored from what `save` returned at that time:
+        they are the same messages, so the center does not apply them twice, and
+        `before_send` is not called again.
+        """
+        hook, self.before_send = self.before_send, None
+        try:
+            acts = self._flushing(parts)
+            params, state = self._call(
+                params, state, acts, "flush", lambda counts: counts
+            )
+        finally:
+            self.before_send = hook
+        if len(parts) == 1:
+            self._turn = (parts[0] + 1) % len(self._parts)
+        return params, state
+
+    def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Wait for the answer of an exchange in flight, and adopt it.
 
         This is for code that needs a worker without a message in flight, such as for
@@ -577,13 +679,7 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        return self._call(params, state, [self._land_flying], "land")
-
-    def _land_flying(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Adopt the answer of an exchange in flight, if there is one."""
-        return self._land(params, state) if self._in_flight else (params, state)
+        return self._call(params, state, self._receiving())
 
     def leave(self) -> None:
         """Leave the center, which then no longer waits for this worker.
@@ -591,13 +687,9 @@ class Worker:
         Progress that was not exchanged is lost: call `flush` before, if it matters. A
         ``with worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
-        self._anchor = self._spare = self._kept = self._counted = None
-        session, self._session = self._session, None
-        message, self._message = self._message, None
-        if message is not None:
-            message.abandoned.set()  # end its retries
-        if session is not None:
-            session.leave()
+        self._kept = None
+        for part in self._parts:
+            part.leave()
 
     def __enter__(self) -> Worker:
         return self
@@ -605,7 +697,7 @@ class Worker:
     def __exit__(self, *exception: object) -> None:
         self.leave()
 
-    def save(self, params: PyTree, state: LocalState) -> WorkerState:
+    def save(self, params: PyTree, state: Any) -> WorkerState:
         """Return the complete state of this worker, for a checkpoint.
 
         The arrays are the given ones, not copies: write them before you donate them.
@@ -621,24 +713,13 @@ class Worker:
         Raises:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
-        anchor, _ = self._require_start()
-        self._check_called_from_python(state)
-        if self._message is not None:  # the center may or may not have applied it
-            raise errors.WorkerStateError(
-                f"worker {self.name!r} has an exchange that has not ended, which "
-                "cannot be saved: land() or flush() before"
-            )
+        for part in self._parts:
+            part.require_start()
+        self._phase.check_called_from_python(state)
         params, state = self._kept or (params, state)
-        return WorkerState(
-            params,
-            state,
-            anchor.params,
-            anchor.version,
-            self._local_steps,
-            self.exchanges,
-            self._weight,
-            self.pace,
-        )
+        self._phase.states(state)  # raises if it is not of this worker
+        parts = tuple(part.save() for part in self._parts)
+        return WorkerState(params, state, parts, self._turn)
 
     def restore(
         self, saved: WorkerState, *, life: Any = None
@@ -661,392 +742,29 @@ class Worker:
           WorkerStateError: the center is older than ``saved``, or does not know the
             session.
         """
-        center = self.center.pull()
-        check.same_tree(saved.params, center.params, "saved.params", "center")
-        expected = jax.eval_shape(self._programs.start, center.params, saved.params)[1]
-        check.same_tree(saved.state, expected, "saved.state", "this worker's state")
-        if self._programs.holds_anchor:
-            check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
-        seen = jax.tree.map(int, saved.anchor_version)
-        check.same_tree(seen, center.version, "saved.anchor_version", "its version")
-        if any(jax.tree.leaves(jax.tree.map(int.__gt__, seen, center.version))):
+        count = len(self._parts)
+        if len(saved.parts) != count:
             raise errors.WorkerStateError(
-                f"saved is of a worker that has seen version {seen} of the center, "
-                f"which is at {center.version}: restore both from one checkpoint, or "
-                "adopt this center with start()"
+                f"saved is of a worker with {len(saved.parts)} fragments, and worker "
+                f"{self.name!r} has {count}"
             )
-        exchanges = int(saved.exchanges)
-        self._length(exchanges)  # raises if invalid, before anything changes
-        params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
+        lives: Sequence[Any] = [None] * count if life is None else life
+        if self.fragments is None:
+            lives = [life]
+        if len(lives) != count:
+            raise errors.WorkerStateError(
+                f"life is of a worker with {len(lives)} fragments, and worker "
+                f"{self.name!r} has {count}"
+            )
+        self._phase.check_restored(saved.params, saved.state)
+        cut, states = self._phase.cut(saved.params), self._phase.states(saved.state)
+        each = [*zip(cut, states, saved.parts, strict=True)]
+        for part, own in zip(self._parts, each, strict=True):
+            part.check_restored(*own)
         self.leave()
-        its, sent = (None, 0) if life is None else life
-        session = self.center.join(self.name, params, life=its)
-        self.exchanges = exchanges
-        self._begin(session, (params, state), Snapshot(anchor, seen))
-        self._knows_anchor = life is not None  # else the center may have a new id
-        self._sent = sent
-        self._local_steps = int(saved.local_steps)
-        self._weight = None if saved.weight is None else float(saved.weight)
-        self.pace = None if saved.pace is None else float(saved.pace)
-        return params, state
-
-    def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """End a round: make its exchange, or send its message in the background."""
-        self._check_loop(params, state)
-        message = self._message
-        if self._departs:
-            return self._depart(params, state)
-        if message is None:
-            message = self._message = self._made_message(params, state)
-        if message.answer is None:
-            try:
-                message.answer = message.exchange()
-            except errors.CenterUnreachableError as error:
-                if self._patience == 0 or isinstance(error, errors.CenterClosedError):
-                    raise
-                state = state._replace(codec_state=message.codec_state)
-                left, state = self._programs.stay(params, state)
-                self._take_off(message, left)
-                return params, state
-            except Exception as error:
-                if is_settled(error):
-                    self._message = None  # it was not applied: do not send it again
-                raise
-        answer = self._taken(message, message.answer, params)
-        state = state._replace(codec_state=message.codec_state)
-        if answer.refused:
-            return self._give_in(params, state, message, answer)
-        state = self._taken_back(state, message, answer)
-        params, state = self._programs.adopt(params, state, answer.params)
-        self._adopted(answer)
-        self._local_steps, self._weight = 0, None
-        return params, state
-
-    def _send_ahead(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Begin to end a round: send its message, without a wait for the answer.
-
-        `_exchange` then waits for the answer. If there is nothing to send, or a message
-        is in flight, nothing is done.
-        """
-        if self._in_flight or not (self._local_steps or self.is_stuck):
-            return params, state
-        if self._departs:
-            return self._exchange(params, state)
-        self._check_loop(params, state)
-        if self._message is None:
-            self._message = self._made_message(params, state)
-        self._message.send_ahead()
-        return params, state
-
-    def _made_message(self, params: PyTree, state: LocalState) -> Message:
-        """Make the message of a round, to be sent while no local steps are made."""
-        anchor, _ = self._require_start()
-        measured = self._measured(params, state)
-        contribution, codec_state, made = self._programs.contribute(
-            state, params, anchor.params
-        )
-        return self._new_message(contribution, made, measured, codec_state)
-
-    def _give_in(
-        self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
-    ) -> tuple[PyTree, LocalState]:
-        """Reset this worker to the center, after its message was rejected.
-
-        The codec returns the rejected message to its residual, if it can, to send it
-        later. After two rejections in a row the residual is discarded: a message that
-        is rejected again, such as for its size, would always be rejected.
-        """
-        _log.warning(
-            "a message of worker %r was refused, which goes on from the center: %s",
-            self.name,
-            answer.refused,
-        )
-        becomes = "forgotten" if self.refusal else "owed"
-        if answer.in_part:
-            becomes = "lost"
-        params, state = self._programs.give_in(
-            params, state, message.contribution, answer.params, becomes=becomes
-        )
-        self._adopted(answer)
-        self._local_steps, self._weight = 0, None
-        return params, state
-
-    def _taken_back(
-        self, state: LocalState, message: Message, answer: Snapshot
-    ) -> LocalState:
-        """Return a dropped message to the codec's residual, to be sent later.
-
-        A message in parts is lost instead: some parts may have been applied, and
-        nothing may be applied twice.
-        """
-        is_whole = answer.applied or answer.in_part
-        if is_whole or self._programs.take_back is None:
-            return state
-        return self._programs.take_back(state, message.contribution)
-
-    def _new_message(
-        self,
-        contribution: PyTree,
-        made: jax.Array,
-        measured: dict[str, Any],
-        codec_state: PyTree = None,
-    ) -> Message:
-        anchor, session = self._require_start()
-        if self._steps is None:
-            self._steps = made, self._local_steps
-        arguments = (self._sent + 1, contribution)
-        more = {
-            "anchor_version": anchor.version,
-            "steps": self._local_steps,
-            "weight": self._weight,
-            "reported": dict(self._reported),
-        }
-        if self._programs.follows and self._knows_anchor:
-            more["anchor"] = anchor.params
-        kept = (contribution, measured, codec_state)
-        if isinstance(session, ToldSession):
-            send = functools.partial(session.exchange_alone, *arguments, **more)
-            return ToldMessage(send, *kept, session=session)
-        return Message(functools.partial(session.exchange, *arguments, **more), *kept)
-
-    @property
-    def _in_flight(self) -> bool:
-        return self._message is not None and self._message.flight is not None
-
-    def _depart(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Make the message, and send it in the background while local steps go on."""
-        anchor, _ = self._require_start()
-        spare, self._spare = self._spare, None
-        if spare is None:
-            contribution, *_ = self._programs.contribute(state, params, anchor.params)
-            kept = params if self._programs.keeps_left else None
-            spare = trees.copy((contribution, kept))
-        measured = self._measured(params, state)
-        contribution, left, state = self._programs.depart(
-            spare, params, state, anchor.params
-        )
-        for leaf in jax.tree.leaves(contribution):
-            leaf.copy_to_host_async()
-        self._take_off(self._new_message(contribution, left.steps, measured), left)
-        return params, state
-
-    def _take_off(self, message: Message, left: Left) -> None:
-        """Send a message in the background, and begin the next round."""
-        message.left, self._message = left, message
-        self._local_steps, self._weight = 0, None
-        message.take_off(self._give_up)
-
-    def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Wait for the answer of the message in flight, adopt it, and keep progress."""
-        message = self._message
-        assert message is not None
-        assert message.left is not None
-        self._check_loop(params, state)
-        anchor, _ = self._require_start()
-        try:
-            answer = message.land()
-        except Exception as error:
-            if is_settled(error):
-                self._message = None  # it was not applied; local steps may go on
-            else:
-                message.take_off(self._give_up)
-            raise
-        answer, left = self._taken(message, answer, params), message.left
-        if answer.refused:
-            params, state = self._give_in(params, state, message, answer)
-        else:
-            state = self._taken_back(state, message, answer)
-            params, state = self._programs.land(
-                params, state, message.contribution, left, anchor.params, answer.params
-            )
-            self._adopted(answer)
-        if self.overlap or self._landing.delay:
-            self._spare = message.contribution, left.params
-        return params, state
-
-    def _check_steps(self) -> None:
-        """Warn if the device counted other local steps than `exchange` was told.
-
-        Steps made with an optimizer of the caller's own are not in the record, so the
-        center gets nothing of them. This is not an error, because loss scaling may skip
-        some or all steps of a round.
-        """
-        # If the device has not computed its count yet, a later exchange checks it.
-        if self._paced or self._steps is None or not self._steps[0].is_ready():
-            return
-        (counted, told), self._steps = self._steps, None
-        made = int(counted)
-        self._empty = 0 if made else self._empty + 1
-        if made > told:
-            is_off = (
-                "its rounds are longer than its period. Call it once after every local "
-                "step, or say of how many it is: exchange(params, state, steps=...)"
-            )
-        elif 0 < 2 * made <= told:  # loss scaling skips some steps, but not half
-            is_off = (
-                "its rounds are shorter than its period. Call it once after every "
-                "local step"
-            )
-        elif self._empty >= 2 and not self.center.rule.needs_params:
-            is_off = (
-                "its messages are empty, and the center does not move. Make local "
-                "steps with worker.tx.update(grads, state, params), which makes the "
-                "record that is sent; an optimizer of your own is the argument inner, "
-                "Worker(center, inner, ...). Only where loss scaling has skipped all "
-                "of these steps, nothing is wrong"
-            )
-        else:
-            return
-        self._paced = True
-        _log.warning(
-            "worker %r has made %d local steps in a round in which exchange() was told "
-            "of %d: %s",
-            self.name,
-            made,
-            told,
-            is_off,
-        )
-
-    def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
-        """Return the values for callbacks that are known before a message is made."""
-        if not self._callbacks:
-            return {}
-        anchor, _ = self._require_start()
-        measured: dict[str, Any] = {"steps": self._local_steps, **self._reported}
-        if not self.center.rule.codec.is_identity:
-            measured["codec_error"] = self._programs.codec_error(
-                state, params, anchor.params
-            )
-        return measured
-
-    def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
-        """Move an answer to the devices of ``params``, and measure it for callbacks."""
-        if self._callbacks:
-            received = answer.received
-            if received is None:
-                dtype = self.center.rule.codec.answer_dtype
-                received = trees.nbytes(answer.params, dtype)
-            message.measured["bytes_received"] = received
-        answer = _placed(answer, params)
-        if self._callbacks:
-            distance = self._programs.distance(params, answer.params)
-            message.measured["distance"] = distance
-        return answer
-
-    def _tell(self, message: Message, answer: Snapshot) -> None:
-        """Call the callbacks after an exchange."""
-        said = {
-            **message.measured,
-            "staleness": answer.staleness,
-            "message_norm": answer.norm,
-            "applied": answer.applied,
-            "refused": bool(answer.refused),
-            "version": max(jax.tree.leaves(answer.version)),
-            "bytes_sent": trees.nbytes(message.contribution),
-        }
-        values = {k: float(v) for k, v in said.items() if v is not None}
-        for callback in self._callbacks:
-            try:
-                callback(self.exchanges, values)
-            except Exception:  # not raised: the center has moved, and the loop goes on
-                _log.exception("%r failed; training goes on", callback)
-
-    def _adopted(self, answer: Snapshot) -> None:
-        """Update counts and the anchor after an exchange."""
-        message = self._message
-        self._check_steps()
-        self._sent += 1
-        self.exchanges += 1
-        self.dropped += not (answer.applied or answer.refused)
-        self.refused += bool(answer.refused)
-        self.refusal = answer.refused
-        self.staleness = answer.staleness
-        self.norm = answer.norm
-        self._set_pace(answer.pace)
-        self._message = None
-        self._knows_anchor = True
-        if message is not None and self._callbacks:
-            self._tell(message, answer)
-        self._keep_anchor(answer)
-
-    def _set_pace(self, pace: float | None) -> None:
-        if pace is not None:
-            self.pace = pace
-        elif self._follows and self._sent == 2:  # by then a center has measured it
-            _log.warning(
-                "%r says nothing of how fast worker %r is, as a center of an earlier "
-                "release: its rounds stay at %d local steps",
-                self.center,
-                self.name,
-                self._length(self.exchanges),
-            )
-
-    def _lengths(self, period: Any) -> Callable[[int], int]:
-        """Return a function: exchanges made so far -> local steps of the next round."""
-        if isinstance(period, rounds.DynamicPeriod):
-            return lambda exchanges: period(self.pace)
-        return _scheduled(period)
-
-    def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
-        self._session, self._sent = session, 0
-        self._local_steps, self._weight = 0, None
-        self._knows_anchor = True
-        self._steps, self._empty = None, 0
-        self._like = jax.eval_shape(lambda: loop)
-        self._keep_anchor(anchor)
-
-    def _keep_anchor(self, anchor: Snapshot) -> None:
-        # If the arrays are not read, they are released, so that the center can
-        # overwrite them.
-        holds = self._programs.holds_anchor
-        self._anchor = anchor if holds else anchor._replace(params=None)
-
-    def _check_loop(self, params: PyTree, state: LocalState) -> None:
-        """Check the loop's arrays before anything is sent."""
-        check.params_given(params, f"worker {self.name!r}")
-        self._check_called_from_python((params, state))
-        check.same_tree(params, self._like[0], "params", "this worker's parameters")
-        if not isinstance(state, LocalState):
-            raise errors.TreeMismatchError(
-                f"state is not of worker {self.name!r}, which wants what worker.start "
-                f"and worker.tx.update return, got {check.show(state)}: local steps go "
-                "through worker.tx itself. What is done to gradients before is an "
-                "argument of the worker, Worker(..., gradients=...)"
-            )
-        check.same_tree(state, self._like[1], "state", "this worker's state")
-        check.float_leaves(params, "params")
-        for what, tree in (("params", params), ("state", state)):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                    raise errors.WorkerStateError(
-                        f"{what}{jax.tree_util.keystr(path)} has been donated or "
-                        f"deleted; give worker {self.name!r} what its last local step "
-                        "returned"
-                    )
-        anchor, _ = self._require_start()
-        if anchor.params is not None:  # the parameters may have moved since `start`
-            self._anchor = _placed(anchor, params)
-
-    def _check_called_from_python(self, tree: PyTree) -> None:
-        """Raise if called while tracing: the host would count the steps only once."""
-        # Each local step renews `local_steps`, so it is traced if the state is.
-        leaves = tree.local_steps if isinstance(tree, LocalState) else tree
-        if any(map(check.is_traced, jax.tree.leaves(leaves))):
-            raise errors.InvalidTypeError(
-                f"worker {self.name!r} exchanges and is saved from Python, and not "
-                "inside jax.jit, jax.lax.scan or jax.vmap: compile the gradients and "
-                "worker.tx.update alone, and call exchange after it"
-            )
-
-    def _require_start(self) -> tuple[Snapshot, Session]:
-        if self._anchor is None or self._session is None:
-            raise errors.WorkerStateError(
-                f"worker {self.name!r} has not started: call start() before its first "
-                "local step"
-            )
-        return self._anchor, self._session
+        loops = self._all(lambda part, own, life: part.restore(*own, life), each, lives)
+        self._turn, self._last = int(saved.turn) % count, self._parts[0]
+        return self._phase.restored(loops, saved.state)
 
 
 def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
@@ -1059,16 +777,36 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-def _scheduled(period: Any) -> Callable[[int], int]:
-    """Return ``period`` as a function of exchanges, called once for each round."""
-    schedule = rounds.as_schedule(period)
+def _of_fragment(p: int, callback: Callback) -> Callback:
+    def told(step: int, values: Mapping[str, float]) -> object:
+        return callback(step, {**values, "fragment": float(p)})
 
-    @functools.lru_cache(maxsize=2)  # this round and the next
-    def length(exchanges: int) -> int:
-        return int(check.positive_int(schedule(exchanges), f"period({exchanges})"))
-
-    return length
+    return told
 
 
-def _placed(snapshot: Snapshot, like: PyTree) -> Snapshot:
-    return snapshot._replace(params=trees.place_like(snapshot.params, like))
+def _divided(
+    center: Center, fragments: Fragments, period: Any, overlap: bool
+) -> ShardedCenter:
+    """Return a center in shards with one fragment each, or raise if that cannot be."""
+    such_as = "an agn_optax.Fragments, such as Fragments(2)"
+    check.instance(fragments, Fragments, f"fragments must be {such_as}")
+    such_as = "a center, such as agn_optax.service.connect(addresses, rule)"
+    check.instance(center, Center, f"center must be {such_as}")
+    if not isinstance(center, ShardedCenter):
+        center = ShardedCenter([center])
+    if len(center.centers) != len(fragments):
+        raise errors.InvalidArgumentError(
+            "a worker with fragments needs a center in as many shards, each of "
+            f"which keeps one: got {len(fragments)} fragments, and shards: "
+            f"{len(center.centers)}"
+        )
+    fragments.check(center.rule)
+    if fragments.eager:
+        combinations.refuse("eager updates", "a Worker", f"{fragments}")
+    if fragments.delay and overlap:
+        got = f"delay={fragments.delay}, overlap=True"
+        combinations.refuse("fragments with a delay", "overlap=True", got)
+    if isinstance(period, rounds.DynamicPeriod):
+        combinations.refuse("dynamic_period", "fragments", f"period={period}")
+    fragments.check_period(int(rounds.as_schedule(period)(0)))
+    return center.divided_by(fragments)

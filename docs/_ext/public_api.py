@@ -1,10 +1,10 @@
-"""What Sphinx's reference needs to know of this package: its public names.
+"""A Sphinx extension for the reference: the public names of this package.
 
-What ``__all__`` of a public module names is documented once, under the shortest name
-that users write (``agn_optax.LocalCenter``, not ``agn_optax.center.LocalCenter``). This
-checks that all of it is, finds the targets of docstrings that were written without such
-paths, and takes what is said of the fields of a NamedTuple from the comments beside
-them.
+Each name in the ``__all__`` of a public module is documented once, under the shortest
+name that users write (``agn_optax.LocalCenter``, not ``agn_optax.center.LocalCenter``).
+The extension warns of public names that no page documents, resolves references in
+docstrings that leave out the path, and documents the fields of a NamedTuple by the
+comments beside them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from sphinx.util.nodes import make_refnode
 import agn_optax
 
 _log = logging.getLogger(__name__)
-_NOT_FOR_USERS = {"cli", "round"}  # a command, and what `agn_optax` itself has
+# Parts of `ops` are yielded separately; the public names of `round` are in `agn_optax`.
+_NOT_FOR_USERS = {"ops", "round"}
 _FIELD = "Alias for field number"
 
 
 def public_modules() -> Iterator[ModuleType]:
-    """Those with names for users, the package itself first."""
+    """Yield the modules with names for users, the package itself first."""
     yield agn_optax
     yield agn_optax.center_optimizers
     yield agn_optax.codecs
@@ -40,13 +41,18 @@ def public_modules() -> Iterator[ModuleType]:
     for info in pkgutil.iter_modules(agn_optax.__path__):
         if info.name[0] != "_" and info.name not in _NOT_FOR_USERS:
             yield importlib.import_module(f"agn_optax.{info.name}")
+    for name in ("engines", "launch", "planning"):
+        yield importlib.import_module(f"agn_optax.ops.{name}")
 
 
 def public_names() -> dict[str, str]:
-    """All of them, as the last part of a name: the whole name that is documented."""
+    """Map each public name to the full name that is documented.
+
+    A name may be given by its last part or in full.
+    """
     found: dict[str, list[str]] = {}
     for module in public_modules():
-        # These are also, and shorter, `agn_optax.codecs` and the like.
+        # `agn_optax.rules.codecs` and the like have a shorter name, `agn_optax.codecs`.
         prefix = re.sub(r"rules\.(?=center_|codecs|robust)", "", module.__name__)
         for name in module.__all__:
             value = getattr(module, name)
@@ -57,14 +63,15 @@ def public_names() -> dict[str, str]:
             else:
                 prefix_of_name = prefix
             found.setdefault(name, []).append(f"{prefix_of_name}.{name}")
-    # Of several (a drop-in and its rule), the first: that of the package itself.
+    # A last part can belong to two names, as of a drop-in and its rule. The first one,
+    # which is that of the package itself, is taken.
     return {name: full[0] for name, full in found.items()} | {
         each: each for full in found.values() for each in full
     }
 
 
 def check(app: Sphinx, env: BuildEnvironment) -> None:
-    """Every public name is documented somewhere."""
+    """Warn of every public name that no page documents."""
     objects = env.domains.python_domain.objects
     for full in sorted(set(public_names().values()) - set(objects)):
         _log.warning("%s is public: add it to a page of docs/reference/", full)
@@ -73,15 +80,18 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element
 ) -> nodes.Element | None:
-    """Targets by their last part, or by the private module where they are made."""
+    """Resolve a reference by its last part, its owner, or its module."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].split("(")[0]  # without arguments
-    names, objects = public_names(), env.domains.python_domain.objects
+    objects = env.domains.python_domain.objects
+    names = {full.rpartition(".")[2]: full for full in objects} | public_names()
     head, last = (["", *target.split(".")])[-2:]
     owner = names.get(head, "")
-    # A public object; a member of one; what only its docstring tells of it; a module.
-    for full in (names.get(last, ""), f"{owner}.{last}", owner, f"agn_optax.{target}"):
+    # In order: a public object, a member of one, the owner of a member that only the
+    # owner's docstring describes, a module.
+    module = (f"agn_optax.{target}", f"agn_optax.ops.{target}")
+    for full in (names.get(last, ""), f"{owner}.{last}", owner, *module):
         if full in objects:
             found = objects[full]
             return make_refnode(
@@ -93,9 +103,13 @@ def resolve(
 def describe(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Modules by their page; a field of a NamedTuple by the comment beside it."""
+    """Replace docstrings of modules, and of the fields of NamedTuples.
+
+    The page that shows a module describes it, so its docstring is dropped. A field gets
+    the comment beside it.
+    """
     if what == "module":
-        if name == "agn_optax.errors":  # whose tree is for readers of the page, too
+        if name == "agn_optax.errors":  # keep the tree of exceptions for the page
             lines[0] = lines[0].removesuffix(".") + "::"
         else:
             lines.clear()
@@ -118,7 +132,7 @@ def _imported(name: str) -> Any:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Sphinx calls this."""
+    """Connect the handlers; Sphinx calls this function."""
     app.connect("env-check-consistency", check)
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", describe)

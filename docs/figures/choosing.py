@@ -1,12 +1,11 @@
-"""The curves of docs/choosing.md: digits, by every rule, at many settings.
+"""Measure and draw the curves of docs/choosing.md: every rule on digits, many settings.
 
-    PYTHONPATH=examples python docs/figures/choosing.py           # measure, and draw
-    PYTHONPATH=examples python docs/figures/choosing.py --draw    # draw once more
+    PYTHONPATH=examples python docs/figures/choosing.py           # measure and draw
+    PYTHONPATH=examples python docs/figures/choosing.py --draw    # draw again
 
-On a mesh, workers and seeds are rows of ``vmap`` on one device. Asynchronous workers
-take turns around an `agn_optax.LocalCenter`: each trains a period, and then they
-exchange one after the other, so that with n workers every message is n - 1 versions
-stale.
+The workers of a mesh, and the seeds, are rows of ``vmap`` on one device. Asynchronous
+workers share an `agn_optax.LocalCenter`: each trains for a period, and then they
+exchange one after the other, so with n workers every message is n - 1 versions stale.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ COLORS = {
     "diloco": "tab:purple",
     "easgd": "tab:blue",
 }
-MESH_RULES = [name for name in COLORS if name != "dynsgd"]  # there it is downpour
+MESH_RULES = [name for name in COLORS if name != "dynsgd"]  # equals downpour on a mesh
 
 
 def inner() -> optax.GradientTransformation:
-    """Of every worker, and of every rule."""
+    """Return the inner optimizer, the same for all workers and rules."""
     return optax.adam(RATE)
 
 
 def rule_of(name: str, workers: int, *, one_by_one: bool = False) -> rules.Rule:
-    """A rule with the settings that the page names.
+    """Return a rule with the settings that the page names.
 
-    A center that takes messages ``one_by_one`` moves once for each of them, and not
-    once for all: so center learning rates are divided by their number.
+    A center that applies messages ``one_by_one`` makes a step for each of them instead
+    of one step for all, so center learning rates are divided by the number of workers.
     """
     parts = workers if one_by_one else 1
     if name == "agn":
@@ -68,7 +67,7 @@ def rule_of(name: str, workers: int, *, one_by_one: bool = False) -> rules.Rule:
 
 
 def init(key: jax.Array) -> Any:
-    """A perceptron with one hidden layer."""
+    """Return the first parameters of a perceptron with one hidden layer."""
     keys = jax.random.split(key)
     return {
         "hidden": jax.random.normal(keys[0], (64, HIDDEN)) / 8.0,
@@ -78,19 +77,19 @@ def init(key: jax.Array) -> Any:
 
 
 def logits(params: Any, images: jax.Array) -> jax.Array:
-    """Of images [n, 64]."""
+    """Return the logits [n, 10] of images [n, 64]."""
     hidden = jax.nn.relu(images @ params["hidden"] + params["bias"])
     return hidden @ params["out"]
 
 
 def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     out = logits(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(out, labels).mean()
 
 
 class Problem:
-    """Digits, split anew for every seed."""
+    """The digits data, with another split into training and test data for each seed."""
 
     def __init__(self, seeds: int) -> None:
         splits = [datasets.digits(seed=seed) for seed in range(seeds)]
@@ -110,18 +109,18 @@ class Problem:
         return jnp.mean(logits(params, test[0]).argmax(-1) != test[1])
 
     def rows(self, workers: int, steps: int) -> np.ndarray:
-        """Which images: [seeds, workers, steps, batch]."""
+        """Draw the indices of training images: [seeds, workers, steps, batch]."""
         rng = np.random.default_rng(0)
         shape = (self.seeds, workers, steps, BATCH)
         return rng.integers(0, self.train[1].shape[1], shape, np.int32)
 
     def measure(self, params: Any) -> list[float]:
-        """The error of each seed's parameters, in percent."""
+        """Return the test error of each seed's parameters, in percent."""
         found = 100 * np.asarray(self.errors(params, self.test), np.float64)
         return [round(float(x), 3) for x in found]
 
     def mesh(self, rule: rules.Rule, period: int, workers: int, steps: int) -> Any:
-        """The error of the center that ``workers`` rows of a mesh make."""
+        """Return the errors of the center of ``workers`` rows of a mesh."""
         split = agn_optax.phases(inner(), rule, axis_name="workers")
 
         def train(key: jax.Array, data: Any, rows: jax.Array) -> Any:
@@ -147,7 +146,10 @@ class Problem:
         return self.measure(jax.tree.map(lambda x: x[:, 0], centers))
 
     def alone(self, steps: int, batch: int = 1) -> Any:
-        """The error after plain steps of the inner optimizer, of ``batch`` batches."""
+        """Return the errors after steps of the inner optimizer alone.
+
+        Each step takes ``batch`` batches.
+        """
         tx = inner()
 
         def train(key: jax.Array, data: Any, rows: jax.Array) -> Any:
@@ -165,7 +167,7 @@ class Problem:
         return self.measure(jax.jit(jax.vmap(train))(self.keys, self.train, rows))
 
     def in_turns(self, rule: rules.Rule, period: int, workers: int, steps: int) -> Any:
-        """The error of a center outside the program, seed by seed."""
+        """Return the errors of a center outside the program, with workers in turn."""
         local = None
         centers = []
         rows = self.rows(workers, steps)
@@ -206,7 +208,7 @@ class Problem:
 
 
 def measurements(steps: int) -> list[tuple[str, str, Any, Callable[[Problem], Any]]]:
-    """What is measured: figure, curve, place on the x-axis, and how."""
+    """List the measurements: figure, curve, value on the x-axis, and function."""
     found: list[tuple[str, str, Any, Callable[[Problem], Any]]] = []
 
     def add(figure: str, curve: str, x: Any, how: Callable[[Problem], Any]) -> None:
@@ -259,7 +261,7 @@ def measurements(steps: int) -> list[tuple[str, str, Any, Callable[[Problem], An
 
 
 def draw(measured: dict[str, Any]) -> None:
-    """A picture for each question: the mean over the seeds, and all of them behind."""
+    """Draw each figure: the median over the seeds, and the middle half as a band."""
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "agn", "font.size": 9})
     found = measured["figures"]
     few = [1, 2, 3, 5, 10, 20, 50, 90]
@@ -328,13 +330,15 @@ def draw(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measures, unless told not to, and draws."""
+    """Measure, unless ``--draw`` is given, and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--draw", action="store_true", help="what was measured before")
+    parser.add_argument("--draw", action="store_true", help="only draw: do not measure")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=400, help="of each of 4 workers")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps of each of 4 workers"
+    )
     args = parser.parse_args()
     if not args.draw:
         problem = Problem(args.seeds)

@@ -1,9 +1,10 @@
-"""The drawings of the README and of docs/concepts.md.
+"""Draw the SVG files of the README and of docs/concepts.md.
 
     python docs/figures/drawings.py
 
-They have no background, and take the colors of the page that they stand in: by the
-reader's system as an image, by the switch of the site where they are part of the page.
+The drawings have no background and follow the light or dark colors of their page. As an
+image, a drawing follows the setting of the reader's system; inlined in the site, it
+follows the site's switch.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ DARK = {
 
 
 class Drawing:
-    """A picture in the making, in the coordinates of SVG.
+    """A drawing that collects its parts, in the coordinates of SVG.
 
     Args:
-      name: of its file.
-      title: what a screen reader says.
-      width: of the drawing; texts are 15 units high.
-      height: of the drawing.
+      name: name of the file, without ``.svg``.
+      title: text for screen readers.
+      width: width of the drawing, in units; texts are 15 units high.
+      height: height of the drawing, in units.
     """
 
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
@@ -55,20 +56,23 @@ class Drawing:
     def rect(
         self, x: float, y: float, w: float, h: float, kind: str, *, round_: float = 6
     ) -> None:
-        """A box, ``kind`` one of "worker", "center", "wait" and "frame"."""
+        """Add a box; ``kind`` is "worker", "center", "wait" or "frame"."""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{round_:g}" '
             f'class="{kind}"/>'
         )
 
     def label(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """As `text`, but beginning there."""
+        """Add a line of text that begins at a point."""
         self.text(x, y, words, kind, anchor="start")
 
     def text(
         self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "middle"
     ) -> None:
-        """A line of words around a place, of "soft", "bold", "small" and "mono"."""
+        """Add a line of text, centered on a point unless ``anchor`` says otherwise.
+
+        ``kind`` is any of "soft", "bold", "small" and "mono", separated by spaces.
+        """
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{kind}">'
             f"{escape(words)}</text>"
@@ -77,26 +81,26 @@ class Drawing:
     def arrow(
         self, x1: float, y1: float, x2: float, y2: float, kind: str = "message"
     ) -> None:
-        """From one place to another, ``kind`` one of "message", "adopt" and "plain"."""
+        """Add an arrow; ``kind`` is "message", "adopt" or "plain"."""
         self.parts.append(
             f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" class="arrow {kind}" '
             f'marker-end="url(#{self.name}-{kind})"/>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "") -> None:
-        """A line without a head; "dash" is dashed."""
+        """Add a line without an arrowhead; it is dashed if ``kind`` is "dash"."""
         self.parts.append(
             f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" class="line {kind}"/>'
         )
 
     def dot(self, x: float, y: float, kind: str, r: float = 4) -> None:
-        """A disc in the color of a worker, a center or a message."""
+        """Add a disc in the color of a "worker", a "center" or a "message"."""
         self.parts.append(
             f'<circle cx="{x:g}" cy="{y:g}" r="{r:g}" class="dot {kind}"/>'
         )
 
     def write(self) -> None:
-        """Its file."""
+        """Write the SVG file."""
         width, height = self.size
         svg = f"svg.agn-{self.name}"
 
@@ -156,7 +160,7 @@ class Drawing:
 
 
 def what_and_why() -> None:
-    """The README's: who talks when, and what that leaves for training."""
+    """Draw the README's comparison: when workers communicate and when they wait."""
     d = Drawing(
         "what",
         "Data-parallel workers wait for the network at every step; workers of "
@@ -187,7 +191,7 @@ def what_and_why() -> None:
     d.label(16, top + 34, "center", "soft")
     d.rect(left, top + 16, right - left, 26, "center")
     meets = {0: (322, 552), 1: (398, 682), 2: (272, 452, 632)}
-    for worker, ends in meets.items():  # behind the steps of others
+    for worker, ends in meets.items():  # drawn first, to lie behind the steps
         for end in ends:
             y = top + 78 + worker * 30
             d.arrow(end - 1, y + 20, end - 1, top + 44)
@@ -214,7 +218,7 @@ def what_and_why() -> None:
 
 
 def one_round() -> None:
-    """A period of local steps, and the exchange that ends it."""
+    """Draw a period of local steps and the exchange that ends it."""
     d = Drawing(
         "round",
         "A round: the worker makes a period of local steps from the anchor, sends a "
@@ -260,7 +264,7 @@ def one_round() -> None:
 
 
 def four_ways() -> None:
-    """Where the center lives, and who the workers are."""
+    """Draw four setups: the place of the center, and the kind of its workers."""
     d = Drawing(
         "ways",
         "Four ways: one optimizer, towers on a mesh, an embedded center, and a served "
@@ -349,7 +353,7 @@ def four_ways() -> None:
 
 
 def asynchronous() -> None:
-    """Workers of different speeds: versions of the center, staleness of messages."""
+    """Draw a timeline of workers with different speeds, and their staleness."""
     d = Drawing(
         "asynchronous",
         "A timeline of three asynchronous workers: each message makes a new version of "
@@ -359,7 +363,7 @@ def asynchronous() -> None:
         330,
     )
     left, right, top = 110, 748, 56
-    rounds = {0: 118, 1: 152, 2: 335}  # how long a period takes each of them
+    rounds = {0: 118, 1: 152, 2: 335}  # duration of a period of each worker
     d.label(16, top + 5, "center", "bold")
     d.line(left, top, right, top)
     for worker in rounds:
@@ -386,7 +390,7 @@ def asynchronous() -> None:
         d.text(x, top - 16, f"v{version}", "small")
         begins[worker] = x
         heapq.heappush(queue, (x + rounds[worker], worker))
-    for begin, end, y, words in boxes:  # before the arrows of others
+    for begin, end, y, words in boxes:  # drawn last, to lie before the arrows
         d.rect(begin + 5, y, end - begin - 10, 28, "worker", round_=4)
         d.text((begin + end) / 2, y + 19, words, "small")
     for worker, begin in begins.items():
@@ -404,7 +408,7 @@ def asynchronous() -> None:
 
 
 def chart() -> None:
-    """Which of the four ways, and which rule to begin with."""
+    """Draw the decision chart: which of the four ways, and which rule to try first."""
     d = Drawing(
         "chart",
         "A decision chart: from fast links and equal devices to data parallel towers, "
@@ -446,7 +450,7 @@ def chart() -> None:
 
 
 def main() -> None:
-    """All of them."""
+    """Write all drawings."""
     chart()
     what_and_why()
     one_round()

@@ -211,7 +211,7 @@ def nesterov(rate: float) -> optax.GradientTransformation:
 
 METHODS = {
     "rounds, SGD": Method(lambda: optax.sgd(0.5), None),
-    "buffered by 4, SGD, endless grace": Method(
+    "buffered by 4, SGD, infinite grace": Method(
         lambda: center_optimizers.buffered(optax.sgd(0.5), WORKERS), math.inf
     ),
     "rounds, Nesterov": Method(lambda: optax.sgd(0.7, 0.9, nesterov=True), None),
@@ -260,11 +260,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--hidden", type=int, default=128, help="units of the network (default 128)")
-    add("--points", type=int, default=128_000, help="of data (128000)")
-    add("--phases", type=int, default=100, help="of each worker, on average (100)")
-    add("--every", type=int, default=20, help="phases between two losses (20)")
-    add("--seed", type=int, default=42, help="(42)")
-    add("--methods", default="", help="only those whose names have this in them")
+    add("--points", type=int, default=128_000, help="data points (default 128000)")
+    add(
+        "--phases",
+        type=int,
+        default=100,
+        help="mean number of phases per worker (default 100)",
+    )
+    add("--every", type=int, default=20, help="phases between losses (default 20)")
+    add("--seed", type=int, default=42, help="seed (default 42)")
+    add("--methods", default="", help="only the methods with this text in their names")
     return parser.parse_args(arguments)
 
 

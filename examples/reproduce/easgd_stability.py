@@ -61,8 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--etas", default="0.5,1.0,1.5", help="(default 0.5,1.0,1.5)")
-    parser.add_argument("--turns", type=int, default=300, help="of the workers (300)")
+    add = parser.add_argument
+    add("--etas", default="0.5,1.0,1.5", help="learning rates (default 0.5,1.0,1.5)")
+    add("--turns", type=int, default=300, help="turns of all workers (default 300)")
     args = parser.parse_args(arguments)
     print("eta  workers  bound   0.05 below  0.05 above  step first, 0.05 above")
     for eta in map(float, args.etas.split(",")):

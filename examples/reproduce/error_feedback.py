@@ -32,7 +32,7 @@ from agn_optax import codecs, rules
 EPS = 0.5
 A = jnp.array([[1.0, -1.0], [-1.0, 1.0]]) + EPS
 CODECS = {
-    "as they are": codecs.identity(),
+    "exact": codecs.identity(),
     "signs": codecs.sign(),
     "signs, error feedback": codecs.error_feedback(codecs.sign()),
 }
@@ -90,9 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400, help="(default 400)")
+    parser.add_argument("--steps", type=int, default=400, help="steps (default 400)")
     args = parser.parse_args(arguments)
-    print(f"{'f':16}{'at first':>12}" + "".join(f"{name:>24}" for name in CODECS))
+    print(f"{'f':16}{'at the start':>14}" + "".join(f"{name:>24}" for name in CODECS))
     for problem in PROBLEMS:
         first = value(problem, jnp.ones(2))
         found = [
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
             for codec in CODECS.values()
         ]
         cells = "".join(f"{each:24.6f}" for each in found)
-        print(f"{problem:16}{first:12.6f}{cells}", flush=True)
+        print(f"{problem:16}{first:14.6f}{cells}", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks find becomes numbers, a page and pictures; CI runs all of them."""
+"""Benchmarks give numbers, a page of results and plots; CI runs all of them."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def check(found, benchmark):
-    """What one benchmark found is whole."""
+    """Check that the results of a benchmark are complete."""
     assert found["command"].startswith(f"python benchmarks/{benchmark}.py --quick")
     assert found["machine"]["jax"]
     assert found["tables"]
@@ -28,8 +28,8 @@ def check(found, benchmark):
                 assert 0 < row["quartiles"][0] <= row[ratio] <= row["quartiles"][1]
 
 
-def test_a_quick_run_finds_numbers_and_draws_them(tmp_path, monkeypatch):
-    """In this process, which has imported everything."""
+def test_quick_run_writes_results_and_plots_them(tmp_path, monkeypatch):
+    """In this process, to save the imports."""
     file = tmp_path / "found.json"
     monkeypatch.setattr(
         sys, "argv", [exchange.__file__, "--quick", "--json", str(file)]
@@ -41,7 +41,7 @@ def test_a_quick_run_finds_numbers_and_draws_them(tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_they_find_becomes_a_page(tmp_path, monkeypatch):
+def test_run_all_writes_results_and_their_page(tmp_path, monkeypatch):
     quick = ["--quick", "--only", "startup", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [run_all.__file__, *quick])
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
@@ -55,8 +55,8 @@ def test_what_they_find_becomes_a_page(tmp_path, monkeypatch):
         assert measuring.markdown(table) in page
 
 
-def test_what_fails_is_told(tmp_path, monkeypatch, capfd):
-    """And what is found of the others is kept."""
+def test_failed_benchmark_is_reported(tmp_path, monkeypatch, capfd):
+    """The results of the others are written."""
     broken = tmp_path / "broken.py"
     broken.write_text(
         "import measuring\n"

@@ -1,4 +1,4 @@
-"""Workers are added and removed at any time: what stays as it was, in every mode."""
+"""Workers join and leave at any time: what holds in every mode."""
 
 import functools
 import threading
@@ -8,32 +8,34 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
+from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     LocalCenter,
     Refuse,
+    Submission,
     Synchronous,
 )
 
-LIMIT = 30  # seconds that nothing here takes
+LIMIT = 30  # s, generous: no test should come near it
 ZEROS = np.zeros(2, np.float32)
 
 
 def one_local_step(worker, params, state):
-    """A local step against a gradient of -1: it adds 1, with sgd(1)."""
+    """Make a local step with gradient -1, which adds 1 with sgd(1)."""
     updates, state = worker.tx.update(-jnp.ones_like(params), state, params)
     return optax.apply_updates(params, updates), state
 
 
 def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also=None):
-    """A worker's whole life; it, and the local steps that are in the center by then.
+    """Run a worker; return it and its local steps that the center applied.
 
-    It makes so many exchanges, and goes on until ``also`` says that this is enough.
+    It makes the given number of exchanges, and continues until ``also`` returns True.
     """
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=period, name=name)
     params, state = worker.start(jnp.zeros(2))
@@ -42,8 +44,8 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
     while worker.exchanges < exchanges or not (also is None or also(worker)):
         params, state = one_local_step(worker, params, state)
         params, state = worker.exchange(params, state)
-    if leave == "vanishes":  # its connection breaks, and it does not come back
-        worker._session.disconnect()
+    if leave == "vanishes":  # its connection breaks for good
+        worker._parts[0].session.disconnect()
     else:
         worker.leave()
     return worker, (worker.exchanges - worker.dropped) * period
@@ -62,8 +64,8 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
     ids=repr,
 )
 @pytest.mark.parametrize("leave", ["leaves", "vanishes"])
-def test_from_two_to_four_to_two(mode, leave):
-    center = LocalCenter(shared.average(), ZEROS, mode=mode, lease=0.1)
+def test_scaling_from_two_to_four_to_two_workers_loses_no_step(mode, leave):
+    center = LocalCenter(shared.average(), ZEROS, mode=mode, limits=Limits(lease=0.1))
     two, are_there = threading.Barrier(2), threading.Event()
     others = []
 
@@ -87,11 +89,11 @@ def test_from_two_to_four_to_two(mode, leave):
     made = [worker.exchanges for worker, _ in ended]
     assert min(made[:2]) >= 20
     assert made[2:] == [7, 7]
-    if not isinstance(mode, Synchronous):  # each step once, and none lost
+    if not isinstance(mode, Synchronous):  # each step is applied exactly once
         applied = sum(steps for _, steps in ended)
         assert center.version == applied
         np.testing.assert_array_equal(center.pull().params, applied)
-    elif mode.late == "next":  # a mean of ones is one, however many they are of
+    elif mode.late == "next":  # a mean of ones is one for any number of workers
         assert max(made) <= center.version < sum(made)
         np.testing.assert_array_equal(center.pull().params, center.version)
     assert center.workers <= set("cd" if leave == "vanishes" else "")
@@ -102,10 +104,10 @@ def test_from_two_to_four_to_two(mode, leave):
     [
         {"mode": BoundedStaleness(versions=0)},
         {"mode": Synchronous(late="drop")},
-        {"refuse": Refuse(staleness=0)},
+        {"limits": Limits(messages=Refuse(staleness=0))},
     ],
 )
-def test_a_newcomer_begins_with_the_center_as_it_is(settings):
+def test_new_worker_starts_from_the_current_center(settings):
     center = LocalCenter(shared.downpour(), ZEROS, **settings)
     train(center, "a", 50)
     worker, applied = train(center, "b", 3)
@@ -113,7 +115,7 @@ def test_a_newcomer_begins_with_the_center_as_it_is(settings):
     np.testing.assert_array_equal(center.pull().params, 53)
 
 
-def test_whoever_was_slow_and_has_left_holds_nobody():
+def test_slow_worker_that_left_blocks_no_other():
     center = LocalCenter(shared.downpour(), ZEROS, mode=BoundedStaleness(rounds=2))
     slow = center.join("slow")
     fast = in_background(lambda: train(center, "fast", 50), "fast")
@@ -123,8 +125,8 @@ def test_whoever_was_slow_and_has_left_holds_nobody():
     assert fast.result(LIMIT)[1] == 50
 
 
-def test_each_has_a_period_of_its_own():
-    """As DyLU chooses them: rounds count, however many steps they have."""
+def test_workers_may_have_different_periods():
+    """Rounds are counted independent of their numbers of steps, like in DyLU."""
     center = LocalCenter(shared.downpour(), ZEROS, mode=BoundedStaleness(rounds=0))
     both = threading.Barrier(2)
     run = functools.partial(train, center, exchanges=10, begin=both)
@@ -134,21 +136,23 @@ def test_each_has_a_period_of_its_own():
     np.testing.assert_array_equal(center.pull().params, 80)
 
 
-def test_so_many_workers_at_a_time():
-    center = LocalCenter(shared.downpour(), ZEROS, max_workers=2, lease=0.1)
+def test_max_workers_limits_the_present_workers():
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(max_workers=2, lease=0.1)
+    )
     sessions = [center.join(name) for name in "ab"]
     with pytest.raises(errors.CenterFullError, match="takes 2 workers, and 2 are"):
         train(center, "c", 1)
     sessions[0].leave()
-    train(center, "c", 1)  # leaves at its end
+    train(center, "c", 1)  # it leaves at the end
     sessions[1].disconnect()
-    again = center.join("b")  # its own place, before its lease is over
+    again = center.join("b")  # its name is free until its lease expires
     train(center, "d", 1)
     again.leave()
     assert center.version == 2
 
 
-def test_a_barrier_is_for_the_first_ones():
+def test_barrier_blocks_only_the_first_workers():
     center = LocalCenter(shared.downpour(), ZEROS, barrier=2)
     begin = threading.Barrier(2)
     first = [
@@ -157,16 +161,18 @@ def test_a_barrier_is_for_the_first_ones():
     ]
     assert sum(each.result(LIMIT)[1] for each in first) == 6
     assert not center.workers
-    assert train(center, "c", 3)[1] == 3  # alone, later
+    assert train(center, "c", 3)[1] == 3  # later, and alone
 
 
 def in_turns(center, workers, rounds):
-    """Messages of workers of one speed; how many of each were applied."""
+    """Exchange in turns; return how many messages of each worker were applied."""
     sessions = [center.join(f"worker-{i}") for i in range(workers)]
     anchors, applied = [0] * workers, [0] * workers
     for sequence in range(1, rounds + 1):
         for i, session in enumerate(sessions):
-            answer = session.exchange(sequence, -jnp.ones(2), anchor_version=anchors[i])
+            answer = session.exchange(
+                Submission(sequence, -jnp.ones(2), anchor_version=anchors[i])
+            )
             anchors[i] = answer.version
             applied[i] += answer.applied and not answer.refused
     for session in sessions:
@@ -174,24 +180,8 @@ def in_turns(center, workers, rounds):
     return applied
 
 
-def test_a_share_that_so_few_cannot_keep_is_not_asked():
-    """It was meant for many, and most of them have left."""
-    refuse = Refuse(share=0.45)
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
-    assert in_turns(center, 2, 20) == [20, 20]
-    # Of three each can, and one that does as much as the others together is refused.
-    sessions = [center.join(name) for name in "abc"]
-    anchor = center.version
-    for sequence in range(1, 11):
-        for session in sessions:
-            made = session.exchange(sequence, -jnp.ones(2), anchor_version=anchor)
-            assert not made.refused
-    large = sessions[0].exchange(11, -50 * jnp.ones(2), anchor_version=anchor)
-    assert "of all movement would be its worker's" in large.refused
-
-
-def test_a_bound_of_versions_is_to_be_as_high_as_workers_are_many():
-    """With two of four workers it is not, and the same two are left out for good."""
+def test_version_bound_must_grow_with_the_number_of_workers():
+    """With a bound of 1, two of four workers are always dropped."""
     mode = BoundedStaleness(versions=1)
     assert in_turns(LocalCenter(shared.downpour(), ZEROS, mode=mode), 2, 20) == [20, 20]
     center = LocalCenter(shared.downpour(), ZEROS, mode=mode)

@@ -1,4 +1,4 @@
-"""What workers tell of their exchanges, and what can be measured of one."""
+"""Callbacks with the metrics of each exchange, and `measure`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ PARAMS = {"w": jnp.array([1.0, 2.0, 3.0]), "b": jnp.array([0.5])}
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-class Told(list):
+class Records(list):
     def __call__(self, step, values):
         self.append((step, dict(values)))
 
@@ -29,8 +29,8 @@ def run(worker, steps, told):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_exchange_is_told_with_its_numbers(overlap):
-    told = Told()
+def test_callback_gets_the_metrics_of_every_exchange(overlap):
+    told = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(
         center, optax.sgd(0.5), period=2, overlap=overlap, callbacks=[told]
@@ -42,7 +42,7 @@ def test_every_exchange_is_told_with_its_numbers(overlap):
         assert values.pop("seconds") >= 0
         assert values == {
             "steps": 2,
-            "message_norm": pytest.approx(2.0),  # 4 numbers by 1.0
+            "message_norm": pytest.approx(2.0),  # 4 elements, each moved by 1.0
             "distance": pytest.approx(0.0, abs=1e-6),
             "staleness": 0,
             "applied": 1,
@@ -55,8 +55,8 @@ def test_every_exchange_is_told_with_its_numbers(overlap):
         assert {type(value) for value in values.values()} == {float}
 
 
-def test_of_a_codec_what_it_loses_and_what_travels():
-    told = Told()
+def test_callback_gets_the_error_and_bytes_of_a_codec():
+    told = Records()
     codec = codecs.cast("bfloat16")
     center = agn_optax.LocalCenter(rules.easgd(0.5, codec=codec), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.3), period=1, callbacks=[told])
@@ -71,8 +71,8 @@ def test_of_a_codec_what_it_loses_and_what_travels():
     assert (values["bytes_sent"], values["bytes_received"]) == (8, 8)
 
 
-def test_a_refused_message_is_told_of():
-    told = Told()
+def test_callback_is_called_for_a_rejected_message():
+    told = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(jnp.nan), period=1, callbacks=[told])
     run(worker, 1, told)
@@ -80,11 +80,11 @@ def test_a_refused_message_is_told_of():
     assert (values["refused"], values["applied"]) == (1, 0)
 
 
-def test_a_callback_that_fails_costs_no_exchange(caplog):
+def test_failing_callback_is_logged_and_loses_no_exchange(caplog):
     def fails(step, values):
         raise ValueError("no disk")
 
-    told = Told()
+    told = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=[fails, told])
     params = run(worker, 2, told)
@@ -96,7 +96,7 @@ def test_a_callback_that_fails_costs_no_exchange(caplog):
 
 
 @pytest.mark.parametrize("codec", [codecs.identity(), codecs.quantize(8)])
-def test_measure_says_what_an_exchange_will_be(codec):
+def test_measure_describes_the_next_exchange(codec):
     rule = rules.diloco(optax.sgd(0.7, momentum=0.9, nesterov=True), codec=codec)
     split = agn_optax.phases(optax.sgd(0.1), rule)
     measure = jax.jit(split.measure)

@@ -1,4 +1,4 @@
-"""What every center promises: embedded, served, in shards, and as a site of a tree."""
+"""The contract of every center: embedded, served, sharded, and a site of a tree."""
 
 import concurrent.futures
 import contextlib
@@ -24,6 +24,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax.center import Submission
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -32,7 +33,7 @@ def kind(request):
 
 
 def count(version):
-    """Exchanges applied, whatever kind of version it is."""
+    """Return the number of applied exchanges for any kind of version."""
     numbers = set(jax.tree.leaves(version))
     assert len(numbers) == 1
     return numbers.pop()
@@ -40,7 +41,7 @@ def count(version):
 
 @functools.cache
 def trained(kind, rule):
-    """What becomes of two workers, who exchange in turns and so have stale messages."""
+    """Train two workers that exchange in turns and so have stale messages."""
     with center_kinds.made(kind, RULES[rule]()) as center:
         workers = [
             agn_optax.Worker(center, shared.adam(0.05), period=2, name=f"w{i}")
@@ -65,10 +66,10 @@ def trained(kind, rule):
         *((kind, rule) for kind in ("shards", "site") for rule in ("agn", "easgd_rho")),
     ],
 )
-def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
+def test_law_7_every_center_gives_the_numbers_of_the_embedded_one(kind, rule):
     ours, answers = trained(kind, rule)
     embedded, expected = trained("local", rule)
-    if kind == "shards":  # each compiles a program for leaves of its own
+    if kind == "shards":  # each shard compiles a program for its own leaves
         assert_close(ours, embedded, tolerance=1e-6)
     else:
         assert_identical(ours, embedded)
@@ -78,7 +79,7 @@ def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
     )
 
 
-def test_the_chief_initializes_and_the_others_adopt(kind):
+def test_chief_initializes_and_others_adopt(kind):
     with center_kinds.made(kind, shared.downpour()) as center:
         with pytest.raises(errors.NotInitializedError, match="chief"):
             center.pull()
@@ -100,10 +101,12 @@ def test_the_chief_initializes_and_the_others_adopt(kind):
         assert_identical(started["bert"], tree())
         with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
             bert.start(tree(seed=1), chief=True)
-        assert_identical(anna.start(tree(seed=2), chief=True)[0], tree())  # came back
+        assert_identical(
+            anna.start(tree(seed=2), chief=True)[0], tree()
+        )  # the chief came back
 
 
-def test_versions_are_whole_and_stay_what_they_are(kind):
+def test_versions_are_immutable_and_count_exchanges(kind):
     with center_kinds.made(kind, shared.downpour(), tree()) as center:
         first = center.pull()
         answer = sessions.exchange(
@@ -130,7 +133,7 @@ def test_versions_are_whole_and_stay_what_they_are(kind):
         (tree() | {"scale": jnp.int32(1)}, r"int32"),
     ],
 )
-def test_a_contribution_of_another_model(kind, contribution, message):
+def test_contribution_of_another_model_is_rejected(kind, contribution, message):
     with center_kinds.made(kind, shared.downpour(), tree()) as center:
         version = center.pull().version
         with pytest.raises(errors.TreeMismatchError, match=message):
@@ -140,7 +143,7 @@ def test_a_contribution_of_another_model(kind, contribution, message):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_message_that_is_not_finite(kind, value):
+def test_non_finite_message_is_rejected_and_worker_continues(kind, value):
     with center_kinds.made(kind, shared.downpour(), tree()) as center:
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         params, state = worker.start()
@@ -148,26 +151,26 @@ def test_a_message_that_is_not_finite(kind, value):
         params, state = worker.exchange(bad, state)
         assert "not finite" in worker.refusal
         assert_identical(center.pull().params, tree())
-        assert_identical(params, tree())  # goes on from the center
+        assert_identical(params, tree())  # it continues from the center
         worker.exchange(params, state)
         assert (worker.exchanges, worker.refused, worker.dropped) == (2, 1, 0)
         assert worker.refusal == ""
 
 
-def test_a_life_goes_on_from_another_process(kind):
-    """What was applied of it is answered, and not applied again."""
+def test_session_is_resumed_from_another_process(kind):
+    """Its applied messages get a response, and are not applied again."""
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as center:
         first = center.join("w")
         version = center.pull().version
-        first.exchange(1, jnp.ones(4), anchor_version=version)
-        life = json.loads(json.dumps(first.life))  # as it is kept in a file
+        first.exchange(Submission(1, jnp.ones(4), anchor_version=version))
+        life = json.loads(json.dumps(first.life))  # as if stored in a file
         first.disconnect()
         again = center.join("w", life=life)
         assert again.life == life
-        again.exchange(1, jnp.ones(4), anchor_version=version)
-        after = again.exchange(2, jnp.ones(4), anchor_version=version)
+        again.exchange(Submission(1, jnp.ones(4), anchor_version=version))
+        after = again.exchange(Submission(2, jnp.ones(4), anchor_version=version))
         np.testing.assert_array_equal(after.params, np.full(4, -2.0))
-        center.join("w").leave()  # another life of it
+        center.join("w").leave()  # a new session of the worker
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
             center.join("w", life=life)
     with (
@@ -177,7 +180,7 @@ def test_a_life_goes_on_from_another_process(kind):
         other.join("w", life=life)
 
 
-def test_an_anchor_of_the_future(kind):
+def test_anchor_version_of_the_future_is_rejected(kind):
     with center_kinds.made(kind, shared.downpour(), tree()) as center:
         version = jax.tree.map(lambda v: v + 1, center.pull().version)
         for wrong in (version, None):
@@ -186,8 +189,8 @@ def test_an_anchor_of_the_future(kind):
         assert_identical(center.pull().params, tree())
 
 
-def test_threads_exchange_at_once(kind):
-    """Whole numbers in float32, so that the sum is exact in any order."""
+def test_concurrent_exchanges_are_atomic_and_counted(kind):
+    """Integers in float32 make the sum exact in any order."""
     workers, exchanges = 4, 6
     start = {"a": jnp.zeros(1000), "b": jnp.zeros((3, 7))}
     with center_kinds.made(kind, shared.downpour(), start) as center:
@@ -204,7 +207,7 @@ def test_threads_exchange_at_once(kind):
                         center, message, anchor_version=version, worker=name
                     )
                     version = answer.version
-                    if kind != "shards":  # each shard has versions of its own
+                    if kind != "shards":  # each shard has its own versions
                         for leaf in jax.tree.leaves(answer.params):
                             assert np.min(leaf) == np.max(leaf)
                 sessions.leave(center, name)
@@ -224,8 +227,10 @@ def test_threads_exchange_at_once(kind):
             np.testing.assert_array_equal(leaf, -total)
 
 
-def test_a_barrier_lets_workers_start_together(kind, monkeypatch):
-    sessions.wait_for_farewells(monkeypatch)  # or a busy center keeps their names
+def test_barrier_lets_workers_start_together(kind, monkeypatch):
+    sessions.wait_for_farewells(
+        monkeypatch
+    )  # otherwise a busy center may keep their names
     with center_kinds.made(kind, shared.downpour(), barrier=2) as center:
         names, started = ("anna", "bert"), []
         workers = {
@@ -247,8 +252,8 @@ def test_a_barrier_lets_workers_start_together(kind, monkeypatch):
         assert sorted(started) == ["anna", "bert"]
 
 
-def test_overlap_keeps_the_progress_made_meanwhile(kind):
-    """With linear losses, nothing that the worker did is lost or comes twice."""
+def test_overlap_keeps_progress_made_while_a_message_is_in_flight(kind):
+    """With linear losses, no progress is lost or repeated."""
     start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
     with center_kinds.made(kind, shared.downpour(), start) as center:
         worker = agn_optax.Worker(
@@ -266,7 +271,7 @@ def test_overlap_keeps_the_progress_made_meanwhile(kind):
         worker.leave()
 
 
-def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
+def test_worker_that_leaves_while_computing_a_message_stays_away(kind):
     start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
     with center_kinds.made(kind, shared.downpour(), start) as center:
         worker = agn_optax.Worker(
@@ -278,7 +283,7 @@ def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
         version = center.pull().version
         with held() as hold:
             worker.exchange(jax.tree.map(hold, loop[0]), loop[1])
-            message = worker._message
+            message = worker._parts[0].message
             worker.leave()
         concurrent.futures.wait([message.flight])
         assert center.pull().version == version
@@ -287,7 +292,7 @@ def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_connection_ends_with_its_block(shards):
+def test_connection_is_closed_at_the_end_of_its_block(shards):
     rule = shared.downpour()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(service.serve(rule)) for _ in range(shards)]

@@ -1,4 +1,4 @@
-"""The core: every exchange is applied once, whatever happens to who sent it."""
+"""The core: every exchange is applied exactly once, whatever happens to its worker."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.waiting import wait_until
+from helpers.waiting import in_background, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,12 +33,13 @@ from hypothesis.stateful import (
 )
 
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Core,
     Journal,
+    Limits,
+    Submission,
     Synchronous,
     _core,
 )
@@ -54,11 +55,11 @@ MODES = [
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl"])
 HOW = st.sampled_from(["collect", "answer", "replace"])
-LIMIT = 30  # seconds that nothing here takes
+LIMIT = 30  # s, generous: no test should come near it
 
 
 class Clock:
-    """Time as a center sees it."""
+    """The time that the center sees."""
 
     now = 1000.0
 
@@ -75,8 +76,8 @@ def clock(monkeypatch):
 
 
 @dataclasses.dataclass
-class Life:
-    """What the model knows of one life of a worker."""
+class WorkerSession:
+    """The model's state of one session of a worker."""
 
     name: str
     incarnation: str
@@ -84,10 +85,12 @@ class Life:
     anchor: int
     there: bool = True
     until: float = math.inf
-    sent: list = dataclasses.field(default_factory=list)  # numbers, in order
-    got: bool = True  # it has the answer to the last
-    is_kept: bool = False  # the center has kept that since the number was sent
-    answer: tuple | None = None  # it, if it has come and is kept
+    sent: list = dataclasses.field(
+        default_factory=list
+    )  # numbers that were sent, in order
+    got: bool = True  # it has the response to the last message
+    is_kept: bool = False  # the center has kept the response since the message
+    answer: tuple | None = None  # the response, if received and kept
     anchor_sent: int = 0
 
     def goes(self):
@@ -96,10 +99,10 @@ class Life:
 
 
 class Exchanges(RuleBasedStateMachine):
-    """A core whose messages are the numbers 1, 2, 3, ..., each of one exchange.
+    """Run a core whose messages are the numbers 1, 2, 3, ..., one for each exchange.
 
-    The model is told by an observer which of them have been applied, and so knows what
-    each version of the center must be: whole numbers, so that sums are exact.
+    An observer tells the model which messages were applied, so the model knows each
+    version of the center. Integers make sums exact.
     """
 
     def __init__(self, mode, clock, journals):
@@ -107,12 +110,12 @@ class Exchanges(RuleBasedStateMachine):
         self.mode, self.clock, self.journals = mode, clock, journals
         self.folder = pathlib.Path(tempfile.mkdtemp())
         self.numbers = itertools.count(1)
-        self.lives = {}  # the last of each name
+        self.lives = {}  # the last session of each name
         self.replaced = []
-        self.applied = {}  # number: version that it became part of
+        self.applied = {}  # by number: version that includes it
         self.dropped = set()
-        self.versions = [np.zeros(2)]  # of the center
-        self.promised = 0  # version that outlives a kill
+        self.versions = [np.zeros(2)]  # versions of the center
+        self.promised = 0  # version that survives a kill
         self.handed_out = []
 
     @initialize(lease=st.sampled_from([0.0, 10.0]))
@@ -124,25 +127,31 @@ class Exchanges(RuleBasedStateMachine):
         self.directory = directory
         durability = Journal(directory) if self.journals else None
         self.core = Core(
-            DOWNPOUR, params, mode=self.mode, lease=self.lease, durability=durability
+            DOWNPOUR,
+            params,
+            mode=self.mode,
+            limits=Limits(lease=self.lease),
+            durability=durability,
         )
         self.core.observer = self.observe
 
-    def observe(self, contribution, claim):
-        number = int(contribution[0])
+    def observe(self, submission):
+        number = int(submission.contribution[0])
         assert number not in self.applied
         assert number not in self.dropped
         self.applied[number] = self.core.store.current.number
-        if self.applied[number] == len(self.versions):  # else applied with another
+        if self.applied[number] == len(
+            self.versions
+        ):  # else applied together with another message
             self.versions.append(self.versions[-1])
         assert self.applied[number] == len(self.versions) - 1
         self.versions[-1] = self.versions[-1] - (number, 1)
 
-    # What the model knows.
+    # The state of the model.
 
     def look(self):
-        """Whose lease is over has gone; returns who is there."""
-        # What another thread looks at is as if it had been there at once.
+        """Remove workers with an expired lease; return the present ones."""
+        # Wait for a check in another thread, as if it took no time.
         assert self.core.wait_for(lambda: self.core._look is None, LIMIT)
         there = self.core.members()[1]
         for life in self.lives.values():
@@ -152,7 +161,7 @@ class Exchanges(RuleBasedStateMachine):
         return there
 
     def life(self, name):
-        """The last of a name, which is there and has a session."""
+        """Return the last session of a name, which joins if needed."""
         self.look()
         life = self.lives.get(name)
         if life is None:
@@ -165,7 +174,7 @@ class Exchanges(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def join(self, name):
-        """A new life, which takes the name from the one before."""
+        """Join with a new session, which replaces the previous one of this name."""
         incarnation = uuid.uuid4().hex
         session = self.core.join(name, incarnation, replace=True)
         with self.core.reading(kept=True) as version:
@@ -174,24 +183,24 @@ class Exchanges(RuleBasedStateMachine):
         if name in self.lives:
             self.replaced.append(self.lives[name])
             self.replaced[-1].goes()
-        self.lives[name] = Life(name, incarnation, session, anchor)
+        self.lives[name] = WorkerSession(name, incarnation, session, anchor)
         self.look()
 
     @precondition(lambda self: self.lives)
     @rule(name=NAMES)
     def join_again(self, name):
-        """The same life, over another connection."""
+        """Join with the same session over another connection."""
         life = self.lives.get(name)
         if life is not None:
             self.look()
             life.session = self.core.join(name, life.incarnation, back=True)
             life.there, life.until = True, math.inf
-            with self.core.reading(kept=True) as version:  # and so that it is back
+            with self.core.reading(kept=True) as version:  # and thus that it is back
                 self.promised = max(self.promised, version.number)
 
     @precondition(lambda self: self.replaced)
     @rule(number=st.integers(0, 9))
-    def say_something_in_a_life_that_was_replaced(self, number):
+    def use_a_replaced_session(self, number):
         life = self.replaced[number % len(self.replaced)]
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
             self.core.join(life.name, life.incarnation, back=True)
@@ -204,21 +213,23 @@ class Exchanges(RuleBasedStateMachine):
 
     def is_refused(self, life):
         with pytest.raises(errors.WorkerStateError, match=life.name):
-            life.session.submit(1, jnp.ones(2), anchor_version=0)
+            life.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
         for sequence in (1, len(life.sent)):
             with pytest.raises(errors.WorkerStateError, match=life.name):
                 life.session.collect(sequence, 0.0)
 
     @rule(name=NAMES, repeats=st.booleans())
     def submit(self, name, repeats):
-        """The next number, once the last was answered; else the same again."""
+        """Send the next number if the last one has a response; else repeat the last."""
         life = self.life(name)
         if life.got and not (life.sent and repeats):
             life.sent.append(next(self.numbers))
             life.got, life.is_kept, life.answer = False, True, None
             life.anchor_sent = life.anchor
         contribution = jnp.array([float(life.sent[-1]), 1.0])
-        life.session.submit(len(life.sent), contribution, anchor_version=life.anchor)
+        life.session.submit(
+            Submission(len(life.sent), contribution, anchor_version=life.anchor)
+        )
 
     @rule(name=NAMES, how=HOW)
     def collect(self, name, how):
@@ -232,7 +243,7 @@ class Exchanges(RuleBasedStateMachine):
             if "asks for the answer" not in str(error):
                 raise
             answer = None
-            assert not life.is_kept  # its message left with it, or was never sent
+            assert not life.is_kept  # its message was removed with it, or never sent
         if answer is None:
             assert not life.got
             assert number not in self.applied
@@ -246,7 +257,7 @@ class Exchanges(RuleBasedStateMachine):
             self.dropped.add(number)
         assert (norm is not None) == life.is_kept or not life.got
         if norm is None:
-            assert version == len(self.versions) - 1  # the center as it is
+            assert version == len(self.versions) - 1  # the current center
         else:
             assert life.answer in (None, answer[:4])
             assert not applied or version == self.applied[number]
@@ -256,32 +267,34 @@ class Exchanges(RuleBasedStateMachine):
 
     @rule(name=NAMES, how=HOW, acknowledges=st.booleans())
     def exchange(self, name, how, acknowledges):
-        """As far as it goes without waiting."""
+        """Exchange as far as possible without waiting."""
         self.submit(name, repeats=False)
         self.collect(name, how)
         if acknowledges:
             self.acknowledge(name)
 
     def read(self, session, sequence, how):
-        """Version, staleness, whether it was applied, norm and parameters; or None."""
+        """Return version, staleness, applied, norm and parameters; or None."""
         if how == "collect":
             snapshot = session.collect(sequence, 0.0)
             if snapshot is None:
                 return None
             self.handed_out.append(snapshot)
-            number, answer, params = snapshot.version, snapshot, snapshot.params
+            answer, params = snapshot, snapshot.params
         else:
-            answer = session.answer(sequence, 0.0)
-            if answer is None:
+            kept = session.answer(sequence, 0.0)
+            if kept is None:
                 return None
-            session.wait_until_kept(answer)
-            with self.core.reading(answer.version) as version:
+            session.wait_until_kept(kept)
+            with self.core.reading(kept.version) as version:
                 params = jnp.copy(version.params)
             if how == "replace":
-                answer = session.replace(answer, jnp.copy(params))
-            number = answer.version.number
+                kept = session.replace(kept, jnp.copy(params))
+            answer = kept.answer
+            assert answer.version == kept.version.number
         norm = None if answer.norm is None else float(answer.norm)
-        return number, answer.staleness, answer.applied, norm, np.asarray(params)
+        said = answer.version, answer.staleness, answer.applied, norm
+        return *said, np.asarray(params)
 
     @rule(name=NAMES)
     def acknowledge(self, name):
@@ -310,7 +323,7 @@ class Exchanges(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.clock.now += seconds
 
-    @precondition(lambda self: not self.journals)  # a site of a tree has none
+    @precondition(lambda self: not self.journals)  # a site of a tree has no journal
     @rule()
     def shift(self):
         with self.core.reading() as version:
@@ -323,7 +336,7 @@ class Exchanges(RuleBasedStateMachine):
     def restart(self, kills):
         there = self.look()
         directory = self.folder / str(len(list(self.folder.iterdir())))
-        if kills:  # a copy takes its time, in which nothing may be written
+        if kills:  # nothing may be written during the copy
             with self.core.reading(kept=True):
                 shutil.copytree(self.directory, directory)
         self.end()
@@ -337,7 +350,7 @@ class Exchanges(RuleBasedStateMachine):
         del self.versions[version + 1 :]
         self.applied = {n: v for n, v in self.applied.items() if v <= version}
         for life in self.lives.values():
-            # Who left a moment ago may have been written down, or not.
+            # A leave just before the kill may or may not be on disk.
             life.there = life.name in self.core.members()[1]
             assert life.there or life.name not in there or not self.lease
             life.until = self.clock.now + self.lease
@@ -346,7 +359,7 @@ class Exchanges(RuleBasedStateMachine):
             life.session = None
 
     def end(self):
-        """What was answered can still be asked for; what waits never will be."""
+        """Close the core; kept responses remain available, and waiting calls raise."""
         self.look()
         waits = self.core.members()[2]
         self.core.close()
@@ -360,7 +373,7 @@ class Exchanges(RuleBasedStateMachine):
             self.core.join("somebody")
 
     @invariant()
-    def nobody_looks(self):
+    def members_match_the_model(self):
         if hasattr(self, "core"):
             self.look()
 
@@ -378,8 +391,10 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
-    monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 14)  # bytes, quickly copied
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs none
+    monkeypatch.setattr(
+        _directory, "_LEAST_RESERVED", 1 << 14
+    )  # bytes, so that copies are quick
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs no sync
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
     run_state_machine_as_test(
         lambda: Exchanges(mode, clock, journals),
@@ -387,7 +402,7 @@ def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
     )
 
 
-# What one life of a worker is told, and when. Integers again.
+# Results of calls of one session. Messages are integers again.
 
 
 def core_of(mode=None, **settings):
@@ -395,16 +410,18 @@ def core_of(mode=None, **settings):
 
 
 def submit(session, sequence=1, anchor_version=0):
-    session.submit(sequence, jnp.ones(2), anchor_version=anchor_version)
+    session.submit(Submission(sequence, jnp.ones(2), anchor_version=anchor_version))
 
 
 def exchange(session, sequence=1, anchor_version=0):
-    return session.exchange(sequence, jnp.ones(2), anchor_version=anchor_version)
+    return session.exchange(
+        Submission(sequence, jnp.ones(2), anchor_version=anchor_version)
+    )
 
 
 @contextlib.contextmanager
 def collecting(session, monkeypatch, sequence=1):
-    """Somebody waits for an answer meanwhile; yields what comes of it, as a future."""
+    """Wait for a response in another thread; yield its future."""
     condition = session._core._messages[session.worker].over
     waiting = threading.Event()
     wait = condition.wait
@@ -417,13 +434,13 @@ def collecting(session, monkeypatch, sequence=1):
         patch.setattr(condition, "wait", waits)
         got = in_background(lambda: session.collect(sequence, LIMIT), "collects")
         assert waiting.wait(LIMIT)
-    # It has the lock until it waits, and so nothing can happen before.
+    # The thread holds the lock until it waits, so nothing happens before.
     yield got
 
 
 @pytest.mark.parametrize("goes", ["leave", "disconnect", "replace"])
-def test_who_waits_is_woken_when_another_goes(goes, monkeypatch):
-    core = core_of(Synchronous(), lease=0.0)
+def test_waiting_worker_wakes_when_another_one_goes(goes, monkeypatch):
+    core = core_of(Synchronous(), limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -434,7 +451,7 @@ def test_who_waits_is_woken_when_another_goes(goes, monkeypatch):
     assert got.result(LIMIT).version == 1
 
 
-def test_who_waits_is_woken_when_the_others_have_sent(monkeypatch):
+def test_waiting_worker_wakes_when_all_have_sent(monkeypatch):
     core = core_of(Synchronous())
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
@@ -444,8 +461,8 @@ def test_who_waits_is_woken_when_the_others_have_sent(monkeypatch):
     np.testing.assert_array_equal(core.snapshot().params, -2)
 
 
-def test_who_waits_is_woken_when_a_lease_is_over(monkeypatch):
-    core = core_of(Synchronous(), lease=0.2)
+def test_waiting_worker_wakes_when_a_lease_expires(monkeypatch):
+    core = core_of(Synchronous(), limits=Limits(lease=0.2))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -453,7 +470,7 @@ def test_who_waits_is_woken_when_a_lease_is_over(monkeypatch):
     assert got.result(LIMIT).applied
 
 
-def test_who_waits_is_told_that_it_was_replaced(monkeypatch):
+def test_waiting_worker_that_is_replaced_gets_an_error(monkeypatch):
     core = core_of(Synchronous())
     anna, _ = core.join("anna"), core.join("bert")
     submit(anna)
@@ -463,7 +480,7 @@ def test_who_waits_is_told_that_it_was_replaced(monkeypatch):
         got.result(LIMIT)
 
 
-def test_who_waits_is_told_that_the_center_is_closed(monkeypatch):
+def test_waiting_worker_gets_an_error_when_the_center_closes(monkeypatch):
     core = core_of(Synchronous())
     anna, _ = core.join("anna"), core.join("bert")
     submit(anna)
@@ -477,8 +494,8 @@ def test_who_waits_is_told_that_the_center_is_closed(monkeypatch):
 @pytest.mark.parametrize(
     "mode", [BoundedStaleness(rounds=1), Synchronous()], ids=["bounded", "rounds"]
 )
-def test_a_worker_that_hangs_does_not_hold_the_others_up(mode):
-    """It is connected all the time, but gives no sign of life any more."""
+def test_hanging_worker_does_not_block_others(mode):
+    """It stays connected but sends no heartbeats."""
     core = core_of(mode)
     core.join("hangs", silence=0.4)
     works = core.join("works")
@@ -488,8 +505,8 @@ def test_a_worker_that_hangs_does_not_hold_the_others_up(mode):
     assert core.hear([("hangs", "whatever")]) == []
 
 
-def test_a_connection_is_cut_when_its_life_is_over_or_over_another_one():
-    core = core_of(lease=0.0)
+def test_connection_is_cut_when_its_session_ends_or_reconnects():
+    core = core_of(limits=Limits(lease=0.0))
     cut = []
 
     def join(name, *args, **kwargs):
@@ -500,7 +517,7 @@ def test_a_connection_is_cut_when_its_life_is_over_or_over_another_one():
     assert not cut
     again = join("anna", first.incarnation, back=True)
     assert cut == [0]
-    first.disconnect()  # its connection is not the last one
+    first.disconnect()  # its connection is no longer the current one
     assert set(core.members()[1]) == {"anna"}
     join("anna", replace=True)
     assert cut == [0, 1]
@@ -513,7 +530,7 @@ def test_a_connection_is_cut_when_its_life_is_over_or_over_another_one():
     assert cut == [0, 1, 2]
 
 
-def test_what_the_rule_cannot_apply_is_refused_and_may_be_sent_again(monkeypatch):
+def test_message_that_fails_to_apply_may_be_sent_again(monkeypatch):
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
 
@@ -532,7 +549,7 @@ def test_what_the_rule_cannot_apply_is_refused_and_may_be_sent_again(monkeypatch
 
 
 @pytest.mark.parametrize("mode", [None, Synchronous()])
-def test_failure_that_is_kept_holds_no_arrays_of_its_round(mode):
+def test_kept_error_holds_no_arrays_of_its_round(mode):
     def update(updates, state, params=None):
         raise FloatingPointError("no such update")
 
@@ -542,10 +559,10 @@ def test_failure_that_is_kept_holds_no_arrays_of_its_round(mode):
     message = jnp.ones(2)
     held = weakref.ref(message)
     for _ in range(2):
-        anna.submit(1, message, anchor_version=0)
+        anna.submit(Submission(1, message, anchor_version=0))
         with pytest.raises(FloatingPointError, match="no such update") as raised:
             anna.collect(1)
-        note = "".join(raised.value.__notes__)  # where it came from, nevertheless
+        note = "".join(raised.value.__notes__)  # the traceback is kept as a note
         assert "in update" in note
     del message, raised
     gc.collect()
@@ -554,27 +571,27 @@ def test_failure_that_is_kept_holds_no_arrays_of_its_round(mode):
         anna.collect(1)
 
 
-def test_answer_is_not_read_once_its_worker_has_joined_anew():
-    """Its arrays may be those of the next version by then."""
+def test_response_is_not_read_once_its_worker_has_joined_anew():
+    """Its arrays may have been reused for the next version."""
     core = Core(DOWNPOUR, jnp.zeros(2))
     anna, bert = core.join("anna"), core.join("bert")
-    anna.submit(1, jnp.ones(2), anchor_version=0)
+    anna.submit(Submission(1, jnp.ones(2), anchor_version=0))
     answer = anna.answer(1)
     anna.disconnect()
-    core.join("anna")  # another life, to which nothing is owed
-    bert.submit(1, jnp.ones(2), anchor_version=1)
+    core.join("anna")  # a new session, without pending responses
+    bert.submit(Submission(1, jnp.ones(2), anchor_version=1))
     assert bert.answer(1).version.number == 2
     with (
-        pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"),
+        pytest.raises(errors.WorkerStateError, match="version 1 was released"),
         core.reading(answer.version),
     ):
         pass
-    with pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"):
+    with pytest.raises(errors.WorkerStateError, match="version 1 was released"):
         core.snapshot(answer.version)
 
 
 def look_and_wait(looks, may, updates, params):
-    """An optimizer whose programs tell when they run, and wait until they may."""
+    """Update in a callback that signals when it runs, and waits for permission."""
 
     def wait(update):
         looks.set()
@@ -585,8 +602,8 @@ def look_and_wait(looks, may, updates, params):
 
 
 @pytest.mark.parametrize("mode", [None, Synchronous()])
-def test_center_answers_others_while_the_device_looks_at_a_message(mode):
-    """Nobody waits for the device under the lock; and turns stay as they are."""
+def test_center_serves_others_while_the_device_checks_a_message(mode):
+    """No call waits for the device under the lock, and the order of turns stays."""
     looks, may = threading.Event(), threading.Event()
     waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
     core = Core(shared.agn(waiting), jnp.zeros(2), mode=mode)
@@ -618,7 +635,7 @@ def test_center_answers_others_while_the_device_looks_at_a_message(mode):
     assert versions == ({1, 2} if mode is None else {1})
 
 
-def test_worker_that_leaves_while_its_message_is_looked_at_moves_nothing():
+def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
     looks, may = threading.Event(), threading.Event()
     waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
     core = Core(shared.agn(waiting), jnp.zeros(2))
@@ -636,8 +653,8 @@ def test_worker_that_leaves_while_its_message_is_looked_at_moves_nothing():
 
 
 @contextlib.contextmanager
-def a_held_look(core, *submits):
-    """Messages that are looked at meanwhile, of an optimizer that waits."""
+def held_check(core, *submits):
+    """Submit messages whose check is blocked within the context."""
     looks, may = threading.Event(), threading.Event()
     look = core.store.look
 
@@ -660,27 +677,27 @@ def a_held_look(core, *submits):
             thread.join(LIMIT)
 
 
-def test_leases_end_while_the_device_looks_at_a_message():
-    core = core_of(lease=0.0)
+def test_leases_expire_while_the_device_checks_a_message():
+    core = core_of(limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
-    with a_held_look(core, lambda: submit(anna)):
+    with held_check(core, lambda: submit(anna)):
         bert.disconnect()
         assert set(core.members()[1]) == {"anna"}
     assert anna.collect(1, LIMIT).version == 1
 
 
-def test_a_message_that_comes_during_a_look_may_be_too_old_after_it():
+def test_message_that_arrives_during_a_check_may_become_too_stale():
     core = core_of(BoundedStaleness(versions=0))
     anna, bert = core.join("anna"), core.join("bert")
-    with a_held_look(core, lambda: submit(anna)):
+    with held_check(core, lambda: submit(anna)):
         submit(bert)
     assert anna.collect(1, LIMIT).applied
     answer = bert.collect(1, LIMIT)
     assert (answer.applied, answer.staleness) == (False, 1)
 
 
-def test_nobody_asks_again_and_again_during_a_look():
-    """The round is over, but nothing can be decided before the look is."""
+def test_waiting_calls_do_not_poll_during_a_check():
+    """The round is over, but nothing can be decided before the check ends."""
     core = core_of(Synchronous(quorum=2, grace=0.01))
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     settled = 0
@@ -691,26 +708,26 @@ def test_nobody_asks_again_and_again_during_a_look():
         settled += 1
         settle(**how)
 
-    def end_a_round():  # the look is held before it may begin, however slow this is
+    def end_a_round():  # the check is blocked before it can begin
         submit(anna)
         submit(bert)
         anna.collect(1, LIMIT)
 
     core._settle = counted
-    with a_held_look(core, end_a_round):
+    with held_check(core, end_a_round):
         settled = 0
         assert bert.collect(1, 0.2) is None
         assert settled < 10
     assert bert.collect(1, LIMIT).version == 1
 
 
-def test_a_round_ends_in_time_after_a_look(monkeypatch):
-    """Though whoever waits for it did not have to wake up before."""
+def test_round_ends_in_time_after_a_check(monkeypatch):
+    """A call waiting for the round did not have to wake up before."""
     monkeypatch.setattr(_core, "_LOOKS", math.inf)
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     submit(anna)
-    with a_held_look(core, functools.partial(anna.collect, 1, LIMIT)):
+    with held_check(core, functools.partial(anna.collect, 1, LIMIT)):
         submit(bert)
         with collecting(bert, monkeypatch) as got:
             pass
@@ -718,9 +735,9 @@ def test_a_round_ends_in_time_after_a_look(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
-def test_a_look_that_could_not_begin_is_begun_by_the_next(fails, monkeypatch):
-    """There may be no more threads, or Ctrl-C comes before it."""
-    monkeypatch.setattr(_core, "_LOOKS", 0.05)  # seconds until somebody tries again
+def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypatch):
+    """For example, no thread can be started, or Ctrl-C comes before."""
+    monkeypatch.setattr(_core, "_LOOKS", 0.05)  # s, until the next attempt
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert = core.join("anna"), core.join("bert")
 
@@ -740,11 +757,11 @@ def test_a_look_that_could_not_begin_is_begun_by_the_next(fails, monkeypatch):
     assert anna.collect(1, LIMIT).version == 1
 
 
-def test_what_a_look_s_thread_raises_is_logged(caplog):
+def test_exception_in_the_thread_of_a_check_is_logged(caplog):
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, _ = core.join("anna"), core.join("bert")
 
-    def broken(contribution, claim):
+    def broken(submission):
         raise ZeroDivisionError("an observer's")
 
     core.observer = broken
@@ -754,7 +771,7 @@ def test_what_a_look_s_thread_raises_is_logged(caplog):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_new_life_is_not_told_what_became_of_the_last(again, monkeypatch):
+def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypatch):
     core = core_of()
     anna = core.join("anna")
 
@@ -773,25 +790,25 @@ def test_a_new_life_is_not_told_what_became_of_the_last(again, monkeypatch):
         anna.collect(1)
 
 
-def test_a_new_life_neither_sends_nor_gets_what_was_the_last_one_s():
+def test_new_session_neither_sends_nor_gets_messages_of_the_old_one():
     core = core_of(Synchronous())
     first, bert = core.join("anna"), core.join("bert")
-    first.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    first.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
     second = core.join("anna", replace=True)
     submit(bert)
     submit(second)
     assert second.collect(1, 0.0).version == bert.collect(1, 0.0).version == 1
     np.testing.assert_array_equal(core.snapshot().params, -2)
     third = core.join("anna", replace=True)
-    third.submit(1, jnp.full(2, 100.0), anchor_version=1)
-    assert third.collect(1, 0.0) is None  # waits for bert
+    third.submit(Submission(1, jnp.full(2, 100.0), anchor_version=1))
+    assert third.collect(1, 0.0) is None  # it waits for bert
     exchange(bert, 2, 1)
     assert third.collect(1, 0.0).version == 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_exchange_that_is_interrupted_is_applied_once(when, monkeypatch):
-    """By Ctrl-C in the middle of a notebook's cell, say."""
+def test_interrupted_exchange_is_applied_once(when, monkeypatch):
+    """For example, by Ctrl-C in a cell of a notebook."""
     core = core_of()
     anna = core.join("anna")
     move = core.store.move
@@ -811,19 +828,19 @@ def test_an_exchange_that_is_interrupted_is_applied_once(when, monkeypatch):
     assert exchange(anna, 2, 1).version == 2
 
 
-def test_a_late_answer_stays_what_it_is():
-    """Nobody says when it has been read, and so it is not written over."""
+def test_late_response_is_not_overwritten():
+    """No call says when it was read, so its arrays are not reused."""
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     anna.acknowledge(1)
     late = anna.answer(1)
-    assert (late.norm, late.version.number) == (None, 1)
+    assert (late.answer.norm, late.version.number) == (None, 1)
     assert exchange(bert).version == 2
     np.testing.assert_array_equal(late.version.params, -1)
 
 
-def test_an_answer_stays_what_it_is_until_it_is_acknowledged():
+def test_response_is_not_overwritten_until_it_is_acknowledged():
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
@@ -834,7 +851,7 @@ def test_an_answer_stays_what_it_is_until_it_is_acknowledged():
     assert answer.version.readers == 0
 
 
-def test_a_version_is_written_over_once_nobody_reads_it():
+def test_version_without_readers_is_overwritten():
     core = core_of()
     anna = core.join("anna")
     first = None
@@ -846,8 +863,8 @@ def test_a_version_is_written_over_once_nobody_reads_it():
         first = answer.version
 
 
-def test_a_copy_takes_the_place_of_a_version():
-    """Which then is written over, and the copy is what is answered."""
+def test_copy_replaces_the_version_of_a_response():
+    """The version can then be overwritten, and the copy is the response."""
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
@@ -859,13 +876,13 @@ def test_a_copy_takes_the_place_of_a_version():
     np.testing.assert_array_equal(anna.collect(1).params, -1)
     anna.acknowledge(1)
     assert copied.version.readers == 0
-    # Of an answer that is not kept any more, nothing is kept.
+    # No copy is kept of a response that is no longer kept.
     late = anna.answer(1)
     assert anna.replace(late, np.zeros(2, np.float32)) is not late
     assert not core._answers.keys() - {"bert"}
 
 
-def test_what_is_kept_does_not_grow_with_names_that_have_gone():
+def test_kept_state_does_not_grow_with_departed_workers():
     core = core_of()
     for number in range(3000):
         session = core.join(f"worker-{number}", cut=lambda: None)

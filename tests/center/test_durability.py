@@ -1,7 +1,7 @@
-"""A center outlives its process: with nothing lost, or as it was a while ago.
+"""Durable centers: restored without loss, or as of an earlier snapshot.
 
-A process that is killed leaves its files as they are, so a copy of them is what the
-next one finds.
+A killed process leaves its files unchanged, so a copy of them is what the next process
+finds.
 """
 
 import collections
@@ -24,15 +24,17 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import RULES, assert_identical, tree
+from helpers.waiting import in_background, wait_until
 
 import agn_optax
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
+    Limits,
     LocalCenter,
     Snapshots,
+    Submission,
     Synchronous,
 )
 from agn_optax.center._ledger import Ledger
@@ -43,18 +45,21 @@ from agn_optax.center.durability import (
     _records,
     _writer,
 )
+from agn_optax.ops import planning
 
 DOWNPOUR = shared.downpour()
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 FIRST = "journal-000000000000"
 
 
 def copied(directory, to):
-    """A copy of a directory between two changes of which files there are."""
+    """Copy a directory at a time when its set of files does not change."""
     end = time.monotonic() + LIMIT
     while True:
         before = names(directory)
-        with contextlib.suppress(shutil.Error, FileNotFoundError):  # one has just gone
+        with contextlib.suppress(
+            shutil.Error, FileNotFoundError
+        ):  # a file was just removed
             shutil.copytree(directory, to)
             is_settled = not any(name.endswith(".tmp") for name in before)
             if is_settled and names(directory) == names(to) == before:
@@ -65,7 +70,7 @@ def copied(directory, to):
 
 @pytest.fixture
 def killed(tmp_path):
-    """Copies a directory, as the end of the process would leave it."""
+    """Return a function that copies a directory, as a kill would leave it."""
     count = itertools.count()
 
     def copy(directory):
@@ -79,7 +84,7 @@ def files(directory):
 
 
 def names(directory):
-    """Also while somebody writes there."""
+    """Return the names of the files; it works during writes."""
     return {each.name for each in pathlib.Path(directory).iterdir()}
 
 
@@ -95,7 +100,7 @@ def kept(durability, rule=DOWNPOUR, **settings):
 
 
 def found(durability):
-    """What a new process would find."""
+    """Return the state that a new process would find."""
     center = kept(durability)
     saved = center.save()
     center.close()
@@ -105,7 +110,7 @@ def found(durability):
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in RULES), ("agn", "bfloat16")]
 )
-def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
+def test_replayed_center_is_equal_bit_for_bit(name, dtype, tmp_path, killed):
     rule = RULES[name]()
     center = LocalCenter(rule, tree(dtype), durability=Journal(tmp_path / "a"))
     for i in range(6):
@@ -126,14 +131,16 @@ def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
 
 @pytest.mark.parametrize("late", ["next", "weighted"])
 def test_rounds_are_replayed(late, tmp_path, killed):
-    """Several messages at once, with their weights."""
+    """Rounds have several messages and their weights."""
     mode = Synchronous(quorum=2, grace=0.0, late=late)
     settings = {"mode": mode, "rule": shared.average()}
     center = kept(Journal(tmp_path / "a"), **settings, params=jnp.ones(3))
     a, b, c = (center.core.join(worker) for worker in "abc")
     for sequence in (1, 2, 3):
         for i, session in enumerate((a, b, c)):
-            session.submit(sequence, jnp.full(3, 0.3 * i + sequence), anchor_version=0)
+            session.submit(
+                Submission(sequence, jnp.full(3, 0.3 * i + sequence), anchor_version=0)
+            )
     assert a.answer(3, timeout=LIMIT) is not None
     b.leave()
     with center.core.reading(kept=True):
@@ -145,14 +152,14 @@ def test_rounds_are_replayed(late, tmp_path, killed):
     center.close()
 
 
-def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
+def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     session = center.core.join("w", "life")
-    session.submit(1, jnp.ones(2), anchor_version=0)
+    session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
     session = again.core.join("w", "life", back=True)
-    session.submit(1, jnp.ones(2), anchor_version=0)
+    session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     answer = session.answer(1, timeout=LIMIT)
     assert answer.applied
     np.testing.assert_array_equal(answer.version.params, -1)
@@ -161,7 +168,7 @@ def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
     center.close()
 
 
-def test_a_dropped_message_stays_dropped(tmp_path, killed):
+def test_dropped_message_stays_dropped_after_restart(tmp_path, killed):
     mode = BoundedStaleness(versions=0)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), mode=mode)
     sessions.join(center, "slow")
@@ -174,8 +181,13 @@ def test_a_dropped_message_stays_dropped(tmp_path, killed):
     center.close()
 
 
-def test_who_was_replaced_or_left_is_known(tmp_path, killed):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT, barrier=2)
+def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
+    center = kept(
+        Journal(tmp_path / "a"),
+        params=jnp.zeros(2),
+        limits=Limits(lease=LIMIT),
+        barrier=2,
+    )
     center.core.join("w", "old")
     session = center.core.join("v", "life")
     assert center.core.wait_for_barrier(0.0)
@@ -185,7 +197,7 @@ def test_who_was_replaced_or_left_is_known(tmp_path, killed):
         copy = killed(tmp_path / "a")
     center.close()
     for directory in (copy, tmp_path / "a"):
-        again = kept(Journal(directory), lease=LIMIT, barrier=2)
+        again = kept(Journal(directory), limits=Limits(lease=LIMIT), barrier=2)
         assert set(again.core.members()[1]) == {"w"}
         assert not again.core.members()[1]["w"].connected
         with pytest.raises(errors.WorkerStateError, match="replaced"):
@@ -194,8 +206,8 @@ def test_who_was_replaced_or_left_is_known(tmp_path, killed):
         again.close()
 
 
-def test_who_left_in_an_earlier_process_keeps_its_new_connection(tmp_path):
-    """Or each worker that returns to a center from disk would begin with an outage."""
+def test_departed_worker_keeps_its_new_connection_after_restart(tmp_path):
+    """Otherwise a worker that returns to a restored center would be disconnected."""
     cuts = []
     with contextlib.closing(kept(Journal(tmp_path), params=jnp.zeros(2))) as center:
         center.join("w").leave()
@@ -207,7 +219,7 @@ def test_who_left_in_an_earlier_process_keeps_its_new_connection(tmp_path):
         assert cuts == ["w"]
 
 
-def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
+def test_truncated_write_is_ignored(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
@@ -223,14 +235,14 @@ def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
     again = kept(Journal(copy))
     assert again.life == center.life
     assert_identical(again.save(), before)
-    assert "a write that was cut off" in caplog.text
+    assert "bytes of an incomplete write" in caplog.text
     assert send(again, anchor_version=1).version == 2
     assert_identical(found(Journal(killed(copy))), center.save())
     again.close()
     center.close()
 
 
-def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
+def test_damage_is_named_and_files_stay_unchanged(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
     begin = center.core._keeper._writer._end
@@ -251,7 +263,7 @@ def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
             kept(Journal(broken))
         assert files(broken) == before
     (copy / "snapshot-000000000000").unlink()
-    with pytest.raises(errors.DurabilityError, match="has no snapshot of it any more"):
+    with pytest.raises(errors.DurabilityError, match="its snapshot is missing"):
         kept(Journal(copy))
 
 
@@ -264,7 +276,7 @@ def cut_off(path, rng):
 
 
 def written(data):
-    """Bytes before those that are reserved; of a journal that just begins, one."""
+    """Return the length before reserved bytes; 1 for a journal that just began."""
     return max(len(data.rstrip(b"\0")), 1)
 
 
@@ -288,7 +300,7 @@ def has_saved(center):
 
 @pytest.fixture(scope="module")
 def worn(tmp_path_factory):
-    """Directories of centers that went on and on, and what these were at the end."""
+    """Return directories of centers after many exchanges, with their last states."""
     params, made = jnp.zeros(1000), []
     folder = tmp_path_factory.mktemp("worn")
 
@@ -312,7 +324,7 @@ def worn(tmp_path_factory):
                 send(center, worker=f"w{number % 3}")
                 if i and number % 3 == 0:
                     wait_for(center, functools.partial(has_saved, center))
-            if isinstance(kind, Journal):  # a process that is killed
+            if isinstance(kind, Journal):  # as if the process was killed
                 lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
                 wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
                 add(kind, center)
@@ -322,7 +334,7 @@ def worn(tmp_path_factory):
 
 
 def restored(durability):
-    """The store of the center that is found, and its life."""
+    """Return the store of the center that is found, and its id."""
     keeper = Keeper(durability, DOWNPOUR, threading.Condition())
     try:
         return keeper.restore(Ledger(), None, None, None, False), keeper.life
@@ -331,8 +343,8 @@ def restored(durability):
 
 
 @pytest.mark.parametrize("damage", [removed, cut_off, zeroed, changed])
-def test_an_older_center_is_never_the_same(damage, worn, tmp_path):
-    """Whatever happens to its files: it is as it was, or refused, or another life."""
+def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_path):
+    """Any damage gives the same state, an error, or a center with another id."""
     rng = np.random.default_rng(0)
     seen = collections.Counter()
     for directory, kind, (version, life) in worn:
@@ -353,13 +365,13 @@ def test_an_older_center_is_never_the_same(damage, worn, tmp_path):
                 shutil.rmtree(copy)
     assert seen["refused"]
     assert not seen["not by name"]
-    # Where nothing says how much there was, and after a kill with snapshots alone.
+    # A new id is given if the length is unknown, and after a kill with only snapshots.
     assert seen["another"] or damage is not removed
 
 
 @pytest.mark.parametrize("what", ["gone", "shorter"])
-def test_a_journal_that_is_known_to_be_gone_or_cut_off(what, tmp_path, killed, caplog):
-    """Also if the lock, after a power failure, says less than there was."""
+def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog):
+    """It is also rejected if, after a power failure, the lock file lags behind."""
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     before = (tmp_path / "a" / "lock").read_bytes()
     send(center)
@@ -374,20 +386,20 @@ def test_a_journal_that_is_known_to_be_gone_or_cut_off(what, tmp_path, killed, c
         (copy / FIRST).unlink()
     else:
         os.truncate(copy / FIRST, end)
-    said = f"{FIRST} is {'gone' if what == 'gone' else 'shorter than it was'}: record"
+    said = f"{FIRST} {'is missing' if what == 'gone' else 'was truncated'}: it may"
     with pytest.raises(errors.DurabilityError, match=said):
         kept(Journal(copy))
-    (copy / "lock").unlink()  # as that error says
+    (copy / "lock").unlink()  # as that error advises
     again = kept(Journal(copy))
     assert again.version == (0 if what == "gone" else 1)
     assert again.life != center.life
     assert not again.core.members()[1]
-    assert "goes on as another one, at version" in caplog.text
+    assert "continues with a new id, at version" in caplog.text
     center.close()
     again.close()
 
 
-def test_a_missing_journal_is_named(tmp_path, killed):
+def test_missing_records_before_a_journal_are_named(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
     copy = killed(tmp_path / "a")
@@ -424,7 +436,7 @@ def test_a_missing_journal_is_named(tmp_path, killed):
         ({"dtype": "bfloat16"}, errors.TreeMismatchError, r"where .*bfloat16\[2\]"),
     ],
 )
-def test_a_center_of_something_else_is_refused(
+def test_directory_of_a_different_center_is_rejected(
     settings, error, message, tmp_path, killed
 ):
     rule = shared.agn(shared.adam(0.1))
@@ -436,13 +448,13 @@ def test_a_center_of_something_else_is_refused(
         LocalCenter(**{"rule": rule, "durability": Journal(copy), **settings})
     assert files(copy) == before
     again = LocalCenter(rule, {"w": jnp.ones(2)}, durability=Journal(copy))
-    assert_identical(again.save(), center.save())  # what is there wins
+    assert_identical(again.save(), center.save())  # the stored parameters win
     again.close()
     center.close()
 
 
 @pytest.mark.parametrize("kind", [Journal, Snapshots])
-def test_a_directory_has_one_center_at_a_time(kind, tmp_path):
+def test_directory_is_locked_by_one_center(kind, tmp_path):
     center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
     with pytest.raises(errors.DurabilityError, match="another process keeps its"):
         kept(kind(tmp_path / "a"))
@@ -450,7 +462,7 @@ def test_a_directory_has_one_center_at_a_time(kind, tmp_path):
     center.close()
     with pytest.raises(errors.TreeMismatchError):
         kept(kind(tmp_path / "a"), params=jnp.zeros(3))
-    kept(kind(tmp_path / "a")).close()  # which that has not kept
+    kept(kind(tmp_path / "a")).close()  # the failed attempt did not keep the lock
     saved = center.save()
     with pytest.raises(errors.AlreadyInitializedError, match="there is a center in"):
         LocalCenter.restore(DOWNPOUR, saved, durability=kind(tmp_path / "a"))
@@ -460,13 +472,13 @@ def test_a_directory_has_one_center_at_a_time(kind, tmp_path):
     assert found(kind(tmp_path / "b")).version == 1
 
 
-def test_the_directory_must_be_one(tmp_path):
+def test_path_that_is_not_a_directory_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.DurabilityError, match="cannot keep a center in"):
         kept(Journal(tmp_path / "file"))
 
 
-def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
+def test_restoring_an_older_snapshot_changes_the_center_id(tmp_path, killed):
     every = Snapshots(tmp_path / "a", seconds=None, exchanges=2)
     center = kept(every, params=jnp.zeros(2))
     for _ in range(3):
@@ -479,7 +491,7 @@ def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
     np.testing.assert_array_equal(again.pull().params, -again.version)
     assert again.life != center.life
     assert not again.core.members()[1]
-    # Once it has been closed, everything is there, and it is the same center.
+    # After a clean close nothing is lost, and the id stays.
     again.close()
     for kind in (Snapshots, Journal, Snapshots):
         third = kept(kind(copy))
@@ -511,20 +523,20 @@ def test_snapshots_are_written_after_an_exception_in_their_thread(
 
 
 def wait_until_saved(center):
-    """Until everything that has happened is in a snapshot."""
+    """Wait until all records are in a snapshot."""
     keeper = center.core._keeper
     wait_for(center, lambda: keeper._saved[0] == keeper._number)
 
 
 def wait_for(center, condition):
-    """On what another thread of the center does, which need not say so."""
+    """Wait for a condition that another thread of the center makes true."""
     for _ in range(int(LIMIT / 0.01)):
         if center.core.wait_for(condition, 0.01):
             return
-    pytest.fail("it does not come")
+    pytest.fail("the condition did not hold in time")
 
 
-def test_snapshots_by_time(tmp_path, killed):
+def test_snapshots_are_written_by_time(tmp_path, killed):
     center = kept(Snapshots(tmp_path / "a", seconds=0.05), params=jnp.zeros(2))
     for _ in range(2):
         send(center)
@@ -534,7 +546,7 @@ def test_snapshots_by_time(tmp_path, killed):
 
 
 @pytest.mark.parametrize("every", [{"seconds": 0.1}, {"seconds": None, "exchanges": 1}])
-def test_snapshot_that_failed_is_tried_again_though_nothing_more_happens(
+def test_failed_snapshot_is_tried_again_without_further_exchanges(
     every, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(_keeper, "_REMINDS", 0.1)
@@ -554,18 +566,20 @@ def test_snapshot_that_failed_is_tried_again_though_nothing_more_happens(
     center.close()
 
 
-def test_the_last_snapshots_stay(tmp_path):
+def test_last_snapshots_are_kept(tmp_path):
     every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
     center = kept(every, params=jnp.zeros(2))
     for _ in range(6):
         send(center)
         wait_until_saved(center)
     center.close()
-    last = {f"snapshot-{n:012}" for n in (5, 6, 7)}  # the first record is its joining
+    last = {
+        f"snapshot-{n:012}" for n in (5, 6, 7)
+    }  # the first record is that of joining
     assert names(tmp_path / "a") == {"lock", *last}
 
 
-def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
+def test_snapshot_replaces_the_journal(tmp_path, killed):
     params = jnp.zeros(1000)
     center = kept(Journal(tmp_path / "a", size=3 * params.nbytes), params=params)
     for number in range(1, 11):
@@ -581,25 +595,25 @@ def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
 
 
 @pytest.mark.parametrize("kind", [Journal, Snapshots])
-def test_a_snapshot_when_it_is_asked_for(kind, tmp_path, killed):
+def test_write_snapshot_writes_the_current_version(kind, tmp_path, killed):
     center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
     assert center.write_snapshot() == 0
     for version in (1, 2):
         send(center)
         assert center.write_snapshot() == version
-        # A journal goes after the snapshot is there.
+        # A journal is removed after the snapshot was written.
         last = {"lock", f"snapshot-{version + 1:012}"}
         assert last <= names(tmp_path / "a")
         again = kept(kind(killed(tmp_path / "a")))
         assert_identical(again.save(), center.save())
         again.close()
-    assert center.write_snapshot() == 2  # nothing has happened
+    assert center.write_snapshot() == 2  # nothing has changed
     center.close()
     with pytest.raises(errors.CenterClosedError):
         center.write_snapshot()
 
 
-def test_a_snapshot_that_is_asked_for_and_has_no_room(tmp_path):
+def test_write_snapshot_without_room_raises(tmp_path):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
     send(center)  # now JAX has read all that it reads from files
@@ -614,8 +628,8 @@ def test_a_snapshot_that_is_asked_for_and_has_no_room(tmp_path):
     center.close()
 
 
-def test_a_snapshot_of_what_is_kept_nowhere(tmp_path):
-    with pytest.raises(errors.DurabilityError, match="kept nowhere"):
+def test_write_snapshot_without_durability_raises(tmp_path):
+    with pytest.raises(errors.DurabilityError, match="in memory only, so it writes no"):
         LocalCenter(DOWNPOUR, jnp.zeros(2)).write_snapshot()
     center = kept(Journal(tmp_path / "a"))
     with pytest.raises(errors.NotInitializedError):
@@ -623,14 +637,14 @@ def test_a_snapshot_of_what_is_kept_nowhere(tmp_path):
     center.close()
 
 
-def test_what_is_counted_is_what_is_on_disk(tmp_path):
-    """Small exchanges, and joins and leaves, which have no arrays at all."""
+def test_counted_journal_size_is_the_size_on_disk(tmp_path):
+    """Small exchanges and joins are tested, which have few or no arrays."""
     size = 10_000
     center = kept(Journal(tmp_path / "a", size=size), params=jnp.zeros(2))
     keeper = center.core._keeper
 
     def is_at_rest():
-        """Its threads take their time, in which more records would come."""
+        """Return whether no thread of the keeper is about to write."""
         is_kept = keeper.is_kept(keeper.recorded)
         is_due = keeper._time_left() is not None
         return is_kept and not is_due and not keeper._writer.is_turning
@@ -646,14 +660,14 @@ def test_what_is_counted_is_what_is_on_disk(tmp_path):
             journal = max((tmp_path / "a").glob("journal-*"))
             written = len(journal.read_bytes().rstrip(b"\0"))
             assert written < size
-            assert 0 <= keeper._writer.size - written < 64  # zeros to a multiple
+            assert 0 <= keeper._writer.size - written < 64  # zeros up to a multiple
             begun.add(journal)
         assert len(begun) > 1
     center.close()
 
 
 def test_journal_reserves_in_proportion_to_its_records(tmp_path):
-    """A small one is a small file, and a large one seldom grows."""
+    """A small journal is a small file, and a large journal grows rarely."""
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     journal = tmp_path / "a" / FIRST
     sizes = []
@@ -667,18 +681,26 @@ def test_journal_reserves_in_proportion_to_its_records(tmp_path):
     center.close()
 
 
-def test_a_snapshot_comes_after_many_records(tmp_path, monkeypatch):
+def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
     monkeypatch.setattr(_keeper, "_RECORDS", 5)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    for _ in range(4):  # and it joins
+    for _ in range(4):  # joining makes one more
         send(center)
     wait_until_saved(center)
     center.close()
 
 
+def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
+    """The planner has constants of its own, because it does not import this layer."""
+    disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
+    assert disk.journal(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
+    assert disk.journal(snapshot=large, message=large) == _keeper._SNAPSHOTS * large
+    assert disk.journal(snapshot=1.0, message=1.0) == _keeper._RECORDS
+
+
 @contextlib.contextmanager
 def no_more_files():
-    """The system refuses to open any."""
+    """Make the system reject opening any more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)
     os.close(free)
@@ -689,14 +711,14 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_without_file_descriptors_the_journal_goes_on(tmp_path, killed, caplog):
+def test_journal_continues_without_file_descriptors(tmp_path, killed, caplog):
     params = jnp.zeros(1000)
     center = kept(Journal(tmp_path / "a", size=2 * params.nbytes), params=params)
     send(center)
     send(center)  # now JAX has read all that it reads from files
     before = {"lock", *(f"{kind}-{3:012}" for kind in ("journal", "snapshot"))}
     wait_for(center, lambda: names(tmp_path / "a") == before)
-    said = "the journal goes on in its old file", "no snapshot could be written"
+    said = "the journal continues in its old file", "no snapshot could be written"
     with no_more_files():
         for times in (1, 2):
             send(center)
@@ -718,8 +740,8 @@ def test_without_file_descriptors_the_journal_goes_on(tmp_path, killed, caplog):
     center.close()
 
 
-def test_a_snapshot_in_the_middle_of_a_journal(tmp_path, killed):
-    """One whose own journal could not be begun: it is the newest, and goes on in it."""
+def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
+    """Its own journal could not be begun, so the older journal continues after it."""
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     send(center)
     keeper = center.core._keeper
@@ -733,7 +755,7 @@ def test_a_snapshot_in_the_middle_of_a_journal(tmp_path, killed):
     center.close()
 
 
-def test_parameters_whose_journal_cannot_be_begun_are_none(tmp_path, monkeypatch):
+def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
 
     def full(*args):
@@ -748,11 +770,11 @@ def test_parameters_whose_journal_cannot_be_begun_are_none(tmp_path, monkeypatch
     np.testing.assert_array_equal(found(Journal(tmp_path / "a")).params, 1)
 
 
-def test_versions_and_staleness_beyond_int32(tmp_path, killed):
+def test_versions_and_staleness_may_exceed_int32(tmp_path, killed):
     rule, version = shared.dynsgd(), 2**31 + 5
     saved = LocalCenter(rule, jnp.zeros(2)).save()._replace(version=version)
     center = LocalCenter.restore(rule, saved, durability=Journal(tmp_path / "a"))
-    for anchor in (version, 0):  # in the second one nothing is left of the message
+    for anchor in (version, 0):  # the second message is scaled to almost nothing
         answer = send(center, anchor_version=anchor)
         assert answer.staleness == answer.version - 1 - anchor
     np.testing.assert_allclose(center.pull().params, -1, rtol=1e-6)
@@ -763,7 +785,7 @@ def test_versions_and_staleness_beyond_int32(tmp_path, killed):
     center.close()
 
 
-def test_without_room_for_a_snapshot_the_journal_goes_on(
+def test_journal_continues_without_room_for_a_snapshot(
     tmp_path, killed, monkeypatch, caplog
 ):
     params = jnp.zeros(1000)
@@ -790,11 +812,13 @@ def test_without_room_for_a_snapshot_the_journal_goes_on(
         kept(Journal(damaged))
     again.close()
     center.close()
-    assert "No space left" in center.core.failure  # in everything but the last snapshot
+    assert (
+        "No space left" in center.core.failure
+    )  # everything but the last snapshot was written
     assert_identical(found(Journal(killed(tmp_path / "a"))), center.save())
 
 
-class Disk:
+class ControlledSyncs:
     """Syncs that wait, fail, and are counted."""
 
     def __init__(self, monkeypatch):
@@ -815,10 +839,10 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    return Disk(monkeypatch)
+    return ControlledSyncs(monkeypatch)
 
 
-def test_nobody_is_answered_before_the_disk_has_it(tmp_path, disk):
+def test_response_waits_until_the_message_is_synced(tmp_path, disk):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     disk.ready.clear()
     workers = [
@@ -838,19 +862,21 @@ def test_nobody_is_answered_before_the_disk_has_it(tmp_path, disk):
     for each in (*workers, read):
         each.join(LIMIT)
         assert not each.is_alive()
-    assert disk.syncs == 2  # one for the first, and one for all that came meanwhile
+    assert disk.syncs == 2  # one for the first message, and one for all later ones
     center.close()
 
 
-def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
-    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT)
+def test_failing_disk_closes_the_center(tmp_path, killed, disk):
+    center = kept(
+        Journal(tmp_path / "a"), params=jnp.zeros(2), limits=Limits(lease=LIMIT)
+    )
     send(center)
     disk.error = errno.ENOSPC
     message = jnp.ones(2)
     for _ in range(2):
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, message, anchor_version=1, worker="w")
-    assert center.version == 2  # in memory, which nobody is told
+    assert center.version == 2  # in memory only; it was not confirmed
     with (
         pytest.raises(errors.CenterClosedError, match="No space left"),
         center.core.reading(kept=True),
@@ -861,7 +887,7 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     center.core.wait_until_closed()
     center.close()
     disk.error = None
-    # It may have reached the disk, as the write went well; here it has not.
+    # The write succeeded, so the data may have reached the disk; here it has not.
     copy = killed(tmp_path / "a")
     with (copy / FIRST).open("r+b") as file:
         file.seek(center.core._keeper._writer._synced)
@@ -872,8 +898,8 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     again.close()
 
 
-def test_messages_that_waited_for_a_disk_that_failed_are_let_go(tmp_path, disk):
-    size, count = 1237, 5  # the shape of no other array
+def test_messages_that_waited_for_a_disk_that_failed_are_released(tmp_path, disk):
+    size, count = 1237, 5  # no other array has this shape
     center = kept(Journal(tmp_path, on_failure="go on"), params=jnp.zeros(size))
     disk.ready.clear()
     workers = [
@@ -895,12 +921,12 @@ def test_messages_that_waited_for_a_disk_that_failed_are_let_go(tmp_path, disk):
         gc.collect()
         return sum(array.shape == (size,) for array in jax.live_arrays())
 
-    wait_for(center, lambda: there() <= 2)  # the center, and a message in its store
+    wait_for(center, lambda: there() <= 2)  # the center and a message in its store
     assert "only" in center.core.degraded
     center.close()
 
 
-def test_disk_that_fails_while_its_center_closes_holds_nobody_up(tmp_path, disk):
+def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     center = kept(Journal(tmp_path), params=jnp.zeros(2))
     sync = disk._sync
 
@@ -923,10 +949,7 @@ def test_disk_that_fails_while_its_center_closes_holds_nobody_up(tmp_path, disk)
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
     waiting = center.core._keeper._writer._waiting
-    waiting_until = time.monotonic() + LIMIT
-    while waiting.qsize() < 2:  # the second message, and the end
-        assert time.monotonic() < waiting_until
-        time.sleep(0.01)
+    wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
     for each in workers:
@@ -935,9 +958,7 @@ def test_disk_that_fails_while_its_center_closes_holds_nobody_up(tmp_path, disk)
     assert "No space left" in center.core.failure
 
 
-def test_snapshots_of_a_journal_that_fail_come_as_rarely_as_others(
-    tmp_path, monkeypatch
-):
+def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(_keeper, "_RECORDS", 5)
     tried = threading.Semaphore(0)
 
@@ -956,7 +977,7 @@ def test_snapshots_of_a_journal_that_fail_come_as_rarely_as_others(
         assert not tried.acquire(timeout=0.3)
 
 
-def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch):
+def test_initialization_is_undone_if_it_cannot_be_written(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
     write = _records.write
 
@@ -979,7 +1000,7 @@ def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch)
     again.close()
 
 
-def test_nobody_sees_the_directory_of_a_center_without_parameters(tmp_path):
+def test_uninitialized_center_leaves_only_a_lock_file(tmp_path):
     kept(Journal(tmp_path / "a")).close()
     assert names(tmp_path / "a") == {"lock"}
     center = kept(Journal(tmp_path / "a"))
@@ -995,7 +1016,7 @@ def test_nobody_sees_the_directory_of_a_center_without_parameters(tmp_path):
         jnp.ones(2),
     ],
 )
-def test_containers_are_what_they_were(params, tmp_path):
+def test_plain_containers_are_restored(params, tmp_path):
     center = kept(Journal(tmp_path / "a"), params=params)
     center.close()
     again = kept(Journal(tmp_path / "a"))
@@ -1003,8 +1024,8 @@ def test_containers_are_what_they_were(params, tmp_path):
     again.close()
 
 
-def test_other_containers_must_be_given_again(tmp_path):
-    params = optax.TraceState({"w": jnp.ones(2)})  # some named tuple
+def test_custom_containers_must_be_passed_again(tmp_path):
+    params = optax.TraceState({"w": jnp.ones(2)})  # a named tuple
     kept(Journal(tmp_path / "a"), params=params).close()
     with pytest.raises(errors.DurabilityError, match="containers other than dicts"):
         kept(Journal(tmp_path / "a"))
@@ -1013,8 +1034,8 @@ def test_other_containers_must_be_given_again(tmp_path):
     again.close()
 
 
-def test_worker_and_center_go_on_where_they_were(tmp_path, killed):
-    """As if both had been in processes that were killed."""
+def test_worker_and_center_resume_together_bit_for_bit(tmp_path, killed):
+    """Both resume as after a kill of their processes."""
     rule = shared.agn(shared.adam(0.1))
 
     def train(center, worker, loop, steps):
@@ -1058,6 +1079,6 @@ def test_worker_and_center_go_on_where_they_were(tmp_path, killed):
         (lambda: kept("always"), r"Snapshots\(...\), Journal\(...\) or None, got 'alw"),
     ],
 )
-def test_bad_settings_are_refused(make, message):
+def test_invalid_durability_settings_are_rejected(make, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""What goes wrong at an exchange: nothing is lost, and nothing is sent twice."""
+"""Failures during an exchange: no message is lost or sent twice."""
 
 import threading
 
@@ -36,7 +36,7 @@ def started(request):
         (None, errors.MissingArgumentError, "'anna'.*params=None"),
     ],
 )
-def test_wrong_parameters_are_refused_before_anything_is_sent(
+def test_wrong_params_are_rejected_before_anything_is_sent(
     started, params, error, message
 ):
     center, worker, right, state = started
@@ -48,7 +48,7 @@ def test_wrong_parameters_are_refused_before_anything_is_sent(
     assert center.version == worker.exchanges == 1
 
 
-def test_a_wrong_state_is_refused_before_anything_is_sent(started):
+def test_wrong_state_is_rejected_before_anything_is_sent(started):
     center, worker, params, state = started
     other = state._replace(inner_state=shared.sgd(0.1).init(params))
     with pytest.raises(errors.TreeMismatchError, match="state"):
@@ -57,7 +57,7 @@ def test_a_wrong_state_is_refused_before_anything_is_sent(started):
 
 
 @pytest.mark.parametrize("what", ["params", "state"])
-def test_donated_arrays_are_refused_before_anything_is_sent(started, what):
+def test_donated_arrays_are_rejected_before_anything_is_sent(started, what):
     center, worker, params, state = started
     gone = params if what == "params" else state.inner_state
     kept = jax.tree.map(jnp.copy, (params, state))
@@ -70,18 +70,18 @@ def test_donated_arrays_are_refused_before_anything_is_sent(started, what):
     assert center.version == worker.exchanges == 1
 
 
-def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
+def test_interrupted_adoption_is_completed_without_a_second_exchange(
     started, monkeypatch
 ):
     center, worker, params, state = started
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._programs.contribute(state, params, {"a": jnp.ones(2)})[0],
+        worker._parts[0].programs.contribute(state, params, {"a": jnp.ones(2)})[0],
         anchor_version=0,
         worker="w",
     )
-    programs = worker._programs
+    programs = worker._parts[0].programs
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -97,7 +97,7 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
 
 
 @pytest.mark.parametrize("optimizer", ["dog", "dowg", "prodigy"])
-def test_center_optimizers_that_keep_the_parameters(optimizer):
+def test_center_optimizer_may_keep_the_initial_params(optimizer):
     make = getattr(optax.contrib, optimizer)
     factory = make if optimizer == "prodigy" else lambda: make(learning_rate=1.0)
     center = agn_optax.LocalCenter(shared.agn(factory()), tree())
@@ -107,30 +107,32 @@ def test_center_optimizers_that_keep_the_parameters(optimizer):
     assert np.isfinite(center.pull().params["scale"])
 
 
-def test_what_was_saved_can_be_restored_twice():
+def test_saved_worker_state_can_be_restored_twice():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
     saved = worker.save(*worker.start())
     first = run_worker(worker, *worker.restore(saved), feeds(tree(), 1))
     again = worker.restore(saved)
+    assert_identical(again, (saved.params, saved.state))
     assert_identical(again[0], tree())
-    assert_identical(first[1].inner_state, first[1].inner_state)
+    assert int(first[1].inner_state[0].count) == 1  # and the first run has moved on
 
 
-def test_restore_refuses_what_is_not_this_workers():
+def test_restore_rejects_the_state_of_another_worker():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
     saved = worker.save(*worker.start())
     other = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.state"):
         other.restore(saved)
+    without = (saved.parts[0]._replace(anchor=None),)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.anchor"):
-        worker.restore(saved._replace(anchor=None))
+        worker.restore(saved._replace(parts=without))
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.params"):
         worker.restore(saved._replace(params={"b": jnp.ones(2)}))
 
 
-def test_restore_refuses_a_center_older_than_the_worker():
+def test_restore_rejects_a_center_older_than_the_worker():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     saved = worker.save(*run_worker(worker, *worker.start(), feeds(tree(), 3)))
@@ -140,7 +142,7 @@ def test_restore_refuses_a_center_older_than_the_worker():
         again.restore(saved)
 
 
-def test_a_chief_that_cannot_start_lets_nobody_in():
+def test_failed_start_of_the_chief_leaves_the_center_uninitialized():
     def init(params):
         raise RuntimeError("no memory for this")
 
@@ -153,10 +155,10 @@ def test_a_chief_that_cannot_start_lets_nobody_in():
         center.pull()
 
 
-def test_a_restored_center_has_one_chief():
+def test_restored_center_has_one_chief():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     again = agn_optax.LocalCenter.restore(center.rule, center.save())
-    again.initialize(tree(seed=1), worker="anna")  # comes back to what there is
+    again.initialize(tree(seed=1), worker="anna")  # returns to the restored parameters
     assert_identical(again.pull().params, tree())
     with pytest.raises(errors.AlreadyInitializedError, match="'anna'"):
         again.initialize(tree(), worker="bert")
@@ -170,14 +172,14 @@ def test_a_restored_center_has_one_chief():
         ({"params": {"w": "x"}}, errors.TreeMismatchError, r"params\['w'\].*'x'"),
     ],
 )
-def test_restore_of_a_center_refuses(change, error, message):
+def test_restore_rejects_an_invalid_center_state(change, error, message):
     saved = agn_optax.LocalCenter(shared.downpour(), tree()).save()
     with pytest.raises(error, match=message):
         agn_optax.LocalCenter.restore(shared.downpour(), saved._replace(**change))
 
 
 @pytest.mark.parametrize("version", [None, "0", 0.0])
-def test_a_version_that_is_no_int(version):
+def test_version_that_is_not_an_int_is_rejected(version):
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
         sessions.exchange(center, tree(), anchor_version=version, worker="w")
@@ -185,17 +187,17 @@ def test_a_version_that_is_no_int(version):
 
 
 @pytest.mark.parametrize("after", ["submit", "collect", "acknowledge"])
-def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
+def test_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), {"a": jnp.ones(2)})
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
     params, state = worker.start()
-    real = getattr(worker._session, after)
+    real = getattr(worker._parts[0].session, after)
 
     def interrupted(*args, **kwargs):
         real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker._session, after, interrupted)
+    monkeypatch.setattr(worker._parts[0].session, after, interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.exchange({"a": params["a"] - 1}, state)
     monkeypatch.undo()
@@ -207,7 +209,7 @@ def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     assert_identical(center.pull().params, {"a": -jnp.ones(2)})
 
 
-def test_an_interrupted_wait_is_taken_up_again(monkeypatch):
+def test_interrupted_wait_is_resumed(monkeypatch):
     center = agn_optax.LocalCenter(
         shared.downpour(), {"a": jnp.ones(2)}, mode=agn_optax.center.Synchronous()
     )
@@ -226,6 +228,6 @@ def test_an_interrupted_wait_is_taken_up_again(monkeypatch):
         anna.exchange(params, state)
     monkeypatch.undo()
     assert center.version == 0
-    bert.leave()  # which ends the round
+    bert.leave()  # leaving ends the round
     anna.exchange(params, state)
     assert center.version == anna.exchanges == 1

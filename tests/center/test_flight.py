@@ -1,4 +1,4 @@
-"""Exchanges on their way: lost, refused, late, and with local steps meanwhile."""
+"""Exchanges in flight: lost, rejected, late, and overlapped with local steps."""
 
 import contextlib
 import itertools
@@ -16,21 +16,21 @@ import agn_optax
 from agn_optax import checkpoint, errors
 from agn_optax.center import BoundedStaleness, Session, ShardedCenter
 
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
 class Watched(agn_optax.LocalCenter):
-    """A center behind a link that can be lost, and that shows what was sent."""
+    """A center behind a link that can fail; it records the messages."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.there = threading.Event()
         self.there.set()
         self.refuses = False
-        self.sent = []  # sequence, contribution and steps; of every attempt
+        self.sent = []  # sequence, contribution and steps of every attempt
 
-    def submitted(self, sequence, said):
-        """For centers that are lost by a plan."""
+    def submitted(self, submission):
+        """Hook for centers with planned failures."""
 
     def join(self, *args, **kwargs):
         return Link(self, super().join(*args, **kwargs))
@@ -42,21 +42,15 @@ class Link(Session):
         self.life = session.life
         self.center, self.session = center, session
 
-    def submit(self, sequence, contribution, *, anchor_version, steps=0, **said):
-        seen = jax.tree.map(np.array, contribution)
-        self.center.sent.append((sequence, seen, int(steps)))
-        self.center.submitted(sequence, said)
+    def submit(self, submission):
+        seen = jax.tree.map(np.array, submission.contribution)
+        self.center.sent.append((submission.sequence, seen, submission.steps))
+        self.center.submitted(submission)
         if self.center.refuses:
             raise errors.MessageRefusedError("not this one")
         if not self.center.there.is_set():
             raise errors.CenterUnreachableError("nobody answers")
-        self.session.submit(
-            sequence,
-            contribution,
-            anchor_version=anchor_version,
-            steps=steps,
-            **said,
-        )
+        self.session.submit(submission)
 
     def collect(self, sequence, timeout=None):
         return self.session.collect(sequence, timeout)
@@ -72,7 +66,7 @@ class Link(Session):
 
 
 class Loop:
-    """Local steps with a gradient of 1, whose arrays are donated."""
+    """A loop of local steps with a gradient of 1, which donates its arrays."""
 
     def __init__(self, center, lr=1.0, **settings):
         self.worker = agn_optax.Worker(center, shared.sgd(lr), name="anna", **settings)
@@ -106,7 +100,7 @@ class Loop:
 
 
 def of_one_round(name, steps):
-    """A contribution with gradients of 1; None where it depends on the center."""
+    """Return a contribution for gradients of 1; None if it depends on the center."""
     if "easgd" in name:
         return None
     return 1.0 if "agn" in name else float(steps)
@@ -114,8 +108,8 @@ def of_one_round(name, steps):
 
 @pytest.mark.parametrize("how", ["overlaps", "is lost"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_message_is_of_its_own_round_and_stays_what_it_is(name, how):
-    """However often it is sent, and whatever the loop does to its arrays meanwhile."""
+def test_message_is_that_of_its_round_and_does_not_change(name, how):
+    """This holds for repeated sends, and while the loop reuses its arrays."""
     center = Watched(RULES[name](), tree())
     loop = Loop(center, period=2, overlap=how == "overlaps")
     loop.step(4)
@@ -140,13 +134,13 @@ def test_a_message_is_of_its_own_round_and_stays_what_it_is(name, how):
     end = center.pull().params
     if name in ("downpour", "dynsgd", "average"):
         assert_close(end, jax.tree.map(lambda x: x - 9, tree()))
-    if name == "easgd":  # the worker and the center have moved by 9 together
+    if name == "easgd":  # the sum of worker and center has moved by 9
         total = jax.tree.map(jnp.add, end, loop.params)
         assert_close(total, jax.tree.map(lambda x: 2 * x - 9, tree()))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_penalty_pulls_to_the_center_that_was_adopted_last(overlap):
+def test_penalty_pulls_to_the_last_adopted_center(overlap):
     center = Watched(shared.easgd(0.3, rho=0.5), tree())
     loop = Loop(center, lr=0.1, period=2, overlap=overlap)
     for _ in range(3):
@@ -157,14 +151,14 @@ def test_a_penalty_pulls_to_the_center_that_was_adopted_last(overlap):
         assert_identical(loop.state.anchor, before.params)
 
 
-def test_a_refused_message_is_not_sent_again():
-    """Its steps are in the next one, which is made anew."""
+def test_rejected_message_is_not_sent_again():
+    """Its steps are in the next message, which is computed anew."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     loop.step(1)
     center.refuses = True
     loop.local_step()
-    for steps in (1, 2):  # since the last call that returned
+    for steps in (1, 2):  # steps since the last call that returned
         with pytest.raises(errors.MessageRefusedError, match="not this one"):
             loop.exchange(steps=steps)
         loop.local_step()
@@ -182,11 +176,11 @@ def test_a_refused_message_is_not_sent_again():
     assert center.sent[-1][0] == center.version == 2
 
 
-def test_a_refused_message_that_was_on_its_way_is_lost_alone():
-    """Its round is over; those that come after are whole, in buffers of their own."""
+def test_rejected_message_in_flight_affects_only_its_round():
+    """The next messages are complete and have their own buffers."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2, overlap=True)
-    loop.step(4)  # the second is on its way
+    loop.step(4)  # the second message is in flight
     loop.flush()
     loop.step(1)
     center.refuses = True
@@ -205,8 +199,8 @@ def test_a_refused_message_that_was_on_its_way_is_lost_alone():
     assert loop.worker.exchanges == center.version == 4
 
 
-def test_what_is_on_its_way_is_not_written_over():
-    """Not even by a worker that has left, and started again, meanwhile."""
+def test_message_in_flight_is_not_overwritten():
+    """Even a worker that left and started again does not overwrite it."""
     center = Watched(shared.average(), jnp.zeros(1000))
     loop = Loop(center, period=1, overlap=True)
     loop.step(3)
@@ -215,20 +209,20 @@ def test_what_is_on_its_way_is_not_written_over():
     loop.flush()
     center.there.clear()
     loop.step(1)
-    flying = loop.worker._message
-    sent = np.array(flying.contribution)
+    flying = loop.worker._parts[0].message
+    sent = np.array(flying.submission.contribution)
     loop.params, loop.state = loop.worker.start()
     center.there.set()
     loop.step(4)
     loop.flush()
-    np.testing.assert_array_equal(flying.contribution, sent)
+    np.testing.assert_array_equal(flying.submission.contribution, sent)
     with pytest.raises(errors.CenterError):
         flying.flight.result(LIMIT)
     np.testing.assert_array_equal(center.pull().params, -8.0)
 
 
-def test_who_starts_again_sends_in_the_dtype_that_it_has_now():
-    """And not in the buffers of its last life."""
+def test_restarted_worker_sends_in_its_new_dtype():
+    """It does not use the buffers of its last session."""
     center = Watched(shared.agn(shared.sgd(0.1)), jnp.zeros(2))
     loop = Loop(center, period=1, overlap=True)
     for dtype in ("bfloat16", "float32"):
@@ -239,8 +233,8 @@ def test_who_starts_again_sends_in_the_dtype_that_it_has_now():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_flush_that_is_repeated_sends_its_steps_once(overlap):
-    """Also where it has donated the loop's arrays before it raised."""
+def test_repeated_flush_sends_its_steps_once(overlap):
+    """This holds even if the first call donated the loop's arrays before it raised."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=4, overlap=overlap, patience=0, give_up=0.0)
     loop.step(4)
@@ -252,7 +246,7 @@ def test_a_flush_that_is_repeated_sends_its_steps_once(overlap):
             loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
     center.there.set()
     with contextlib.suppress(errors.CenterUnreachableError):
-        loop.flush()  # of an attempt that had begun before
+        loop.flush()  # of an attempt that began before
     loop.flush()
     assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 4), (2, 3)}
     assert (loop.worker.exchanges, center.version) == (2, 2)
@@ -262,15 +256,15 @@ def test_a_flush_that_is_repeated_sends_its_steps_once(overlap):
     np.testing.assert_array_equal(center.pull().params, -11.0)
 
 
-def test_an_answer_that_landed_before_the_error_is_kept():
-    """The loop's arrays were donated to it, and the message after it is refused."""
+def test_response_adopted_before_an_error_is_kept():
+    """The loop's arrays were donated to it, and the next message is rejected."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     center.there.clear()
-    loop.step(3)  # it goes on without the center
+    loop.step(3)  # the loop continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
     center.refuses = True
     for _ in range(3):
         with pytest.raises(errors.MessageRefusedError, match="not this one"):
@@ -284,37 +278,37 @@ def test_an_answer_that_landed_before_the_error_is_kept():
     np.testing.assert_array_equal(loop.params, -4.0)
 
 
-@pytest.mark.parametrize("lands", [0, 1, 2])
-@pytest.mark.parametrize("then", ["exchange", "flush", "flush what was made"])
-def test_what_a_call_was_told_counts_once_though_it_landed_before_the_next(lands, then):
-    """The call raised after its steps and weight were counted, and is repeated."""
+@pytest.mark.parametrize("receives", [0, 1, 2])
+@pytest.mark.parametrize("then", ["exchange", "flush", "flush all"])
+def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, then):
+    """The call raised after its steps were in arrays that are kept."""
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     weights = []
-    center.submitted = lambda _, more: weights.append(more["weight"])
+    center.submitted = lambda sent: weights.append(sent.weight)
     center.there.clear()
     for weight in (1.0, 2.0, 3.0):
         loop.local_step()
-        loop.exchange(weight=weight)  # the second goes on without the center
+        loop.exchange(weight=weight)  # the second call continues without the center
     loop.local_step()
     center.there.set()
-    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
     center.refuses = True
     with pytest.raises(errors.MessageRefusedError, match="not this one"):
         loop.exchange(weight=4.0)
-    for _ in range(lands):
-        loop.params, loop.state = loop.worker.land(loop.params, loop.state)
+    for _ in range(receives):
+        loop.params, loop.state = loop.worker.receive(loop.params, loop.state)
     center.refuses = False
     if then == "exchange":
         loop.exchange(weight=4.0)
     else:
-        told = {"steps": 5, "weight": 9.0} if "made" in then else {}
+        told = {"steps": 5, "weight": 9.0} if "all" in then else {}
         loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
     said = center.sent[-1][2], weights[-1]
-    assert said == ((5, 9.0) if "made" in then else (2, 7.0))
+    assert said == ((5, 9.0) if "all" in then else (2, 7.0))
     loop.local_step()
     loop.exchange(weight=1.0)
-    assert (loop.worker._local_steps, loop.worker._weight) == (1, 1.0)
+    assert loop.worker._parts[0].machine.counts == (1, 1.0)
 
 
 class Flaky(Watched):
@@ -322,9 +316,10 @@ class Flaky(Watched):
 
     failures = ()
 
-    def submitted(self, sequence, said):
+    def submitted(self, submission):
+        sequence = submission.sequence
         attempts = [sequence for sequence, *_ in self.sent].count(sequence)
-        self.told = {**getattr(self, "told", {}), sequence: said["weight"]}
+        self.told = {**getattr(self, "told", {}), sequence: submission.weight}
         if attempts <= len(self.failures):
             raise self.failures[attempts - 1]("not now")
 
@@ -343,8 +338,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_that_is_repeated_counts_steps_and_weight_once(kind, tmp_path):
-    """Every message says the same as at a center where nothing fails."""
+def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
+    """Every message has the same metadata as at a center without failures."""
 
     def run(failures, folder):
         center, shards = Flaky(shared.downpour(), jnp.zeros(2)), []
@@ -378,7 +373,9 @@ def test_a_call_that_is_repeated_counts_steps_and_weight_once(kind, tmp_path):
         return sent, raised, center.pull().params
 
     failures = [errors.CenterUnreachableError, errors.CenterUnreachableError]
-    if not ("overlap" in kind or "delay" in kind):  # there a refused message is lost
+    if not (
+        "overlap" in kind or "delay" in kind
+    ):  # a rejected message is lost in these cases
         failures[0] = errors.MessageRefusedError
     sent, raised, params = run(tuple(failures), tmp_path / "lost")
     expected, never, there = run((), tmp_path / "there")
@@ -406,8 +403,8 @@ def test_dropped_messages_are_counted():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("error", [RuntimeError, errors.CenterError])
-def test_message_whose_answer_failed_is_sent_again_under_its_number(error, overlap):
-    """It has been applied, and the center would answer it in place of the next one."""
+def test_message_whose_answer_failed_is_sent_again_with_its_number(error, overlap):
+    """It was applied, so the center would return its response for the next message."""
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=1, overlap=overlap)
     loop.step(1)

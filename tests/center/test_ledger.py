@@ -1,4 +1,4 @@
-"""The ledger: every command in every state, and each policy in words."""
+"""The ledger: every command in every state, and examples of each policy."""
 
 import dataclasses
 import json
@@ -20,7 +20,9 @@ from agn_optax import errors
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     Refuse,
+    Submission,
     Synchronous,
     _ledger,
 )
@@ -40,13 +42,13 @@ MODES = [
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
 LIVES = st.integers(0, 2).map(str)
-REMEMBERED = 2  # lives that have gone
-IN_A_ROW = 2  # refusals, of which the last is an error
+REMEMBERED = 2  # departed workers that are remembered
+IN_A_ROW = 2  # rejections; the last one raises
 
 
 @dataclasses.dataclass
-class Known:
-    """What the model knows of one life of a worker."""
+class KnownSession:
+    """The model's state of one session of a worker."""
 
     life: str
     round_began: int
@@ -57,12 +59,14 @@ class Known:
     until: float = math.inf
     gone: bool = False
     settled: int = 0
-    owed: bool = False  # its answer, which it has not acknowledged
+    owed: bool = False  # its response is not acknowledged
     exchanges: int = 0
     dropped: int = 0
     refused: int = 0
     in_a_row: int = 0
-    message: tuple | None = None  # sequence, anchor, time, versions of that to spare
+    message: tuple | None = (
+        None  # sequence, anchor, time, versions since the round began
+    )
 
     @property
     def state(self):
@@ -74,10 +78,10 @@ class Known:
 
 
 class Commands(RuleBasedStateMachine):
-    """A ledger, next to a model that is told what came true and checks whether it may.
+    """Run a ledger beside a model that checks whether each result is allowed.
 
-    Of `due` the model does not know which batch comes, but whether a batch may come,
-    and whether there may be none.
+    For `due`, the model does not predict the batch; it checks whether the batch, or its
+    absence, is allowed.
     """
 
     def __init__(self, mode):
@@ -86,8 +90,8 @@ class Commands(RuleBasedStateMachine):
         self.now = 100.0
         self.looked = -math.inf
         self.version = 0
-        self.last = {}  # life of every name
-        self.went = []  # names of those that are gone, the last to go last
+        self.last = {}  # session of every name
+        self.went = []  # names of departed workers, the last one last
         self.departed = set()
 
     @initialize(
@@ -103,14 +107,16 @@ class Commands(RuleBasedStateMachine):
     def new(self):
         return Ledger(
             self.mode,
-            lease=self.lease,
-            max_workers=self.room,
+            limits=Limits(
+                lease=self.lease,
+                max_workers=self.room,
+                messages=Refuse(in_a_row=IN_A_ROW),
+            ),
             barrier=self.barrier,
-            refuse=Refuse(in_a_row=IN_A_ROW),
             version=self.version,
         )
 
-    # What the model knows.
+    # The state of the model.
 
     @property
     def there(self):
@@ -133,11 +139,11 @@ class Commands(RuleBasedStateMachine):
             del self.last[self.went.pop(0)]
 
     def look(self):
-        """Somebody looks who is still there."""
+        """Check which workers are still present."""
         pause, self.looked = self.now - self.looked, self.now
         for name, known in self.there.items():
             silent = known.connected and known.silence is not None
-            if silent and pause > known.silence / 2:  # the ledger's own, then
+            if silent and pause > known.silence / 2:  # the ledger itself paused
                 known.until = max(known.until, self.now + known.silence)
             if known.until <= self.now:
                 self.give_up(name)
@@ -152,12 +158,12 @@ class Commands(RuleBasedStateMachine):
         return min(clocks, default=default)
 
     def missed(self, name):
-        """Versions since its round began, or since its anchor if that is newer."""
+        """Return the versions since the round began, or since the anchor if newer."""
         known = self.last[name]
         return self.version - known.round_began - known.message[3]
 
     def may_apply(self, names):
-        """Whether the mode allows to apply these messages, together and now."""
+        """Return whether the mode allows these messages to be applied together now."""
         mode = self.mode
         if isinstance(mode, Asynchronous):
             return len(names) == 1
@@ -188,7 +194,7 @@ class Commands(RuleBasedStateMachine):
         )
 
     def may_wait(self):
-        """Whether the mode allows that nothing of what waits is dealt with now."""
+        """Return whether the mode allows that no waiting message is settled now."""
         waiting = list(self.waiting)
         alone = not isinstance(self.mode, Synchronous)
         groups = [[name] for name in waiting] if alone else [waiting]
@@ -227,7 +233,7 @@ class Commands(RuleBasedStateMachine):
         self.departed.discard(name)
         if name in self.went:
             self.went.remove(name)
-            self.last[name] = self.last.pop(name)  # the last that came
+            self.last[name] = self.last.pop(name)  # now the most recent one
         if same:
             if old.gone:
                 old.clock = self.slowest(old.clock)
@@ -235,7 +241,7 @@ class Commands(RuleBasedStateMachine):
             old.connection += 1
         else:
             clock = self.slowest(0, but=name)
-            self.last[name] = Known(life, self.version, clock, silence)
+            self.last[name] = KnownSession(life, self.version, clock, silence)
         self.heard(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
@@ -265,7 +271,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 10.0]), looks=st.booleans())
     def time_passes(self, seconds, looks):
-        """Without a look, the center itself may have been asleep."""
+        """Without a check, the center itself may have been asleep."""
         self.now += seconds
         if looks:
             self.ledger.expire(self.now)
@@ -273,14 +279,14 @@ class Commands(RuleBasedStateMachine):
 
     @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), old=st.integers(-1, 2))
     def submit(self, name, life, ahead, old):
-        """Mostly nonsense; `send` is what workers do."""
+        """Send mostly invalid messages; `send` makes valid ones."""
         self.look()
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
         anchor = self.version - old
         if self.is_there(name, life):
             self.heard(known)
-        error = None
+        error, message = None, Submission(sequence, None, anchor)
         if not self.is_there(name, life):
             error = errors.WorkerStateError
         elif not 0 <= anchor <= self.version:
@@ -289,9 +295,9 @@ class Commands(RuleBasedStateMachine):
             error = errors.WorkerStateError
         if error:
             with pytest.raises(error):
-                self.ledger.submit(name, life, sequence, anchor, self.now)
+                self.ledger.submit(name, life, message, self.now)
             return
-        waits = self.ledger.submit(name, life, sequence, anchor, self.now)
+        waits = self.ledger.submit(name, life, message, self.now)
         assert waits == (ahead == 1)
         if waits:
             known.owed = False
@@ -302,10 +308,10 @@ class Commands(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(data=st.data())
     def send(self, data):
-        """The next message of a worker that is there, from what it adopted last."""
+        """Send the next message of a present worker, from its adopted version."""
         name = data.draw(st.sampled_from(sorted(self.there)))
         known = self.last[name]
-        oldest = max(0, known.round_began - 1)  # of the version before its own message
+        oldest = max(0, known.round_began - 1)  # the version before its own message
         anchor = data.draw(st.integers(oldest, self.version))
         self.submit(name, known.life, 1, self.version - anchor)
 
@@ -319,11 +325,11 @@ class Commands(RuleBasedStateMachine):
 
     @rule(fails=st.booleans(), unwanted=st.sets(NAMES))
     def take(self, fails, unwanted):
-        """Where applying a batch fails, it is as if its messages had never come."""
+        """If applying a batch fails, the messages count as never received."""
         self.took(fails, unwanted)
 
     def took(self, fails=False, unwanted=()):
-        """Whether there was a batch, which is settled, or refused."""
+        """Return whether there was a batch; settle or reject it."""
         batch = self.ledger.due(self.now)
         self.look()
         if batch is None:
@@ -341,11 +347,8 @@ class Commands(RuleBasedStateMachine):
         for i, name in enumerate(names):
             entry = batch.entries[i]
             sequence, anchor, arrived, _ = self.last[name].message
-            assert (entry.sequence, entry.anchor_version, entry.arrived) == (
-                sequence,
-                anchor,
-                arrived,
-            )
+            assert entry.submission == Submission(sequence, None, anchor)
+            assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
@@ -363,7 +366,7 @@ class Commands(RuleBasedStateMachine):
             known.refused += name in refused
             known.in_a_row += name in refused
             if name in refused and known.in_a_row >= IN_A_ROW:
-                continue  # as if it had never come, too
+                continue  # counts as never received, too
             assert sequence == known.settled + 1  # no exchange is settled twice
             known.settled, known.owed = sequence, True
             known.round_began = self.version + moves
@@ -384,7 +387,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule()
     def shift(self):
-        """The center moves by itself, for which nobody is late."""
+        """Rebase the center, which makes no worker late."""
         self.ledger.shift()
         self.version += 1
         for known in self.last.values():
@@ -392,7 +395,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """The process ends, and what it remembers is written down and read."""
+        """End the process; its memory is written and read again."""
         memory = json.loads(json.dumps(self.ledger.memory()))
         self.ledger, self.looked = self.new(), -math.inf
         self.ledger.recall(memory, self.now)
@@ -402,7 +405,7 @@ class Commands(RuleBasedStateMachine):
             known.message, known.owed = None, False
         for known in self.last.values():
             known.connection = 0
-        self.ledger.departed()  # of which the owner cannot have heard before
+        self.ledger.departed()  # departures that the owner has not seen before
         self.departed.clear()
 
     @precondition(lambda self: self.ledger.deadline() is not None)
@@ -411,13 +414,13 @@ class Commands(RuleBasedStateMachine):
         self.now = max(self.now, self.ledger.deadline())
         before = set(self.there)
         silent = any(k.connected and k.silence for k in self.there.values())
-        # It may have been there only to show that the center is awake.
+        # The deadline may only serve to show that the center is awake.
         assert self.took() or set(self.there) != before or silent
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
-    def the_model_agrees(self):
+    def model_agrees_with_the_ledger(self):
         ledger = self.ledger
         assert ledger.version == self.version
         assert ledger.is_open == self.open
@@ -445,26 +448,26 @@ class Commands(RuleBasedStateMachine):
             assert settled <= member.sequence <= settled + member.refused
 
     @invariant()
-    def only_the_last_that_went_are_remembered(self):
+    def only_the_last_departed_workers_are_remembered(self):
         names = set(ledger_names(self.ledger))
         assert names == set(self.last)
         assert len(names) - len(self.there) <= REMEMBERED
 
     @rule()
-    def who_has_departed_is_told_once(self):
+    def departed_workers_are_reported_once(self):
         assert sorted(self.ledger.departed()) == sorted(self.departed)
         assert self.ledger.departed() == []
         self.departed.clear()
 
     @invariant()
-    def only_those_wait_who_are_there(self):
-        assert {n: e.sequence for n, e in self.ledger.pending.items()} == {
+    def only_present_workers_are_pending(self):
+        assert {n: e.submission.sequence for n, e in self.ledger.pending.items()} == {
             n: k.message[0] for n, k in self.waiting.items()
         }
 
     @rule()
-    def nobody_waits_for_good(self):
-        """Once everybody who can has sent, what waits ends in finite time."""
+    def waiting_messages_are_settled_in_finite_time(self):
+        """All connected workers send; then each waiting message is settled."""
         for name, known in self.there.items():
             if known.connected and not known.message:
                 self.submit(name, known.life, 1, 0)
@@ -475,8 +478,8 @@ class Commands(RuleBasedStateMachine):
         raise AssertionError("nothing happened at forty deadlines")
 
     @rule()
-    def whoever_is_silent_for_good_is_given_up(self):
-        """As long as somebody looks, who need not look more often than he is told."""
+    def silent_workers_are_removed_in_finite_time(self):
+        """It is enough to check at each deadline."""
         silent = {n: k for n, k in self.there.items() if k.connected and k.silence}
         for _ in range(100):
             if all(known.gone for known in silent.values()):
@@ -487,7 +490,7 @@ class Commands(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "ledger"):
-            self.nobody_waits_for_good()
+            self.waiting_messages_are_settled_in_finite_time()
 
 
 def ledger_names(made):
@@ -505,8 +508,8 @@ def test_every_command_in_every_state(mode, monkeypatch):
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
-def test_the_table_says_what_becomes_of_a_life(state, event):
-    """What is not in it is refused, or has no effect."""
+def test_transition_table_matches_the_commands(state, event):
+    """Events that are not in the table are rejected or have no effect."""
     made = ledger(Synchronous(quorum=1), "a")
     if state is not State.IDLE:
         send(made, "a")
@@ -520,9 +523,9 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
     last = member.sequence
     commands = {
         "join": lambda: made.join("a", "1", 0.0),
-        "submit": lambda: made.submit("a", "1", last + 1, 0, 0.0),
+        "submit": lambda: made.submit("a", "1", Submission(last + 1, None, 0), 0.0),
         "repeat": lambda: made.submit(
-            "a", "1", last + (state is State.WAITING), 0, 0.0
+            "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
         "refuse": lambda: made.refuse(made.due(0.0)),
@@ -532,16 +535,16 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
     }
     if event in ("settle", "refuse") and state is not State.WAITING:
         assert (state, event) not in NEXT
-        assert made.due(0.0) is None  # there is nothing that could be
+        assert made.due(0.0) is None  # there is nothing to settle
         return
     if event == "repeat" and state is State.IDLE:
-        # An exchange that is over, and whose answer it has.
+        # Repeat a finished exchange whose response was acknowledged.
         assert exchange(made, "a") == "a"
         made.acknowledge("a", "1", 1)
         last = 1
     refused = state is State.GONE and event in ("submit", "repeat")
     without_effect = state is State.GONE and event != "join" and not refused
-    # The next message while one waits is that message, again.
+    # A second submit while a message waits repeats that message.
     same = (state, event) == (State.WAITING, "submit")
     if refused:
         with pytest.raises(errors.WorkerStateError, match="join again"):
@@ -552,7 +555,7 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
     assert member.state is NEXT.get((state, event), state)
 
 
-# Each policy in words. A worker's only life is called "1".
+# Examples of each policy. A worker's only session is called "1".
 
 
 def ledger(mode=None, workers="", **settings):
@@ -565,11 +568,11 @@ def ledger(mode=None, workers="", **settings):
 def send(made, worker, anchor=None, now=0.0):
     sequence = made.find(worker).sequence + 1
     anchor = made.version if anchor is None else anchor
-    assert made.submit(worker, "1", sequence, anchor, now)
+    assert made.submit(worker, "1", Submission(sequence, None, anchor), now)
 
 
 def take(made, now=0.0):
-    """The names of the next batch, settled; "" if all must wait."""
+    """Return the names of the next batch, which is settled; "" if all must wait."""
     batch = made.due(now)
     if batch is None:
         return ""
@@ -582,7 +585,7 @@ def exchange(made, worker, anchor=None, now=0.0):
     return take(made, now)
 
 
-def test_asynchronous_waits_for_nobody():
+def test_asynchronous_mode_never_waits():
     made = ledger(workers="abc")
     for worker in "cab":
         send(made, worker)
@@ -592,7 +595,7 @@ def test_asynchronous_waits_for_nobody():
     assert made.deadline() is None
 
 
-def test_bounded_versions_drop_what_is_older():
+def test_version_bound_drops_older_messages():
     made = ledger(BoundedStaleness(versions=1), "abc")
     assert exchange(made, "a") == exchange(made, "a") == "a"
     assert exchange(made, "b", anchor=1) == "b"
@@ -601,18 +604,19 @@ def test_bounded_versions_drop_what_is_older():
     member = made.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
-    assert not made.submit("c", "1", 1, 1, 0.0)  # dropped is settled, too
+    # A dropped message is settled, too.
+    assert not made.submit("c", "1", Submission(1, None, 1), 0.0)
 
 
-def test_what_is_adopted_before_the_own_message_is_not_behind():
-    """The anchor of an elastic rule is older by the worker's own last message."""
+def test_adopting_the_version_before_the_own_message_is_not_stale():
+    """The anchor of an elastic rule precedes the worker's own last message."""
     made = ledger(BoundedStaleness(versions=0), "a")
     assert exchange(made, "a", anchor=0) == "a"
     assert exchange(made, "a", anchor=0) == "a"
     assert exchange(made, "a", anchor=1) == "a"
 
 
-def test_who_must_wait_for_others_is_dropped_once_it_is_too_old():
+def test_waiting_message_is_dropped_once_it_is_too_old():
     made = ledger(BoundedStaleness(versions=1, rounds=0), "abc")
     assert exchange(made, "a") == "a"
     assert exchange(made, "a", anchor=1) == ""  # waits for b and c
@@ -620,20 +624,20 @@ def test_who_must_wait_for_others_is_dropped_once_it_is_too_old():
     assert take(made) == ""
     assert exchange(made, "c") == "c"
     assert take(made) == "a!"
-    assert exchange(made, "a") == "a"  # it has made no round, and need not wait
+    assert exchange(made, "a") == "a"  # it has made no round and does not wait
 
 
 @pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "refuse"])
-def test_a_message_is_as_old_as_it_is_when_its_turn_comes(mode):
-    """Not as when it came: others may be applied before, which came before it."""
+def test_staleness_is_that_of_the_time_of_applying(mode):
+    """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
         made = ledger(Synchronous(quorum=1, late="drop"), "ab")
     elif mode == "refuse":
-        made = ledger(None, "ab", refuse=Refuse(staleness=0))
+        made = ledger(None, "ab", limits=Limits(messages=Refuse(staleness=0)))
     else:
         made = ledger(mode, "ab")
     send(made, "a")
-    first = made.due(0.0)  # which takes a while
+    first = made.due(0.0)  # applying it takes a while
     send(made, "b")
     made.settle(first, 0.0)
     second = made.judge(made.due(0.0), [None])
@@ -641,7 +645,7 @@ def test_a_message_is_as_old_as_it_is_when_its_turn_comes(mode):
     assert not second.taken
 
 
-def test_a_message_that_waits_does_not_grow_older_by_a_shift():
+def test_rebase_does_not_make_a_waiting_message_stale():
     made = ledger(Synchronous(late="drop"), "ab")
     made.shift()
     send(made, "a", anchor=1)
@@ -650,18 +654,18 @@ def test_a_message_that_waits_does_not_grow_older_by_a_shift():
     assert take(made) == "ab"
 
 
-def test_bounded_rounds_wait_for_the_slowest():
+def test_round_bound_waits_for_the_slowest():
     made = ledger(BoundedStaleness(rounds=1), "ab")
     assert exchange(made, "a") == exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""  # two ahead of b, who has made none
+    assert exchange(made, "a") == ""  # two rounds ahead of b, which has made none
     assert made.deadline() is None
     assert exchange(made, "b") == "b"
     assert take(made) == "a"
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
-def test_bounded_rounds_do_not_wait_for_whom_has_gone(how):
-    made = ledger(BoundedStaleness(rounds=0), "ab", lease=5.0)
+def test_round_bound_ignores_departed_workers(how):
+    made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
     assert exchange(made, "a") == "a"
     assert exchange(made, "a") == ""
     if how == "leaves":
@@ -677,21 +681,21 @@ def test_bounded_rounds_do_not_wait_for_whom_has_gone(how):
         assert take(made) == "a"
 
 
-def test_a_newcomer_is_as_far_as_the_slowest():
+def test_new_worker_starts_at_the_round_of_the_slowest():
     made = ledger(BoundedStaleness(rounds=1), "ab")
     for worker in "abab":
         assert exchange(made, worker) == worker
     assert exchange(made, "a") == "a"
     made.join("n", "1", 0.0)
-    assert exchange(made, "n") == exchange(made, "n") == "n"  # is not made to wait
+    assert exchange(made, "n") == exchange(made, "n") == "n"  # it does not wait
     assert exchange(made, "n") == ""
-    assert exchange(made, "b") == "b"  # nor the others for its first rounds
+    assert exchange(made, "b") == "b"  # others do not wait for its first rounds
     assert take(made) == "n"
 
 
 @pytest.mark.parametrize("rounds", [0, 7])
-def test_a_worker_that_comes_back_is_as_far_as_the_slowest(rounds):
-    made = ledger(BoundedStaleness(rounds=0), "a", lease=1.0)
+def test_returning_worker_starts_at_the_round_of_the_slowest(rounds):
+    made = ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
     for _ in range(rounds):
         assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
@@ -704,7 +708,7 @@ def test_a_worker_that_comes_back_is_as_far_as_the_slowest(rounds):
     assert made.find("a").sequence == rounds + 2
 
 
-def test_a_round_waits_for_everybody():
+def test_round_waits_for_all_workers():
     made = ledger(Synchronous(), "abc")
     assert exchange(made, "c") == exchange(made, "a") == ""
     assert take(made, 1e9) == ""
@@ -714,7 +718,7 @@ def test_a_round_waits_for_everybody():
     assert [made.find(w).staleness for w in "abc"] == [0, 0, 0]
 
 
-def test_a_quorum_is_enough_after_the_grace():
+def test_quorum_is_enough_after_the_grace_time():
     made = ledger(Synchronous(quorum=2, grace=3.0), "abc")
     assert exchange(made, "a", now=1.0) == ""
     assert made.deadline() is None
@@ -724,10 +728,12 @@ def test_a_quorum_is_enough_after_the_grace():
     assert take(made, 4.0) == "ab"
     assert made.deadline() is None
     assert exchange(made, "a", now=5.0) == exchange(made, "b", now=5.0) == ""
-    assert exchange(made, "c", now=5.5, anchor=0) == "abc"  # everybody, without grace
+    assert (
+        exchange(made, "c", now=5.5, anchor=0) == "abc"
+    )  # all workers, so no grace time
 
 
-def test_without_enough_workers_for_a_quorum_all_are_enough():
+def test_all_workers_are_enough_if_fewer_than_the_quorum():
     made = ledger(Synchronous(quorum=5, grace=3.0), "ab")
     assert exchange(made, "a") == ""
     assert exchange(made, "b") == "ab"
@@ -736,7 +742,7 @@ def test_without_enough_workers_for_a_quorum_all_are_enough():
 @pytest.mark.parametrize(
     ("late", "weights"), [("next", (1.0, 1.0)), ("weighted", (1.0, 1 / 3))]
 )
-def test_a_late_message_is_used_in_the_next_round(late, weights):
+def test_late_message_is_used_in_the_next_round(late, weights):
     made = ledger(Synchronous(quorum=1, late=late), "ab")
     assert exchange(made, "a") == exchange(made, "a") == "a"
     send(made, "b", anchor=0)
@@ -747,23 +753,23 @@ def test_a_late_message_is_used_in_the_next_round(late, weights):
     made.settle(batch, 0.0)
     send(made, "b")
     send(made, "a")
-    assert made.due(0.0).weights == (1.0, 1.0)  # not late any more
+    assert made.due(0.0).weights == (1.0, 1.0)  # no longer late
 
 
-def test_a_late_message_is_dropped():
+def test_late_message_is_dropped_with_late_drop():
     made = ledger(Synchronous(quorum=1, late="drop"), "ab")
     assert exchange(made, "a") == "a"
     send(made, "a")
     assert exchange(made, "b", anchor=0) == "b!"
     assert take(made) == "a"
     assert made.version == 2
-    # Its round began with version 1, and version 2 came before it ended.
+    # Its round began at version 1, and version 2 came before it ended.
     assert exchange(made, "b", anchor=1) == "b!"
     assert exchange(made, "b") == "b"
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
-def test_an_anchor_before_the_own_message_is_not_late(late):
+def test_anchor_before_the_own_message_is_not_late(late):
     """EASGD adopts the center as it was before the worker's own message."""
     made = ledger(Synchronous(late=late), "ab")
     for version in range(4):
@@ -776,8 +782,8 @@ def test_an_anchor_before_the_own_message_is_not_late(late):
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
-def test_nobody_is_late_for_a_center_that_moved_by_itself(late):
-    """As that of a site does, which has an answer from above."""
+def test_rebase_makes_no_worker_of_a_round_late(late):
+    """A site is rebased when it gets a response from its parent."""
     made = ledger(Synchronous(late=late), "ab")
     assert exchange(made, "a") == ""
     assert exchange(made, "b") == "ab"
@@ -791,16 +797,16 @@ def test_nobody_is_late_for_a_center_that_moved_by_itself(late):
     assert batch.staleness == (2, 2)
 
 
-def test_a_late_message_does_not_use_up_the_grace_of_a_round():
+def test_late_message_does_not_start_the_grace_time():
     made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
     send(made, "a")
     assert exchange(made, "b", now=3.0) == "ab"
-    assert exchange(made, "c", now=4.0, anchor=0) == ""  # missed that round
+    assert exchange(made, "c", now=4.0, anchor=0) == ""  # it missed that round
     assert exchange(made, "a", now=6.0) == ""
     assert made.deadline() == 9.0
     assert take(made, 8.9) == ""
     assert take(made, 9.0) == "ac"
-    # Of late ones alone, the first counts.
+    # If all messages are late, the first one starts the grace time.
     made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
     send(made, "a")
     assert exchange(made, "b", now=3.0) == "ab"
@@ -810,13 +816,13 @@ def test_a_late_message_does_not_use_up_the_grace_of_a_round():
 
 
 @pytest.mark.parametrize("how", ["whole", "of one worker"])
-def test_a_life_that_was_replaced_stays_so_in_another_process(how):
+def test_replaced_session_stays_replaced_after_restart(how):
     made = ledger(workers="ab")
     again = Ledger()
     if how == "whole":
         made.join("a", "2", 0.0, replace=True)
         again.recall(made.memory(), 0.0)
-    else:  # as a journal has it: first the one life, then the other
+    else:  # as in a journal: first one session, then the other
         again.recall(made.memory("ab"), 0.0)
         made.join("a", "2", 0.0, replace=True)
         again.recall(made.memory("a"), 0.0)
@@ -826,8 +832,8 @@ def test_a_life_that_was_replaced_stays_so_in_another_process(how):
     again.join("b", "1", 1.0, back=True)
 
 
-def test_a_round_does_not_wait_for_the_dead():
-    made = ledger(Synchronous(), "abc", lease=10.0)
+def test_round_ignores_workers_with_an_expired_lease():
+    made = ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
     assert exchange(made, "a") == exchange(made, "b") == ""
     made.disconnect("c", "1", 1, 1.0)
     assert made.deadline() == 11.0
@@ -835,8 +841,8 @@ def test_a_round_does_not_wait_for_the_dead():
     assert take(made, 11.0) == "ab"
 
 
-def test_a_round_waits_for_whom_is_back_in_time():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+def test_round_waits_for_a_worker_that_reconnects_in_time():
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "a") == ""
     made.disconnect("b", "1", 1, 1.0)
     made.join("b", "1", 9.0)
@@ -845,15 +851,15 @@ def test_a_round_waits_for_whom_is_back_in_time():
     assert exchange(made, "b", now=99.0) == "ab"
 
 
-def test_the_message_of_a_dead_worker_is_not_used():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+def test_message_of_a_worker_with_an_expired_lease_is_not_used():
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "b") == ""
     made.disconnect("b", "1", 1, 1.0)
     assert exchange(made, "a", now=11.0) == "a"
     assert made.find("b").sequence == 0
 
 
-def test_a_newcomer_takes_part_in_the_round_it_came_to():
+def test_new_worker_takes_part_in_the_current_round():
     made = ledger(Synchronous(late="drop"), "a")
     assert exchange(made, "a") == "a"
     made.join("n", "1", 0.0)
@@ -861,30 +867,30 @@ def test_a_newcomer_takes_part_in_the_round_it_came_to():
     assert exchange(made, "n") == "an"
 
 
-def test_a_newcomer_that_has_gone_again_blocks_nobody():
+def test_new_worker_that_left_again_blocks_no_round():
     made = ledger(Synchronous(), "a")
     made.join("n", "1", 0.0)
     assert exchange(made, "a") == ""
     made.leave("n", "1")
     assert take(made) == "a"
-    made.leave("n", "1")  # may be said twice
+    made.leave("n", "1")  # leaving twice is allowed
 
 
 @pytest.mark.parametrize("how", ["back in time", "given up before"])
-def test_what_was_settled_is_not_taken_again(how):
-    made = ledger(workers="a", lease=10.0)
+def test_settled_message_is_not_applied_again(how):
+    made = ledger(workers="a", limits=Limits(lease=10.0))
     assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
     made.expire(later)
     assert ("a" in made.present()) == (how == "back in time")
     made.join("a", "1", later)
-    assert not made.submit("a", "1", 1, 0, later)
+    assert not made.submit("a", "1", Submission(1, None, 0), later)
     assert take(made, later) == ""
     assert exchange(made, "a", now=later) == "a"
 
 
-def test_a_message_may_be_repeated_while_it_waits():
+def test_waiting_message_may_be_repeated():
     made = ledger(Synchronous(), "ab")
     send(made, "a", now=1.0)
     send(made, "a", now=2.0)
@@ -894,26 +900,26 @@ def test_a_message_may_be_repeated_while_it_waits():
 
 
 @pytest.mark.parametrize("sequence", [-1, 0, 2, 5])
-def test_a_sequence_number_out_of_order(sequence):
+def test_sequence_number_out_of_order_is_rejected(sequence):
     made = ledger(workers="a")
     with pytest.raises(
         errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
     ):
-        made.submit("a", "1", sequence, 0, 0.0)
+        made.submit("a", "1", Submission(sequence, None, 0), 0.0)
     assert not made.pending
 
 
 @pytest.mark.parametrize("anchor", [-1, 2])
-def test_an_anchor_that_never_was(anchor):
+def test_unknown_anchor_version_is_rejected(anchor):
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
     ):
-        made.submit("a", "1", 2, anchor, 0.0)
+        made.submit("a", "1", Submission(2, None, anchor), 0.0)
 
 
-def test_only_the_last_exchange_is_acknowledged():
+def test_only_the_last_exchange_can_be_acknowledged():
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
     for worker, life, sequence in (
@@ -926,39 +932,40 @@ def test_only_the_last_exchange_is_acknowledged():
         assert made.find("a").state is State.ANSWERED
     made.acknowledge("a", "1", 1)
     assert made.find("a").state is State.IDLE
-    assert not made.submit("a", "1", 1, 0, 0.0)  # it was settled all the same
+    # The exchange stays settled.
+    assert not made.submit("a", "1", Submission(1, None, 0), 0.0)
     assert made.find("a").state is State.IDLE
 
 
-def test_a_name_that_is_taken():
+def test_taken_name_is_rejected():
     made = ledger(workers="a")
     with pytest.raises(
         errors.NameTakenError, match="'a' already, which joined 7 s ago"
     ):
         made.join("a", "2", 7.0)
-    made.submit("a", "1", 1, 0, 0.0)  # the first one goes on
+    made.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
     made.disconnect("a", "1", 1, 8.0)
-    made.join("a", "2", 9.0)  # a connection that broke holds no name
+    made.join("a", "2", 9.0)  # a broken connection does not hold the name
     assert not made.pending
 
 
-def test_a_replaced_worker_is_told_so():
+def test_replaced_worker_gets_an_error():
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
     send(made, "a")
     made.join("a", "2", 0.0, replace=True)
     assert take(made) == ""
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
-        made.submit("a", "1", 2, 1, 0.0)
+        made.submit("a", "1", Submission(2, None, 1), 0.0)
     made.leave("a", "1")
     made.disconnect("a", "1", 1, 0.0)
-    assert made.member("a", "2").connected  # which the first one cannot change
+    assert made.member("a", "2").connected  # the first session cannot change it
 
 
 @pytest.mark.parametrize("second", ["there", "disconnected", "gone"])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_replaced_life_does_not_come_back(second, restarts):
-    """It could have its messages applied again: its sequence is not known any more."""
+def test_replaced_session_cannot_rejoin(second, restarts):
+    """Its sequence number is forgotten, so its messages could be applied again."""
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
     made.join("a", "2", 0.0, replace=True)
@@ -976,29 +983,29 @@ def test_a_replaced_life_does_not_come_back(second, restarts):
             made.join("a", "1", 1.0, replace=replace, back=True)
 
 
-def test_a_life_that_was_forgotten_starts_again(monkeypatch):
+def test_forgotten_session_must_start_again(monkeypatch):
     monkeypatch.setattr(_ledger, "_MOST_GONE", 2)
     made = ledger(workers="abc")
     assert exchange(made, "a") == "a"
     for worker in "abc":
         made.leave(worker, "1")
     assert made.find("a") is None
-    with pytest.raises(errors.WorkerStateError, match="it is forgotten"):
+    with pytest.raises(errors.WorkerStateError, match="too long ago to be resumed"):
         made.join("a", "1", 0.0, back=True)
     made.join("b", "1", 0.0, back=True)
     made.join("a", "2", 0.0)
-    assert made.submit("a", "2", 1, 1, 0.0)
+    assert made.submit("a", "2", Submission(1, None, 1), 0.0)
     assert take(made) == "a"
 
 
-class Counted(dict):
-    """A dict that counts what is iterated over."""
+class CountingDict(dict):
+    """A dict that counts iterations over its items."""
 
     seen = 0
 
     def _count(self, items):
         for item in items:
-            Counted.seen += 1
+            CountingDict.seen += 1
             yield item
 
     def __iter__(self):
@@ -1014,32 +1021,32 @@ class Counted(dict):
 @pytest.mark.parametrize(
     "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
 )
-def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
+def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
     made, work = ledger(mode), []
-    made._present, made._gone = Counted(), Counted()
+    made._present, made._gone = CountingDict(), CountingDict()
     for many in (10, 20_000):
         for number in range(many):
             made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
             made.leave(f"{many}-{number}", "1")
         for worker in "ab":
             made.join(worker, "1", 0.0)
-        Counted.seen = 0
+        CountingDict.seen = 0
         for worker in "ab":
             sequence = made.find(worker).sequence + 1
-            made.submit(worker, "1", sequence, made.version, 0.0)
+            made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
             while (batch := made.due(0.0)) is not None:
                 made.settle(batch, 0.0)
             made.deadline()
             made.memory([worker])
             made.acknowledge(worker, "1", sequence)
-        work.append(Counted.seen)
+        work.append(CountingDict.seen)
     assert work[0] == work[1]
     assert len(made._gone) <= _ledger._MOST_GONE
-    assert len(made.departed()) == 20_010  # which its owner asks for, and is told once
+    assert len(made.departed()) == 20_010  # the owner asks for them and gets them once
     assert not made.departed()
 
 
-def test_a_connection_that_breaks_late_is_not_the_one_that_came_after():
+def test_late_disconnect_of_an_old_connection_is_ignored():
     made = ledger(workers="a")
     assert made.join("a", "1", 1.0) == 2
     made.disconnect("a", "1", 1, 2.0)
@@ -1048,7 +1055,7 @@ def test_a_connection_that_breaks_late_is_not_the_one_that_came_after():
     assert not made.find("a").connected
 
 
-def test_who_is_silent_is_given_up_though_it_is_connected():
+def test_silent_worker_is_removed_though_it_is_connected():
     made = ledger(BoundedStaleness(rounds=0), "a")
     made.join("b", "1", 0.0, silence=8.0)
     assert exchange(made, "a") == "a"
@@ -1066,8 +1073,8 @@ def test_who_is_silent_is_given_up_though_it_is_connected():
 
 @pytest.mark.parametrize("woken_by", ["the silent one", "another"])
 @pytest.mark.parametrize("slept", [7.9, 8.0, 1000.0])
-def test_nobody_is_given_up_while_the_center_is_asleep(woken_by, slept):
-    """What a worker has said meanwhile is read a little later."""
+def test_no_worker_is_removed_after_the_center_was_asleep(woken_by, slept):
+    """Heartbeats sent meanwhile are read a little later."""
     made = ledger(workers="a")
     made.join("b", "1", 0.0, silence=8.0)
     if woken_by == "another":
@@ -1078,7 +1085,7 @@ def test_nobody_is_given_up_while_the_center_is_asleep(woken_by, slept):
     assert "b" in made.present()
 
 
-def test_a_worker_that_gives_no_signs_of_life_may_be_silent():
+def test_worker_without_heartbeats_is_never_removed():
     made = ledger(workers="a")
     for now in range(100):
         made.expire(float(now))
@@ -1086,7 +1093,7 @@ def test_a_worker_that_gives_no_signs_of_life_may_be_silent():
     assert made.deadline() is None
 
 
-def test_a_message_that_could_not_be_applied_never_came():
+def test_message_that_failed_to_apply_counts_as_never_received():
     made = ledger(BoundedStaleness(rounds=0), "ab")
     send(made, "a")
     made.refuse(made.due(0.0))
@@ -1096,7 +1103,7 @@ def test_a_message_that_could_not_be_applied_never_came():
     assert exchange(made, "a") == "a"
 
 
-def test_who_shifts_the_center_makes_nobody_late():
+def test_rebase_makes_no_message_late():
     made = ledger(Synchronous(late="drop"), "ab")
     send(made, "a")
     made.leave("b", "1")
@@ -1109,37 +1116,41 @@ def test_who_shifts_the_center_makes_nobody_late():
 
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
-def test_a_worker_that_is_not_there(how):
-    made = ledger(workers="" if how == "never joined" else "a", lease=1.0)
+def test_absent_worker_cannot_submit(how):
+    made = ledger(
+        workers="" if how == "never joined" else "a", limits=Limits(lease=1.0)
+    )
     if how == "left":
         made.leave("a", "1")
     elif how == "given up":
         made.disconnect("a", "1", 1, 0.0)
-    with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
-        made.submit("a", "1", 1, 0, 1.0)
+    with pytest.raises(
+        errors.WorkerStateError, match=r"'a' is not registered.*join again"
+    ):
+        made.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
-def test_a_full_center():
-    made = ledger(workers="ab", max_workers=2, lease=10.0)
-    message = "no room for worker 'c': this center takes 2 workers, and 2 are there"
+def test_full_center_rejects_new_workers():
+    made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
+    message = "'c': this center takes at most 2 workers, and 2 are registered"
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 0.0)
-    made.join("a", "2", 0.0, replace=True)  # takes nobody's place but its own
+    made.join("a", "2", 0.0, replace=True)  # it replaces only its own session
     made.disconnect("b", "1", 1, 0.0)
     with pytest.raises(errors.CenterFullError, match=message):
-        made.join("c", "1", 9.9)  # b may still come back
+        made.join("c", "1", 9.9)  # b may still return
     made.join("c", "1", 10.0)
     with pytest.raises(errors.CenterFullError, match="'b'"):
         made.join("b", "1", 10.0)
     assert made.present().keys() == {"a", "c"}
 
 
-def test_the_barrier_opens_once():
+def test_barrier_opens_once():
     made = ledger(workers="a", barrier=2)
     assert not made.is_open
     made.leave("a", "1")
     made.join("b", "1", 0.0)
-    assert not made.is_open  # not at a time
+    assert not made.is_open  # not at the same time
     made.join("a", "1", 0.0)
     assert made.is_open
     made.leave("a", "1")
@@ -1148,7 +1159,7 @@ def test_the_barrier_opens_once():
     assert ledger().is_open
 
 
-def test_a_ledger_goes_on_from_a_version():
+def test_ledger_starts_from_a_given_version():
     made = ledger(Synchronous(late="drop"), "a", version=41)
     assert exchange(made, "a") == "a"
     assert made.version == 42
@@ -1165,48 +1176,55 @@ def test_a_ledger_goes_on_from_a_version():
         (lambda: Synchronous(grace=-0.1), "grace must be .* seconds >= 0, got -0.1"),
         (lambda: Synchronous(grace=math.nan), "grace must be .* got nan"),
         (lambda: Synchronous(late="never"), "late must be 'next', .* got 'never'"),
-        (lambda: Ledger(lease=math.inf), "lease must be .* got inf"),
-        (lambda: Ledger(lease="10"), "lease must be .* got '10'"),
-        (lambda: Ledger(max_workers=0), "max_workers must be .* >= 1, got 0"),
+        (lambda: Ledger(limits=Limits(lease=math.inf)), "lease must be .* got inf"),
+        (lambda: Ledger(limits=Limits(lease="10")), "lease must be .* got '10'"),
+        (
+            lambda: Ledger(limits=Limits(max_workers=0)),
+            "max_workers must be .* >= 1, got 0",
+        ),
         (lambda: Ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
         (lambda: Ledger(barrier=None), "barrier must be .* >= 0, got None"),
-        (lambda: Ledger(barrier=3, max_workers=2), "at most max_workers, 2,.* got 3"),
+        (
+            lambda: Ledger(barrier=3, limits=Limits(max_workers=2)),
+            "at most max_workers, 2,.* got 3",
+        ),
     ],
 )
-def test_bad_settings(make, message):
+def test_invalid_ledger_settings_are_rejected(make, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         make()
 
 
 @pytest.mark.parametrize("mode", [Synchronous, "async", 3])
-def test_not_a_mode(mode):
+def test_invalid_mode_is_rejected(mode):
     with pytest.raises(errors.InvalidTypeError, match="mode must be Asynchronous"):
         Ledger(mode)
 
 
-def test_a_life_knows_the_last_exchange_of_the_life_before():
+def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger = Ledger()
     ledger.join("anna", "first", 0.0)
     assert ledger.member("anna", "first").before is None
     for sequence in (1, 2):
-        ledger.submit("anna", "first", sequence, 0, 0.0)
+        ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
         ledger.settle(ledger.due(0.0), 0.0)
-    ledger.submit("anna", "first", 3, 0, 0.0)  # which waits, and goes with it
+    # It waits, and is removed with the session.
+    ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
     assert ledger.member("anna", "second").before == ("first", 2)
-    ledger.join("anna", "second", 2.0)  # over another connection
+    ledger.join("anna", "second", 2.0)  # with a new connection
     assert ledger.member("anna", "second").before == ("first", 2)
 
 
-def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
-    """Lives in between that have settled nothing were attempts to join."""
+def test_session_knows_the_last_exchange_before_failed_sessions():
+    """Sessions in between without a settled exchange were attempts to join."""
     ledger = Ledger()
     ledger.join("anna", "first", 0.0)
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
     assert ledger.member("anna", "third").before == ("first", 0)
-    ledger.submit("anna", "third", 1, 0, 0.0)
+    ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     for life in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").incarnation)
@@ -1214,10 +1232,10 @@ def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
         assert ledger.member("anna", life).before == ("third", 1)
 
 
-def test_a_center_that_lost_something_recalls_exchanges_and_nobody_who_is_there():
+def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
-    ledger.submit("anna", "first", 1, 0, 0.0)
+    ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
     again.recall(ledger.memory(), 0.0, gone=True)

@@ -1,4 +1,4 @@
-"""The embedded center: one version at a time, whole, however many threads share it."""
+"""The embedded center: atomic versions with any number of threads."""
 
 import re
 import threading
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import BoundedStaleness, Submission, Synchronous
 
 
 def threads(*targets):
-    """Runs all targets at once; the first exception of any is raised here."""
+    """Run all targets concurrently; raise the first exception."""
     failures = []
 
     def guarded(target):
@@ -38,10 +38,20 @@ def threads(*targets):
         raise failures[0]
 
 
-def test_is_a_center():
+def test_local_center_is_a_center():
     assert isinstance(
         agn_optax.LocalCenter(shared.downpour(), jnp.ones(2)), agn_optax.Center
     )
+
+
+def test_device_may_be_the_name_of_a_platform():
+    first = jax.devices("cpu")[0]
+    for device in ("cpu", first):
+        center = agn_optax.LocalCenter(shared.downpour(), tree(), device=device)
+        for leaf in jax.tree.leaves(center.pull().params):
+            assert leaf.devices() == {first}
+    with pytest.raises(errors.InvalidArgumentError, match="device must be"):
+        agn_optax.LocalCenter(shared.downpour(), tree(), device="abacus")
 
 
 def test_versions_are_immutable_and_count_exchanges():
@@ -63,7 +73,7 @@ def test_versions_are_immutable_and_count_exchanges():
         assert_close(snapshot.params, expected)
 
 
-def test_the_parameters_are_copied():
+def test_initial_params_are_copied():
     params = tree()
     center = agn_optax.LocalCenter(shared.downpour(), params)
     jax.tree.map(lambda x: x.delete(), params)
@@ -71,7 +81,7 @@ def test_the_parameters_are_copied():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_version_that_the_rule_adopts(rule):
+def test_exchange_returns_the_version_that_the_rule_adopts(rule):
     center = agn_optax.LocalCenter(RULES[rule](), tree())
     before = center.pull()
     answer = sessions.exchange(center, tree(seed=1), anchor_version=0, worker="w")
@@ -85,7 +95,7 @@ def test_the_version_that_the_rule_adopts(rule):
 
 
 @pytest.mark.parametrize("version", [-1, 1, 7])
-def test_an_anchor_of_the_future_is_refused(version):
+def test_anchor_version_of_the_future_is_rejected(version):
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match=r"in \[0, 0\].*got"):
         sessions.exchange(center, tree(), anchor_version=version, worker="w")
@@ -93,7 +103,7 @@ def test_an_anchor_of_the_future_is_refused(version):
     assert_identical(center.pull().params, tree())
 
 
-def test_not_initialized():
+def test_uninitialized_center_raises():
     center = agn_optax.LocalCenter(shared.downpour())
     for call in (
         center.pull,
@@ -106,22 +116,24 @@ def test_not_initialized():
             call()
 
 
-def test_initialize_once():
+def test_only_one_worker_can_initialize():
     center = agn_optax.LocalCenter(shared.downpour())
     center.initialize(tree(), worker="anna")
     sessions.exchange(center, tree(seed=1), anchor_version=0, worker="anna")
     moved = center.pull()
-    # The chief may come back after a crash, and finds the center as it left it.
+    # The chief may return after a crash and finds the current center.
     assert_identical(center.initialize(tree(), worker="anna").params, moved.params)
     with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
         center.initialize(tree(), worker="bert")
     assert center.version == 1
-    with pytest.raises(errors.AlreadyInitializedError, match="whoever made it"):
+    with pytest.raises(
+        errors.AlreadyInitializedError, match="created with its parameters"
+    ):
         agn_optax.LocalCenter(shared.downpour(), tree()).initialize(tree(), worker="a")
 
 
 def test_exchanges_of_threads_are_atomic_and_counted():
-    """Integers in float32, so that the sum is exact in any order."""
+    """Integers in float32 make the sum exact in any order."""
     workers, exchanges = 8, 40
     center = agn_optax.LocalCenter(shared.downpour(), {"w": jnp.zeros(1000)})
     seen = [[] for _ in range(workers)]
@@ -174,8 +186,8 @@ def test_readers_see_whole_versions_while_threads_write():
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), min_size=1, max_size=20)
 )
-def test_any_order_of_workers_adds_up(exchanges):
-    """What was applied is what was sent: Σ of messages, exactly, for sum rules."""
+def test_sum_of_messages_is_exact_in_any_order(exchanges):
+    """For sum rules, the center's displacement is exactly the sum of the messages."""
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(4))
     anchors = [center.pull() for _ in range(4)]
     for worker, value in exchanges:
@@ -198,7 +210,7 @@ def test_any_order_of_workers_adds_up(exchanges):
     )
 )
 def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
-    """Law 5 with a center outside the program: Σx + c is the same before and after."""
+    """Law 5 for a center outside the program: an exchange does not change Σx + c."""
     center = agn_optax.LocalCenter(shared.easgd(0.25), jnp.zeros(2))
     workers = [agn_optax.Worker(center, shared.sgd(1.0), period=1) for _ in range(3)]
     loops = [worker.start() for worker in workers]
@@ -213,7 +225,7 @@ def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypatch):
+def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(4))
     store = center.core.store
     norm, asked, goes_on = store.norm, threading.Event(), threading.Event()
@@ -227,9 +239,9 @@ def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypa
     session = center.join("anna")
 
     def exchange():
-        said = "was replaced" if again else "is not one of this center's"
+        said = "was replaced" if again else "is not registered at this center"
         with pytest.raises(errors.WorkerStateError, match=said):
-            session.exchange(1, jnp.ones(4), anchor_version=0)
+            session.exchange(Submission(1, jnp.ones(4), anchor_version=0))
 
     def leave():
         assert asked.wait(60)
@@ -243,7 +255,7 @@ def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypa
     assert center.workers == ({"anna"} if again else set())
 
 
-def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
+def test_dynsgd_divides_by_the_staleness_plus_one():
     center = agn_optax.LocalCenter(shared.dynsgd(), jnp.zeros(()))
     expected = 0.0
     for staleness in range(5):  # the anchor stays at version 0
@@ -255,7 +267,7 @@ def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
         np.testing.assert_allclose(center.pull().params, expected, rtol=1e-6)
 
 
-def test_messages_from_another_device_find_the_center():
+def test_worker_and_center_may_be_on_different_devices():
     here, there = jax.devices()[0], jax.devices()[5]
     center = agn_optax.LocalCenter(
         shared.downpour(), jax.device_put({"w": jnp.ones(3)}, here)
@@ -272,13 +284,13 @@ def test_messages_from_another_device_find_the_center():
     np.testing.assert_allclose(center.pull().params["w"], 0.0)
 
 
-def test_restore_refuses_the_state_of_another_rule():
+def test_restore_rejects_the_state_of_another_rule():
     saved = agn_optax.LocalCenter(shared.agn(shared.adam(0.1)), tree()).save()
     with pytest.raises(errors.TreeMismatchError, match="center_state"):
         agn_optax.LocalCenter.restore(shared.downpour(), saved)
 
 
-def test_what_was_saved_is_a_copy():
+def test_saved_state_is_a_copy():
     center = agn_optax.LocalCenter(shared.diloco(), tree())
     saved = center.save()
     expected = jax.tree.map(np.array, saved)
@@ -297,60 +309,68 @@ def test_what_was_saved_is_a_copy():
     ],
 )
 @pytest.mark.parametrize("make", [agn_optax.LocalCenter, service.serve])
-def test_a_rule_for_rounds_one_by_one_is_said(make, rule, settings, says, caplog):
+def test_rule_for_rounds_used_one_by_one_gives_a_warning(
+    make, rule, settings, says, caplog
+):
     with make(rule(), jnp.zeros(2), **settings):
         said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(says)
     assert all(re.search(f"{says}.*n workers move the center n", line) for line in said)
 
 
-def test_a_center_ends_with_its_block():
+def test_center_is_closed_at_the_end_of_its_block():
     with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2)) as center:
         session = center.join("anna")
-        session.exchange(1, jnp.ones(2), anchor_version=0)
+        session.exchange(Submission(1, jnp.ones(2), anchor_version=0))
     with pytest.raises(errors.CenterClosedError):
-        session.exchange(2, jnp.ones(2), anchor_version=1)
+        session.exchange(Submission(2, jnp.ones(2), anchor_version=1))
     np.testing.assert_array_equal(center.pull().params, -1.0)
 
 
 def aligned(count):
-    """Zeros where XLA reads NumPy's arrays in place."""
+    """Return zeros aligned such that XLA reads NumPy's memory in place."""
     raw = np.zeros(4 * count + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + 4 * count].view(np.float32)
 
 
 @pytest.mark.parametrize("rule", ["downpour", "easgd"])
-def test_contribution_of_numpy_is_its_owner_s_again_once_it_is_collected(rule):
-    count = 1 << 21  # which a program reads for a while
+def test_contribution_of_numpy_may_be_overwritten_once_collected(rule):
+    count = 1 << 21  # large enough that reading takes a while
     center = agn_optax.LocalCenter(RULES[rule](), jnp.zeros(count))
     session, message = center.join("anna"), aligned(count)
     for sequence in range(1, 11):
         message[:] = 1.0
-        session.exchange(sequence, message, anchor_version=center.version)
+        session.exchange(Submission(sequence, message, anchor_version=center.version))
         message[:] = np.nan
         params = np.asarray(center.pull().params)
         assert np.all(params == params[0])
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_numbers_of_numpy_are_numbers(durable, tmp_path):
-    """A journal writes JSON, which has none of NumPy's."""
+def test_numbers_of_numpy_are_accepted(durable, tmp_path):
+    """The journal writes JSON, which does not support NumPy's numbers."""
     kept = agn_optax.center.Journal(tmp_path) if durable else None
     with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), durability=kept) as one:
         answer = one.join("anna").exchange(
-            np.int64(1),
-            jnp.ones(2),
-            anchor_version=np.int32(0),
-            steps=np.int64(3),
-            weight=np.float32(0.5),
+            Submission(
+                np.int64(1),
+                jnp.ones(2),
+                anchor_version=np.int32(0),
+                steps=np.int64(3),
+                weight=np.float32(0.5),
+            )
         )
         assert answer.applied
-        assert one.join("bert").exchange(1, jnp.ones(2), anchor_version=1).applied
+        assert (
+            one.join("bert")
+            .exchange(Submission(1, jnp.ones(2), anchor_version=1))
+            .applied
+        )
 
 
-def test_interrupt_at_a_barrier_leaves_nobody_behind(monkeypatch):
-    """Others would wait for it for ever."""
+def test_interrupt_at_a_barrier_removes_the_worker(monkeypatch):
+    """Otherwise other workers would wait for it forever."""
     center = agn_optax.LocalCenter(
         shared.downpour(), jnp.zeros(2), mode=Synchronous(), barrier=2
     )

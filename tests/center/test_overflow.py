@@ -1,4 +1,4 @@
-"""A finite message that would make a center infinite is refused; nothing moves."""
+"""Finite messages that would make a center infinite are rejected without effect."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import assert_identical
+from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax._internal import in_background
+from agn_optax.center import LocalCenter, PackedCenter, Store, Submission
 from agn_optax.center._reach import Reach, extremes, reach_of
-from agn_optax.center._store import Store
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
 
@@ -26,7 +26,7 @@ def times(number, dtype="float32"):
     return jax.tree.map(lambda x: (x * number).astype(dtype), ONES)
 
 
-# By what is wrong: a rule, and messages of which only the last one is too much.
+# For each cause: a rule, and messages of which only the last is too large.
 HARMFUL = {
     "learning_rate": (shared.agn(shared.sgd(1e25)), [1.0, 1e10, 4e13]),
     "sum": (shared.downpour(), [3e38, -1.0, 3e38]),
@@ -41,7 +41,7 @@ HARMFUL = {
 }
 
 
-def refuses(center, number, worker="a", dtype="float32"):
+def assert_rejects(center, number, worker="a", dtype="float32"):
     before = center.save()
     answer = sessions.exchange(
         center, times(number, dtype), anchor_version=center.version, worker=worker
@@ -51,7 +51,7 @@ def refuses(center, number, worker="a", dtype="float32"):
     assert_identical(center.save(), before)
 
 
-def takes(center, number, worker="a", dtype="float32"):
+def assert_applies(center, number, worker="a", dtype="float32"):
     answer = sessions.exchange(
         center, times(number, dtype), anchor_version=center.version, worker=worker
     )
@@ -63,27 +63,27 @@ def takes(center, number, worker="a", dtype="float32"):
 @pytest.mark.parametrize("mode", [None, agn_optax.center.Synchronous()])
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("harm", HARMFUL)
-def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
+def test_message_that_would_overflow_the_center_is_rejected(harm, packs, mode):
     rule, (*good, bad) = HARMFUL[harm]
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs, mode=mode)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0), mode=mode)
     for number in good:
-        takes(center, number)
-    refuses(center, bad)
-    refuses(center, bad)  # nor is it taken when it is sent again
-    takes(center, 1e-3)
+        assert_applies(center, number)
+    assert_rejects(center, bad)
+    assert_rejects(center, bad)  # also when it is sent again
+    assert_applies(center, 1e-3)
     assert center.version == len(good) + 1
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_round_whose_norms_exceed_float32_is_refused(packs):
-    """Without a warning of NumPy's, which as an error would fail the round."""
+def test_round_whose_norms_exceed_float32_is_rejected(packs):
+    """NumPy must not warn, because the warning as an error would fail the round."""
     mode = agn_optax.center.Synchronous()
-    center = agn_optax.LocalCenter(
-        shared.downpour(), times(0.0), packs=packs, mode=mode
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(), times(0.0), mode=mode
     )
     sessions = [center.join(name) for name in "abc"]
     for session in sessions:
-        session.submit(1, times(3e38), anchor_version=0)
+        session.submit(Submission(1, times(3e38), anchor_version=0))
     for session in sessions:
         assert "finite" in session.collect(1).refused
     assert center.version == 0
@@ -91,55 +91,55 @@ def test_round_whose_norms_exceed_float32_is_refused(packs):
 
 @pytest.mark.parametrize("rule", [shared.downpour(), shared.easgd(1.0)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_narrow_center_overflows_before_its_messages(rule, dtype):
+def test_narrow_center_rejects_messages_that_overflow_it(rule, dtype):
     center = agn_optax.LocalCenter(rule, times(0.0, "float16"))
-    takes(center, 6e4, dtype=dtype)
+    assert_applies(center, 6e4, dtype=dtype)
     if rule.message is None:
-        refuses(center, 6e4, dtype=dtype)
-    takes(center, 1.0, dtype=dtype)
+        assert_rejects(center, 6e4, dtype=dtype)
+    assert_applies(center, 1.0, dtype=dtype)
     if dtype == "float32":
-        refuses(center, 7e4, dtype=dtype)
+        assert_rejects(center, 7e4, dtype=dtype)
 
 
-def test_many_small_messages_overflow_too():
+def test_sum_of_small_messages_that_overflows_is_rejected():
     center = agn_optax.LocalCenter(shared.downpour(), times(0.0, "float16"))
     for _ in range(6):
-        takes(center, -1e4)
-    refuses(center, -1e4)
-    takes(center, 1e4)
+        assert_applies(center, -1e4)
+    assert_rejects(center, -1e4)
+    assert_applies(center, 1e4)
 
 
 @pytest.mark.parametrize("name", ["downpour", "easgd"])
-def test_a_center_stays_where_its_answers_can_hold_it(name):
-    """As float16, say: beyond that, workers would adopt infinity."""
+def test_center_stays_in_the_range_of_its_codec(name):
+    """Beyond the range of float16, workers would adopt infinity."""
     codec = agn_optax.codecs.cast("float16")
     rate = (1.0,) if name == "easgd" else ()
     rule = getattr(rules, name)(*rate, codec=codec)
-    sign = 1 if name == "easgd" else -1  # of parameters, or of displacements
+    sign = 1 if name == "easgd" else -1  # sign of parameters, or of displacements
     center = agn_optax.LocalCenter(rule, times(0.0))
-    takes(center, sign * 6e4)
+    assert_applies(center, sign * 6e4)
     if name == "downpour":
-        refuses(center, sign * 1e4)
-    takes(center, 1.0)
+        assert_rejects(center, sign * 1e4)
+    assert_applies(center, 1.0)
     with pytest.raises(
         errors.InvalidArgumentError, match=r"up to 65504; .* have 70000"
     ):
         agn_optax.LocalCenter(rule, times(7e4))
 
 
-def test_a_center_goes_no_further_at_a_time_than_differences_hold():
+def test_center_moves_at_most_by_the_range_of_its_downlink_codec():
     codec = agn_optax.codecs.two_way(
         agn_optax.codecs.identity(), agn_optax.codecs.cast("float16")
     )
     center = agn_optax.LocalCenter(shared.downpour(codec=codec), times(1e5))
-    takes(center, -6e4)
-    takes(center, -6e4)
-    refuses(center, -7e4)
-    takes(center, 1.0)
+    assert_applies(center, -6e4)
+    assert_applies(center, -6e4)
+    assert_rejects(center, -7e4)
+    assert_applies(center, 1.0)
 
 
-def test_a_center_that_is_not_finite_already_takes_messages():
-    """So that one number that its chief began with does not stop all training."""
+def test_center_that_is_not_finite_accepts_messages():
+    """One non-finite initial number must not stop all training."""
     params = times(1.0)
     params["b"][2] = np.nan
     center = agn_optax.LocalCenter(shared.downpour(), params)
@@ -147,7 +147,7 @@ def test_a_center_that_is_not_finite_already_takes_messages():
     np.testing.assert_array_equal(center.pull().params["a"], 0.5 * ONES["a"])
 
 
-def test_a_public_center_follows_where_the_center_is_finite():
+def test_broadcast_params_follow_the_finite_part_of_the_center():
     codec = agn_optax.codecs.two_way(
         agn_optax.codecs.identity(), agn_optax.codecs.quantize(8)
     )
@@ -160,7 +160,7 @@ def test_a_public_center_follows_where_the_center_is_finite():
     np.testing.assert_array_equal(public["b"], exact["b"])
 
 
-def test_over_a_wire():
+def test_served_center_rejects_messages_that_overflow_it():
     rule = shared.agn(shared.sgd(1e25))
     with (
         service.serve(rule, times(0.0)) as served,
@@ -181,20 +181,20 @@ def test_over_a_wire():
 
 
 def _cast(x):
-    """Of a number between 0.7 and 0.9, which an integer has not."""
+    """Use the cast of a number between 0.7 and 0.9 to an integer."""
     whole = jnp.clip(x, 0.7, 0.9).astype(jnp.int32)
     return 1 / (whole.astype(x.dtype) + 0.01)
 
 
 def _quotient(x):
-    """Of 3 // 2, which is not 1.5."""
+    """Use the integer quotient 3 // 2, which is not 1.5."""
     three = jnp.clip(x, 3.0, 3.2).astype(jnp.int32)
     whole = jax.lax.div(three, jnp.full_like(three, 2))
     return 1 / (whole.astype(x.dtype) - 0.75)
 
 
 def _done_first(x):
-    """A loop whose first result is a question."""
+    """Run a loop whose first result is a boolean."""
     start = jnp.zeros((), bool), x
     return jax.lax.while_loop(lambda c: ~c[0], lambda c: (True, 1e30 * c[1]), start)[1]
 
@@ -234,13 +234,13 @@ UNBOUNDED = {
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", BOUNDED)
-def test_updates_stay_within_the_bound_of_their_messages(name, dtype):
+def test_updates_stay_within_the_computed_bound(name, dtype):
     rule = shared.agn(BOUNDED[name])
     center = times(1.0, dtype)
     state = rule.center.init(center)
     reach = reach_of(rule, center, state)
     if reach is None:
-        # Where 0.99 and 0.999 may be 1.
+        # 0.99 and 0.999 may round to 1.
         assert dtype == "bfloat16"
         assert name in {"adam", "adamw", "cosine", "lion", "nesterov"}
         return
@@ -259,35 +259,35 @@ def test_updates_stay_within_the_bound_of_their_messages(name, dtype):
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_optimizer_without_a_bound_has_its_center_looked_at(name):
+def test_optimizer_without_a_bound_has_no_reach(name):
     rule = shared.agn(UNBOUNDED[name])
     center = times(1.0)
     assert reach_of(rule, center, rule.center.init(center)) is None
 
 
-def test_message_that_is_made_of_the_center_has_no_bound():
+def test_message_computed_from_the_center_has_no_bound():
     rule = dataclasses.replace(shared.easgd(0.5), center=shared.sgd(0.5))
     assert reach_of(rule, ONES, rule.center.init(ONES)) is None
 
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("name", ["adam", "momentum"])
-def test_center_is_looked_at_once_and_not_at_every_message(name, packs, monkeypatch):
+def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypatch):
     rule = shared.agn(BOUNDED[name])
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs)
-    takes(center, 1.0)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0))
+    assert_applies(center, 1.0)
 
     def looks(*args):
         raise AssertionError("the center is looked at")
 
     monkeypatch.setattr(center.core.store, "look", looks)
     for number in (1.0, -2.0, 1e-6, 0.0, 3.0):
-        takes(center, number)
+        assert_applies(center, number)
 
 
 @pytest.fixture
 def bounds(monkeypatch):
-    """How often bounds are looked for, and how often a center is looked at."""
+    """Count computations of bounds, and scans of a center."""
     counts = {"bounds": 0, "looks": 0}
     bound, look = Reach.bound, Store.look
 
@@ -304,22 +304,22 @@ def bounds(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "rmsprop", "lion"])
-def test_bounds_are_found_again_once_there_are_moments(name, bounds):
-    """After a restart, a shift, larger messages; and sometimes with a weight decay."""
+def test_bounds_are_recomputed_after_changes_of_the_center(name, bounds):
+    """The changes are a restart, a rebase, and larger messages."""
     rule = shared.agn(BOUNDED[name])
     center = agn_optax.LocalCenter(rule, times(0.0))
     for number in (1.0, -0.5):
-        takes(center, number)
+        assert_applies(center, number)
     center = agn_optax.LocalCenter.restore(rule, center.save())
     for act in (
         lambda: None,
         lambda: center.core.shift(times(1.0), times(0.5)),
-        lambda: takes(center, 100.0),
+        lambda: assert_applies(center, 100.0),
     ):
         act()
         bounds["looks"] = 0
         for _ in range(5):
-            takes(center, 1.0)
+            assert_applies(center, 1.0)
         assert bounds["looks"] <= 1
     bounds["looks"] = 0
     for _ in range(150):
@@ -328,20 +328,20 @@ def test_bounds_are_found_again_once_there_are_moments(name, bounds):
     assert bounds["bounds"] < 50
 
 
-def test_bounds_that_are_not_there_are_not_looked_for_at_every_message(bounds):
-    """A narrow center, and messages of which two are too much for it."""
+def test_missing_bounds_are_not_computed_for_every_message(bounds):
+    """Two of these messages together are too large for the narrow center."""
     center = agn_optax.LocalCenter(shared.downpour(), times(0.0, "float16"))
     for i in range(50):
-        takes(center, (-1) ** i * 3e4)
+        assert_applies(center, (-1) ** i * 3e4)
     assert bounds["looks"] == 50
     assert bounds["bounds"] < 10
-    for i in range(10):  # but of much smaller ones
-        takes(center, (-1) ** i)
+    for i in range(10):  # but for much smaller messages
+        assert_applies(center, (-1) ** i)
     assert bounds["looks"] == 51
 
 
-def test_a_program_for_many_leaves_is_not_read():
-    """It takes longer to read than the center to be looked at."""
+def test_program_for_many_leaves_is_not_analyzed():
+    """The analysis would take longer than scanning the center."""
     read = 0
 
     def update(updates, params):
@@ -361,7 +361,7 @@ def test_a_program_for_many_leaves_is_not_read():
 @pytest.mark.parametrize(
     "discount", [lambda x: 1000 * x, lambda x: x + 1000], ids=["more", "another"]
 )
-def test_what_counts_is_the_message_that_is_discounted(discount, mode):
+def test_bound_is_that_of_the_discounted_message(discount, mode):
     made = optax.stateless(lambda u, _: jax.tree.map(discount, u))
     rule = dataclasses.replace(shared.downpour(), discount=made)
     center = agn_optax.LocalCenter(rule, times(0.0, "float16"), mode=mode)
@@ -370,7 +370,9 @@ def test_what_counts_is_the_message_that_is_discounted(discount, mode):
     while moved < 100:
         moved += 1
         for each in joined:
-            each.submit(moved, times(1.0, "float16"), anchor_version=center.version)
+            each.submit(
+                Submission(moved, times(1.0, "float16"), anchor_version=center.version)
+            )
         answers = [each.collect(moved) for each in joined]
         assert np.isfinite(np.asarray(answers[0].params["a"], np.float64)).all()
         if answers[0].refused:
@@ -379,23 +381,23 @@ def test_what_counts_is_the_message_that_is_discounted(discount, mode):
     assert moved * 1000 * len(joined) > 60_000
 
 
-def test_a_number_that_is_none_is_found():
-    """Where the least and the largest of others pass over it, too."""
+def test_extremes_detect_non_finite_numbers():
+    """They do so even where minimum and maximum would skip NaN."""
     leaf = jnp.ones(100_000).at[70_000].set(jnp.nan)
     infinite = jnp.ones(3).at[1].set(jnp.inf)
     assert extremes([leaf, jnp.arange(3), infinite]) == [None, (0.0, 2.0), None]
 
 
-def test_bounds_do_not_outlive_a_shift():
+def test_bounds_are_discarded_by_a_rebase():
     one = np.ones(2, np.float16)
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     session = center.join("a")
-    assert session.exchange(1, 10 * one, anchor_version=0).applied
+    assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
     center.core.shift(65500 * one, 0 * one)
-    assert session.exchange(2, -50 * one, anchor_version=2).refused
+    assert session.exchange(Submission(2, -50 * one, anchor_version=2)).refused
 
 
-def test_bounds_that_are_found_during_a_shift_are_those_of_another_center():
+def test_bounds_computed_during_a_rebase_are_discarded():
     one = np.ones(2, np.float16)
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     core, store, session = center.core, center.core.store, center.join("a")
@@ -416,7 +418,9 @@ def test_bounds_that_are_found_during_a_shift_are_those_of_another_center():
 
     store.look = held
     store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
-    sent = in_background(lambda: session.submit(1, -50 * one, anchor_version=0), "a")
+    sent = in_background(
+        lambda: session.submit(Submission(1, -50 * one, anchor_version=0)), "a"
+    )
     assert begun.wait(30.0)
     core.shift(65500 * one, 0 * one)
     sent.result(30.0)
@@ -427,8 +431,8 @@ def test_bounds_that_are_found_during_a_shift_are_those_of_another_center():
 
 @pytest.mark.parametrize("codec", ["cast", "feedback", "two_way"])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_float16_that_would_overflow_is_refused_by_all(codec, shards):
-    """A leaf that has no room there, in one shard of two, say: none of it is taken."""
+def test_message_that_overflows_float16_is_rejected_by_all_shards(codec, shards):
+    """If one leaf overflows, for example in one shard of two, no leaf is applied."""
     narrow = agn_optax.codecs.cast("float16")
     made = {
         "cast": narrow,
@@ -455,6 +459,6 @@ def test_float16_that_would_overflow_is_refused_by_all(codec, shards):
         for leaf in jax.tree.leaves((loop, center.pull().params)):
             assert np.isfinite(np.asarray(leaf, np.float64)).all()
         total = {"a": -3.0 * ONES["a"], "b": -2.0 * ONES["b"]}
-        if codec == "feedback":  # of the finite leaves, nothing is lost
+        if codec == "feedback":  # nothing is lost of the finite leaves
             total["b"] = -4.0 * ONES["b"]
         assert_identical(center.pull().params, total)

@@ -1,28 +1,25 @@
-"""Dynamic local steps: the center measures workers, and rounds take equally long."""
+"""Dynamic local steps: the center measures workers so that rounds take equally long."""
 
 import heapq
 import itertools
 import threading
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import center_kinds, shared
+from helpers import center_kinds, shared, tuning
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import BoundedStaleness, Journal, _core
-from agn_optax.center._ledger import Ledger
-from agn_optax.center._refusals import Claim
+from agn_optax.center import BoundedStaleness, Journal, Submission
 
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """Time that a test controls."""
 
     def __init__(self):
         self.now = 100.0
@@ -34,15 +31,20 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(_core, "time", types.SimpleNamespace(monotonic=made.monotonic))
+    tuning.set_center_clock(monkeypatch, made.monotonic)
     return made
 
 
+def new_ledger(mode=None):
+    """Return the ledger of a center that takes no calls."""
+    return agn_optax.LocalCenter(shared.downpour(), mode=mode).core.ledger
+
+
 class Workers:
-    """Of one ledger; each makes its rounds in seconds that a test says."""
+    """Workers of one ledger; a test sets the seconds of each round."""
 
     def __init__(self, mode=None):
-        self.ledger, self.now = Ledger(mode), 0.0
+        self.ledger, self.now = new_ledger(mode), 0.0
         self._sequences = {}
 
     def join(self, *names, incarnation="1"):
@@ -54,9 +56,8 @@ class Workers:
         self.now += after
         sequence, incarnation = self._sequences[name]
         self._sequences[name] = sequence + 1, incarnation
-        version = self.ledger.version
-        life = name, incarnation, sequence + 1
-        assert self.ledger.submit(*life, version, self.now, Claim(steps))
+        message = Submission(sequence + 1, None, self.ledger.version, steps)
+        assert self.ledger.submit(name, incarnation, message, self.now)
         return self.take()
 
     def take(self):
@@ -64,16 +65,16 @@ class Workers:
             self.ledger.settle(batch, self.now)
 
     def round(self, name, *, seconds, steps):
-        """One, and the worker's pace after it."""
+        """Make a round, and return the worker's pace after it."""
         self.submit(name, after=seconds, steps=steps)
         return self.ledger.pace(name)
 
 
-def test_a_newcomer_is_measured_in_its_second_round():
+def test_new_worker_is_measured_from_its_second_round():
     made = Workers()
     made.join("a", "b")
     assert made.ledger.pace("a") is None
-    assert made.round("a", seconds=90.0, steps=10) is None  # it compiles
+    assert made.round("a", seconds=90.0, steps=10) is None  # the first round compiles
     assert made.round("a", seconds=5.0, steps=10) == 1.0
     assert made.ledger.pace("b") is None
     made.round("b", seconds=1.0, steps=10)
@@ -82,8 +83,8 @@ def test_a_newcomer_is_measured_in_its_second_round():
     assert made.ledger.pace("nobody") is None
 
 
-def test_one_round_of_three_does_not_count():
-    """Of a worker that was suspended, or had made its steps before it was answered."""
+def test_single_outlier_round_does_not_change_the_pace():
+    """For example, a worker was suspended, or made its steps before the response."""
     made = Workers()
     made.join("a", "b")
     for name in "ab":
@@ -94,19 +95,19 @@ def test_one_round_of_three_does_not_count():
     assert made.round("b", seconds=1e-6, steps=10) == 1.0
     assert made.ledger.pace("a") == 1.0
     made.round("b", seconds=1.0, steps=10)
-    for _ in range(2):  # what stays is soon known
+    for _ in range(2):  # a lasting change is soon measured
         made.round("a", seconds=4.0, steps=10)
     assert made.ledger.pace("a") == 0.25
 
 
-def test_steps_that_nobody_tells_are_not_measured():
+def test_unreported_steps_are_not_measured():
     made = Workers()
     made.join("a")
     for _ in range(3):
         assert made.round("a", seconds=1.0, steps=0) is None
 
 
-def test_only_those_that_are_there_are_compared():
+def test_only_present_workers_are_compared():
     made = Workers()
     made.join("slow", "fast", "middle")
     for name, steps in (("slow", 1), ("fast", 10), ("middle", 5)):
@@ -115,18 +116,18 @@ def test_only_those_that_are_there_are_compared():
     assert [*map(made.ledger.pace, ("slow", "fast", "middle"))] == [0.1, 1.0, 0.5]
     made.ledger.leave("fast", "1")
     assert [*map(made.ledger.pace, ("slow", "middle"))] == [0.2, 1.0]
-    made.join("middle", incarnation="2")  # by its name it is known
+    made.join("middle", incarnation="2")  # it is known by its name
     assert made.ledger.pace("middle") == 1.0
     made.join("fast", incarnation="2")
     assert made.ledger.pace("slow") == 0.1
-    # The speed of the fastest falls, and another one is it.
+    # The fastest becomes slower, and another worker is the fastest.
     for _ in range(4):
         made.round("fast", seconds=1.0, steps=2)
     assert [*map(made.ledger.pace, ("slow", "fast", "middle"))] == [0.2, 0.4, 1.0]
 
 
-def test_waiting_for_others_is_not_being_slow():
-    """Each waits for the other's rounds, and they end at one time."""
+def test_waiting_for_others_does_not_count_as_slow():
+    """Each waits for the other's rounds, and both rounds end at the same time."""
     made = Workers(BoundedStaleness(rounds=0))
     made.join("slow", "fast")
     made.submit("fast", after=1.0, steps=10)
@@ -138,7 +139,7 @@ def test_waiting_for_others_is_not_being_slow():
     assert made.ledger.pace("fast") == 1.0
 
 
-def test_a_center_that_was_started_again_knows_speeds_and_measures_no_outage():
+def test_restarted_center_keeps_speeds_and_ignores_the_outage():
     made = Workers()
     made.join("a", "b")
     for name, steps in (("a", 10), ("b", 5)):
@@ -151,24 +152,24 @@ def test_a_center_that_was_started_again_knows_speeds_and_measures_no_outage():
     assert [*map(again.ledger.pace, "ab")] == [1.0, 0.5]
     for name in "ab":
         again.ledger.join(name, "1", again.now, back=True)
-    # It came at once, for most of it was made before.
+    # It arrives at once because most of it was computed before.
     assert again.round("b", seconds=1e-3, steps=5) == 0.5
     assert again.round("b", seconds=1.0, steps=5) == 0.5
     memory = made.ledger.memory()
-    for member in memory["members"].values():  # of a release without speeds
+    for member in memory["members"].values():  # as saved by a release without speeds
         del member["speeds"]
-    old = Ledger()
+    old = new_ledger()
     old.recall(memory, 0.0)
     assert old.pace("a") is None
 
 
 class Simulation:
-    """Workers around an embedded center, each with a time for its local step."""
+    """Workers around an embedded center, each with a time for a local step."""
 
     def __init__(self, center, clock, period):
         self.center, self.clock, self.period = center, clock, period
         self.events, self.lengths, self.order = [], {}, itertools.count()
-        self.rounds = {}  # by worker: when they ended
+        self.rounds = {}  # by worker: times when rounds ended
 
     def add(self, name, seconds):
         worker = agn_optax.Worker(
@@ -177,7 +178,7 @@ class Simulation:
         self._begin(worker, worker.start(), seconds)
 
     def _begin(self, worker, loop, seconds):
-        steps = worker._length(worker.exchanges)
+        steps = worker._parts[0].length(worker.exchanges)
         self.lengths.setdefault(worker.name, []).append(steps)
         end = self.clock.now + steps * seconds
         heapq.heappush(
@@ -185,7 +186,7 @@ class Simulation:
         )
 
     def run(self, seconds, stalls=None):
-        """Until then; ``stalls`` are added once to the end of a worker's round."""
+        """Run for some seconds; each of ``stalls`` delays one round of a worker."""
         until, stalls = self.clock.now + seconds, dict(stalls or {})
         while self.events and self.events[0][0] <= until:
             end, _, worker, loop, each, steps = heapq.heappop(self.events)
@@ -205,7 +206,7 @@ class Simulation:
         heapq.heapify(self.events)
 
 
-def test_rounds_take_equally_long(clock):
+def test_dynamic_rounds_take_equally_long(clock):
     center = agn_optax.LocalCenter(shared.dynsgd(), jnp.ones(3))
     made = Simulation(center, clock, agn_optax.dynamic_period(40))
     speeds = {"fast": 0.1, "middle": 0.25, "slow": 1.0, "slowest": 5.0}
@@ -216,12 +217,12 @@ def test_rounds_take_equally_long(clock):
     for name, lengths in made.lengths.items():
         assert lengths[:2] == [40, 40], "it is not known before"
         assert set(lengths[2:]) == {expected[name]}
-    # Nobody waits, and all that can need four seconds for a round.
+    # No worker waits, and each one that can needs four seconds for a round.
     for name in ("fast", "middle", "slow"):
         times = np.diff(made.rounds[name][2:])
         np.testing.assert_allclose(times, 4.0, rtol=1e-9)
 
-    made.remove("fast")  # the others make longer rounds, from their next answer on
+    made.remove("fast")  # from their next response on, the others make longer rounds
     made.run(60.0)
     assert made.lengths["middle"][-1] == 40
     assert made.lengths["slow"][-1] == 10
@@ -236,7 +237,7 @@ def test_rounds_take_equally_long(clock):
         assert set(made.lengths[name][-8:]) == {before[name]}, name
 
 
-def test_first_rounds_may_be_short(clock):
+def test_first_rounds_may_be_shorter(clock):
     center = agn_optax.LocalCenter(shared.dynsgd(), jnp.ones(3))
     made = Simulation(center, clock, agn_optax.dynamic_period(40, first=3))
     made.add("one", 0.1)
@@ -245,7 +246,7 @@ def test_first_rounds_may_be_short(clock):
 
 
 @pytest.mark.parametrize("kind", center_kinds.KINDS)
-def test_each_kind_of_center_says_it(kind):
+def test_every_kind_of_center_reports_the_pace(kind):
     with center_kinds.made(kind, shared.downpour(), {"w": jnp.ones((4, 2))}) as center:
         period = agn_optax.dynamic_period(6, first=2)
         worker = agn_optax.Worker(center, shared.sgd(0.1), period=period)
@@ -256,12 +257,11 @@ def test_each_kind_of_center_says_it(kind):
             lengths.append(worker.exchanges - before)
         assert np.flatnonzero(lengths).tolist() == [1, 3, 9, 15]
         assert worker.pace == 1.0
-        assert center.pull().pace is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_workers_of_different_speed_in_threads(overlap):
-    """With a center in a service, and a clock that is the machine's."""
+def test_slow_worker_thread_gets_shorter_rounds(overlap):
+    """The center is served, and the clock is real."""
     rule, until = shared.dynsgd(), time.monotonic() + LIMIT
     with center_kinds.made("server", rule, jnp.ones(3)) as center:
         workers = {
@@ -282,10 +282,10 @@ def test_workers_of_different_speed_in_threads(overlap):
                 worker = workers[name]
                 loop = worker.start()
                 while not told.is_set() and time.monotonic() < until:
-                    time.sleep(seconds[name])  # a local step
+                    time.sleep(seconds[name])  # stands for a local step
                     loop = worker.exchange(*loop)
                     if name == "slow" and (worker.pace or 1.0) < 0.5:
-                        lengths.append(worker._length(0))
+                        lengths.append(worker._parts[0].length(0))
                         told.set()
                 worker.flush(*loop)
             except BaseException as error:
@@ -301,9 +301,9 @@ def test_workers_of_different_speed_in_threads(overlap):
         assert lengths[0] < 10
 
 
-def test_a_center_that_measures_nothing_is_told_of(caplog, monkeypatch):
-    monkeypatch.setattr(Ledger, "pace", lambda self, worker: None)
+def test_center_without_pace_gives_a_warning(caplog, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), jnp.ones(3))
+    monkeypatch.setattr(center.core.ledger, "pace", lambda worker: None)
     period = agn_optax.dynamic_period(3, first=2)
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=period, name="w")
     loop = worker.start()
@@ -314,7 +314,7 @@ def test_a_center_that_measures_nothing_is_told_of(caplog, monkeypatch):
     assert "its rounds stay at 2 local steps" in record.getMessage()
 
 
-def test_a_worker_that_goes_on_keeps_its_pace(tmp_path):
+def test_restored_worker_keeps_its_pace(tmp_path):
     center = agn_optax.LocalCenter(shared.downpour(), jnp.ones(3))
     period = agn_optax.dynamic_period(10)
 
@@ -323,13 +323,13 @@ def test_a_worker_that_goes_on_keeps_its_pace(tmp_path):
 
     worker = made()
     loop = worker.start()
-    worker.pace = 0.35
+    worker._parts[0].pace = 0.35
     saved = worker.save(*loop)
-    for other in (saved, saved._replace(pace=None)):
+    for pace in (0.35, None):
         again = made()
-        again.restore(other)
-        assert again._length(0) == (10 if other.pace is None else 3)
-        assert again.fills_round(4) is (other.pace is not None)
+        (part,) = saved.parts
+        again.restore(saved._replace(parts=(part._replace(pace=pace),)))
+        assert again._parts[0].round_length == (10 if pace is None else 3)
     loop = worker.restore(saved)
     checkpoint.save(tmp_path / "saved", worker=(worker, *loop))
     again = made()
@@ -337,24 +337,24 @@ def test_a_worker_that_goes_on_keeps_its_pace(tmp_path):
     assert again.pace == 0.35
 
 
-def test_a_journal_has_speeds(tmp_path, clock):
+def test_journal_restores_speeds(tmp_path, clock):
     kept = Journal(tmp_path / "a")
     center = agn_optax.LocalCenter(shared.downpour(), jnp.ones(3), durability=kept)
     session = center.join("w")
     for sequence in (1, 2):
-        session.exchange(sequence, jnp.ones(3), anchor_version=0, steps=7)
+        session.exchange(Submission(sequence, jnp.ones(3), anchor_version=0, steps=7))
         clock.now += 2.0
     center.close()
     again = agn_optax.LocalCenter(shared.downpour(), durability=kept)
     session = again.join("w", life=session.life)
     clock.now += 1.0
-    answer = session.exchange(3, jnp.ones(3), anchor_version=0, steps=7)
+    answer = session.exchange(Submission(3, jnp.ones(3), anchor_version=0, steps=7))
     assert answer.pace == 1.0
     assert again.core.members()[1]["w"].speeds == (3.5,)
     again.close()
 
 
-def test_a_period_that_only_a_worker_can_have():
+def test_dynamic_period_is_rejected_elsewhere():
     period = agn_optax.dynamic_period(10)
     for make in (
         lambda: agn_optax.agn(optax.sgd(0.1), period),

@@ -1,4 +1,4 @@
-"""Centers kept in two arrays: the same numbers, bit for bit, the same checkpoints."""
+"""Centers packed into two arrays: equal bit for bit, with equal checkpoints."""
 
 import tracemalloc
 from typing import NamedTuple
@@ -9,11 +9,17 @@ import numpy as np
 import optax
 import pytest
 from helpers import sessions, shared
-from helpers.support import RULES, assert_identical, feeds, run_worker
+from helpers.support import (
+    RULES,
+    assert_identical,
+    feeds,
+    run_worker,
+    submissions,
+)
 
 import agn_optax
 from agn_optax import service
-from agn_optax.center import Journal
+from agn_optax.center import Journal, LocalCenter, PackedCenter
 from agn_optax.center._packing import Packing, packing_of
 from agn_optax.center._store import Store
 from agn_optax.service.wire import _trees
@@ -28,7 +34,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=0.01,
-        b2=0.98,  # which bfloat16 does not round to 1
+        b2=0.98,  # bfloat16 does not round it to 1
     ),
 }
 
@@ -61,17 +67,17 @@ def everything(store):
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
-def test_the_same_numbers_with_any_optimizer(optimizer, dtype):
+def test_packed_center_is_equal_with_any_optimizer(optimizer, dtype):
     rule = shared.agn(OPTIMIZERS[optimizer]())
     both = stores(rule, arrays(0, dtype=dtype))
     for i in range(1, 6):
         for store in both:
-            store.apply([store.place(arrays(i, dtype=dtype))], [i])
+            store.apply(submissions(store.place(arrays(i, dtype=dtype))), [i])
     assert_identical(*map(everything, both))
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_same_numbers_with_any_rule(name):
+def test_packed_center_is_equal_with_any_rule(name):
     both = stores(RULES[name](), arrays(0))
     for i in range(1, 5):
         messages = [arrays(10 * i + j) for j in range(i % 2 + 1)]  # rounds, too
@@ -79,13 +85,14 @@ def test_the_same_numbers_with_any_rule(name):
         for store in both:
             placed = [store.place(message) for message in messages]
             norms.append(store.norm(placed[0], store.current.params))
-            store.apply(placed, [i] * len(placed), [0.5] * len(placed))
+            counts = [0.5] * len(placed)
+            store.apply(submissions(*placed), [i] * len(placed), counts)
         np.testing.assert_allclose(*norms, rtol=1e-6)
     assert_identical(*map(everything, both))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_same_numbers_with_any_shapes(seed):
+def test_packed_center_is_equal_with_any_shapes(seed):
     rng = np.random.default_rng(seed)
     shapes = [
         tuple(rng.integers(1, 70, size=rng.integers(1, 3)))
@@ -94,7 +101,7 @@ def test_the_same_numbers_with_any_shapes(seed):
     both = stores(shared.agn(shared.adam(0.1)), arrays(seed, shapes))
     for i in range(3):
         for store in both:
-            store.apply([store.place(arrays(i, shapes))], [i])
+            store.apply(submissions(store.place(arrays(i, shapes))), [i])
     assert_identical(*map(everything, both))
 
 
@@ -129,12 +136,12 @@ def by_shape(params):
         optax.add_noise(0.1, 0.1, 0),
     ],
 )
-def test_rules_that_look_at_leaves_keep_them(optimizer):
+def test_optimizer_that_depends_on_leaves_is_not_packed(optimizer):
     assert packing_of(shared.agn(optimizer), arrays(0)) is None
 
 
-def test_a_mask_that_takes_half_of_either():
-    """Its paths are those of the two arrays, too."""
+def test_mask_by_path_prevents_packing():
+    """The mask's paths also match the names of the two packed arrays."""
 
     def first(params):
         return jax.tree_util.tree_map_with_path(
@@ -146,7 +153,7 @@ def test_a_mask_that_takes_half_of_either():
     assert packing_of(rule, params) is None
 
 
-def test_what_is_not_worth_it_or_cannot_be():
+def test_unsuitable_trees_are_not_packed():
     rule = shared.downpour()
     assert packing_of(rule, {"w": jnp.ones(3)}) is None
     assert packing_of(rule, {}) is None
@@ -156,7 +163,7 @@ def test_what_is_not_worth_it_or_cannot_be():
     assert packing_of(rule, {"w": jnp.ones(0), "v": jnp.ones(3)}) is None
 
 
-def test_packed_as_it_lies_on_the_wire():
+def test_packed_layout_is_that_of_the_wire():
     params = arrays(0)
     packing, schema = Packing(params), _trees.schema_of(params)
     packed = packing.pack(params)
@@ -172,7 +179,7 @@ def test_packed_as_it_lies_on_the_wire():
     )
 
 
-def test_one_part_is_packed_at_a_time():
+def test_packing_uses_memory_for_one_part_at_a_time():
     params = [np.ones(1000, np.float32) for _ in range(200)]
     packing, size = Packing(params), sum(leaf.nbytes for leaf in params)
     packing.keep(params)  # compiles
@@ -187,53 +194,55 @@ def test_one_part_is_packed_at_a_time():
 
 
 @pytest.mark.parametrize("then", [True, False])
-def test_a_checkpoint_does_not_depend_on_it(then):
+def test_checkpoint_does_not_depend_on_packing(then):
     rule = shared.agn(shared.adam(1e-2))
     for first in stores(rule, arrays(0)):
-        first.apply([first.place(arrays(1))], [0])
+        first.apply(submissions(first.place(arrays(1))), [0])
         saved = everything(first)
         second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
         assert (second.packing is not None) == then
         for store in (first, second):
-            store.apply([store.place(arrays(2))], [0])
+            store.apply(submissions(store.place(arrays(2))), [0])
         assert_identical(everything(first), everything(second))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_journal_does_not_depend_on_it(tmp_path, before):
+@pytest.mark.parametrize(
+    "kinds", [(PackedCenter, LocalCenter), (LocalCenter, PackedCenter)]
+)
+def test_journal_does_not_depend_on_packing(tmp_path, kinds):
     rule = shared.agn(shared.adam(1e-2))
     settings = {"durability": Journal(tmp_path)}
-    center = agn_optax.LocalCenter(rule, arrays(0), packs=before, **settings)
+    center = kinds[0](rule, arrays(0), **settings)
     for version in range(3):
         sessions.exchange(
             center, arrays(version), anchor_version=version, worker="anna"
         )
     there = jax.tree.map(np.asarray, center.pull().params)
     (tmp_path / "copy").mkdir()
-    for file in tmp_path.glob("*-*"):  # as a crash leaves it, without a last snapshot
+    for file in tmp_path.glob("*-*"):  # as after a crash, without a last snapshot
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
     center.close()
     settings = {"durability": Journal(tmp_path / "copy")}
-    again = agn_optax.LocalCenter(rule, arrays(0), packs=not before, **settings)
+    again = kinds[1](rule, arrays(0), **settings)
     assert again.version == 3
     assert_identical(jax.tree.map(np.asarray, again.pull().params), there)
     again.close()
 
 
-def test_a_worker_in_the_process_of_the_center():
+def test_worker_of_an_embedded_packed_center_gets_equal_numbers():
     ends = []
-    for packs in (True, False):
-        center = agn_optax.LocalCenter(shared.easgd(0.3), packs=packs)
+    for kind in (PackedCenter, LocalCenter):
+        center = kind(shared.easgd(0.3))
         worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         loop = worker.start(arrays(0), chief=True)
-        assert (center.core.store.packing is not None) == packs
+        assert (center.core.store.packing is not None) == (kind is PackedCenter)
         loop = run_worker(worker, *loop, feeds(loop[0], 6))
         ends.append((loop, center.pull().params))
     assert_identical(*ends)
 
 
 @pytest.mark.parametrize("name", ["agn", "easgd_rho", "diloco"])
-def test_law_7_where_the_server_packs(name):
+def test_law_7_holds_for_a_packed_server(name):
     ends = []
     with service.serve(RULES[name](), jax.tree.map(jnp.asarray, arrays(0))) as server:
         assert server.center.core.store.packing is not None
@@ -246,8 +255,8 @@ def test_law_7_where_the_server_packs(name):
     assert_identical(*ends)
 
 
-def test_a_server_of_containers_in_another_order():
-    """Their leaves lie on the wire in the order of names, in the center otherwise."""
+def test_packed_server_orders_leaves_by_name_on_the_wire():
+    """The center orders leaves by the fields of their container instead."""
     params = Layer(jnp.arange(100.0).reshape(4, 25), jnp.ones(3))
     rule = shared.downpour()
     with (

@@ -1,8 +1,8 @@
-"""After a power failure at any moment, all that was answered is there.
+"""After a power failure at any time, all confirmed exchanges are on disk.
 
 The calls by which a center writes are recorded while it runs. Then, for a cut after
-each of them, a directory is made of what must be on the disk (what was synced) and of
-what happens to be there (any part of the rest), and opened.
+each of them, a directory is made with all data that must be on the disk (it was synced)
+and a random part of the rest, and opened.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from agn_optax.center.durability import Keeper, _directory, _found, _writer
 pytestmark = pytest.mark.slow
 
 RULE = shared.downpour()
-SECTOR = 512  # bytes that a disk writes as a whole
+SECTOR = 512  # bytes that a disk writes atomically
 
 
-class Tape:
-    """What is done to files and directories, in order."""
+class Recording:
+    """A recording of all changes to files and directories, in order."""
 
     def __init__(self):
         self.events = []
         self._lock = threading.RLock()
-        self._files = {}  # open ones: their paths
+        self._files = {}  # paths of open files
 
     def recorded(self, name, note):
-        """The function of ``os`` with that name; ``note`` says what it has done."""
+        """Wrap a function of ``os``; ``note`` returns the events of a call."""
         real = getattr(os, name)
 
         def call(*args, **kwargs):
@@ -73,21 +73,21 @@ class Tape:
         return made + ([("empty", str(path))] if flags & os.O_TRUNC else [])
 
     def tell(self, what):
-        """Somebody knows this from now on."""
+        """Record that a client knows this from now on."""
         with self._lock:
             self.events.append(("told", what))
 
 
 class Disk:
-    """Files as a disk has them; ``root`` and what is in it are there from the start."""
+    """The state of a disk; ``root`` and its contents exist from the start."""
 
     def __init__(self, root):
         self.root = str(root)
-        self._names = {}  # as the system shows them: path to number
-        self._kept = {}  # as they are on the disk
-        self._changes = []  # of names, which may be lost: path and number (None: gone)
-        self._files = []  # by number: bytes on the disk; None for a directory
-        self._writes = []  # ... what may be lost
+        self._names = {}  # names as the system shows them: path to number
+        self._kept = {}  # names on the disk
+        self._changes = []  # changes of names that may be lost (None: removed)
+        self._files = []  # by number: bytes on the disk, None for a directory
+        self._writes = []  # by number: writes that may be lost
         for path in sorted(pathlib.Path(root).rglob("*")):
             self._kept[str(path)] = self._names[str(path)] = len(self._files)
             data = None if path.is_dir() else bytearray(path.read_bytes())
@@ -131,7 +131,7 @@ class Disk:
             self._names[path] = number
 
     def after_a_cut(self, written):
-        """Paths and bytes of all files; ``written()``: whether a change is there."""
+        """Return paths and bytes of all files; ``written()`` decides on each change."""
         names = dict(self._kept)
         for path, number in self._changes:
             if written():
@@ -168,7 +168,7 @@ class Disk:
 
 
 def cuts(tape, disk, told=None):
-    """What has been told, and the files, after a cut at every place."""
+    """Yield the last told value and the files after a cut at every event."""
     seen = set()
     for i, (kind, *what) in enumerate(tape.events):
         if kind == "told":
@@ -189,7 +189,7 @@ def _is_written(dice, share):
 
 
 def put(files, root, copy):
-    """Files that were below ``root``, below ``copy``."""
+    """Copy files from below ``root`` to below ``copy``."""
     for path, data in files.items():
         to = copy / pathlib.Path(path).relative_to(root)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +197,8 @@ def put(files, root, copy):
 
 
 def run(durability, root, patch):
-    """A center's life and end, recorded. What is told is its life and version."""
-    tape, disk = Tape(), Disk(root)
+    """Run and close a center and record it; told values are center id and version."""
+    tape, disk = Recording(), Disk(root)
     with patch.context() as patched:
         tape.patch(patched)
         center = LocalCenter(RULE, jnp.zeros(2), durability=durability)
@@ -215,7 +215,7 @@ def run(durability, root, patch):
 
 @pytest.fixture
 def lives(tmp_path, monkeypatch):
-    """Cuts in a center's first life, and in the next one: after an end, or a kill."""
+    """Yield cuts in a center's first run, and in the next after a close or a kill."""
     monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 13)
 
     def lives(make):
@@ -235,7 +235,10 @@ def lives(tmp_path, monkeypatch):
         for told, files, durability in life("first"):
             yield told, durability
             if told is not None:
-                ends[told[2:]] = told[:2], files  # of several, one with all written
+                ends[told[2:]] = (
+                    told[:2],
+                    files,
+                )  # the last one, with everything written
         for name, end in (("after an end", ("closed",)), ("after a kill", ())):
             for told, _, durability in life(name, *ends[end]):
                 yield told, durability
@@ -245,7 +248,7 @@ def lives(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def found(durability):
-    """The center that the next process finds, and its keeper."""
+    """Yield the store that the next process finds, and its keeper."""
     keeper = Keeper(durability, RULE, threading.Condition())
     try:
         yield keeper.restore(Ledger(), None, None, None, False), keeper
@@ -254,7 +257,7 @@ def found(durability):
 
 
 @pytest.mark.parametrize("size", [1500, 1 << 20])
-def test_a_journal_has_all_that_was_answered(lives, size):
+def test_journal_has_all_confirmed_exchanges(lives, size):
     for told, durability in lives(functools.partial(Journal, size=size)):
         with found(durability) as (store, keeper):
             if told is not None:
@@ -264,8 +267,8 @@ def test_a_journal_has_all_that_was_answered(lives, size):
                 np.testing.assert_array_equal(store.current.params, -number)
 
 
-def test_with_an_interval_a_cut_is_another_life(lives, monkeypatch):
-    """Unless it had been closed; what is there is some beginning of what happened."""
+def test_with_an_interval_a_cut_changes_the_center_id(lives, monkeypatch):
+    """The id stays after a clean close; the data is always an earlier state."""
     monkeypatch.setattr(_found, "this_boot", lambda: "the next one")
     make = functools.partial(Journal, size=1500, interval=1000.0)
     same = set()
@@ -281,7 +284,7 @@ def test_with_an_interval_a_cut_is_another_life(lives, monkeypatch):
     assert same == {True, False}
 
 
-def test_snapshots_have_it_or_say_that_they_have_not(lives):
+def test_snapshots_are_complete_or_the_center_id_changes(lives):
     make = functools.partial(Snapshots, seconds=None, exchanges=3)
     same = set()
     for told, durability in lives(make):

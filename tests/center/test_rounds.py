@@ -1,4 +1,4 @@
-"""What a synchronous round makes of several messages, in numbers."""
+"""The numbers of a synchronous round of several messages."""
 
 import dataclasses
 import functools
@@ -9,11 +9,16 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.support import RULES, assert_close, assert_identical, tree
+from helpers.support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    submissions,
+    tree,
+)
 
 import agn_optax
-from agn_optax.center._ledger import Ledger
-from agn_optax.center._store import Store
+from agn_optax.center import Store, Submission, Synchronous
 
 WORKERS = 3
 
@@ -33,7 +38,7 @@ def store(rule, center):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
+def test_round_equals_an_exchange_of_the_same_workers_on_a_mesh(rule, dtype):
     made, center = RULES[rule](), values(dtype, seed=9)
     split = agn_optax.phases(shared.sgd(0.1), made, axis_name="workers")
     params = [values(dtype, seed) for seed in range(WORKERS)]
@@ -58,21 +63,21 @@ def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
 
     kept = store(made, center)
     sent = [sends(each) for each in params]
-    kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+    kept.apply(submissions(*sent), [0] * WORKERS, [1.0] * WORKERS)
     first = jax.tree.map(lambda c: c[0], expected.center)
-    # Messages of a mesh are added up in the center's dtype.
+    # A mesh sums messages in the center's dtype.
     ulp = float(jnp.finfo(dtype).eps)
     assert_close(kept.current.params, first, tolerance=3 * WORKERS * ulp)
 
 
 @pytest.mark.parametrize("rule", ["average", "downpour"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_a_round_is_rounded_once(rule, dtype):
+def test_round_is_rounded_once(rule, dtype):
     with jax.enable_x64(True):
         center = {"w": np.zeros(1000, jnp.dtype(dtype))}
         sent = [values(dtype, seed, center) for seed in range(WORKERS)]
         kept = store(RULES[rule](), center)
-        kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+        kept.apply(submissions(*sent), [0] * WORKERS, [1.0] * WORKERS)
         total = sum(np.asarray(each["w"], np.float64) for each in sent)
         exact = -total / (WORKERS if rule == "average" else 1)
         found = np.asarray(kept.current.params["w"])
@@ -85,11 +90,11 @@ def test_a_round_is_rounded_once(rule, dtype):
 
 @pytest.mark.parametrize("combine", ["sum", "mean"])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1 / 3), (0.5, 0.25)])
-def test_messages_count_by_their_weights(combine, weights):
+def test_messages_are_weighted(combine, weights):
     rule = dataclasses.replace(shared.downpour(), combine=combine)
     kept = store(rule, np.zeros(2, np.float32))
     sent = [np.array([1.0, 3.0], np.float32), np.array([-6.0, 12.0], np.float32)]
-    kept.apply(sent, [0, 0], weights)
+    kept.apply(submissions(*sent), [0, 0], weights)
     total = weights[0] * sent[0] + weights[1] * sent[1]
     expected = -total / (2 if combine == "mean" else 1)
     np.testing.assert_allclose(kept.current.params, expected, rtol=1e-6)
@@ -98,30 +103,29 @@ def test_messages_count_by_their_weights(combine, weights):
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("late", ["next", "weighted"])
 @pytest.mark.parametrize("rule", ["downpour", "dynsgd", "told"])
-def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone):
-    """By its own staleness if the rule or the mode says so, and never twice."""
+def test_late_message_is_scaled_equally_alone_and_in_a_round(rule, late, alone):
+    """The rule or the mode scales it by its own staleness, but not both."""
     told = optax.chain(agn_optax.scale_by_staleness(), shared.sgd(1.0))
     made = {
         **{name: RULES[name]() for name in ("downpour", "dynsgd")},
         "told": dataclasses.replace(shared.downpour(), center=told),
     }[rule]
-    ledger = Ledger(agn_optax.center.Synchronous(quorum=1, late=late))
-    kept = store(made, np.zeros(1, np.float32))
+    mode = Synchronous(quorum=1, late=late)
+    center = agn_optax.LocalCenter(made, np.zeros(1, np.float32), mode=mode)
+    sessions = {worker: center.join(worker) for worker in ("fast", "slow")}
 
     def settles(*sent):
-        """An exchange of some workers, each with a message of 1, and its anchor."""
-        before = float(kept.current.params[0])
+        """Exchange for some workers, with messages of 1; return the displacement."""
+        before = center.pull()
+        with center.core.atomically():  # so that the round has all these messages
+            center.core.ledger.mode = dataclasses.replace(mode, quorum=len(sent))
         for worker, sequence, anchor in sent:
-            ledger.submit(worker, "", sequence, anchor, 0.0)
-        batch = ledger.due(0.0)
-        assert len(batch.entries) == len(sent)
-        messages = [np.ones(1, np.float32)] * len(sent)
-        kept.apply(messages, batch.staleness, batch.weights)
-        ledger.settle(batch, 0.0)
-        return before - float(kept.current.params[0])
+            message = np.ones(1, np.float32)
+            sessions[worker].submit(Submission(sequence, message, anchor))
+        for worker, sequence, _ in sent:
+            assert sessions[worker].collect(sequence).version == before.version + 1
+        return float(before.params[0] - center.pull().params[0])
 
-    for worker in ("fast", "slow"):
-        ledger.join(worker, "", 0.0)
     for version in range(3):
         assert settles(("fast", version + 1, version)) == 1.0
     counts = 1 / 4 if rule == "dynsgd" or late == "weighted" else 1.0
@@ -131,18 +135,18 @@ def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone)
         assert settles(("slow", 1, 0), ("fast", 4, 3)) == 1.0 + counts
 
 
-def test_one_message_of_a_round_moves_as_a_message_alone():
-    for name, rule in RULES.items():
+def test_round_of_one_message_equals_a_single_message():
+    for rule in RULES.values():
         center = values("float32", seed=9)
         kept, other = (store(rule(), center) for _ in range(2))
         sent = values("float32", seed=1)
-        kept.apply([sent], [0], [1.0])
-        other.apply([sent], [0])
-        assert_identical(kept.current.params, other.current.params), name
+        kept.apply(submissions(sent), [0], [1.0])
+        other.apply(submissions(sent), [0])
+        assert_identical(kept.current.params, other.current.params)
 
 
-def test_a_combination_that_amplifies_is_looked_at():
-    """The norms of messages bound what is a sum of them, and nothing else."""
+def test_combine_function_that_amplifies_is_checked():
+    """The norms of messages bound only their sum."""
     amplify = agn_optax.robust.Combine(
         lambda messages, total: jax.tree.map(lambda m: 1e30 * m.sum(0), messages),
         name="amplify",
@@ -154,7 +158,7 @@ def test_a_combination_that_amplifies_is_looked_at():
     session = center.join("anna")
     for sequence, (size, is_applied) in enumerate([(1.0, True), (1e9, False)], start=1):
         answer = session.exchange(
-            sequence, jnp.full(4, size), anchor_version=center.version
+            Submission(sequence, jnp.full(4, size), anchor_version=center.version)
         )
         assert answer.applied == is_applied
         np.testing.assert_allclose(answer.params, -1e30, rtol=1e-6)

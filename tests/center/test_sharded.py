@@ -1,4 +1,4 @@
-"""A center in shards: one exchange, of which every shard has its part."""
+"""Sharded centers: every shard gets its part of each exchange."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,13 @@ from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import codecs, errors
-from agn_optax.center import BoundedStaleness, ShardedCenter, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Limits,
+    ShardedCenter,
+    Submission,
+    Synchronous,
+)
 
 PARAMS = {"a": jnp.zeros((6, 2)), "b": jnp.zeros(5), "c": jnp.zeros(())}
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
@@ -25,11 +31,11 @@ def shards(count=2, params=PARAMS, codec=None, **settings):
 
 
 def move(center, shard, times=1):
-    """Somebody exchanges with one of the shards alone."""
+    """Exchange with only one of the shards."""
     part = center.cut(ONES)[shard]
     session = center.centers[shard].join("somebody")
     for sequence in range(1, times + 1):
-        session.exchange(sequence, part, anchor_version=sequence - 1)
+        session.exchange(Submission(sequence, part, anchor_version=sequence - 1))
     session.leave()
 
 
@@ -38,35 +44,35 @@ def versions(center):
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
-def test_the_answer_is_that_of_all_shards(shard):
+def test_response_combines_all_shards(shard):
     center = shards(3)
     session = center.join("anna")
     move(center, shard, times=2)
-    answer = session.exchange(1, ONES, anchor_version=(0, 0, 0))
+    answer = session.exchange(Submission(1, ONES, anchor_version=(0, 0, 0)))
     assert answer.version == tuple(3 if i == shard else 1 for i in range(3))
-    assert answer.staleness == 2  # of the stalest part
+    assert answer.staleness == 2  # of the most stale part
     assert answer.applied
     assert_identical(answer.params, center.pull().params)
     np.testing.assert_allclose(answer.norm, np.sqrt(6 * 2 + 5 + 1), rtol=1e-6)
-    answer = session.exchange(2, ONES, anchor_version=answer.version)
+    answer = session.exchange(Submission(2, ONES, anchor_version=answer.version))
     assert answer.staleness == 0
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_message_is_applied_if_all_its_parts_are(shard):
+def test_message_counts_as_applied_if_all_parts_are(shard):
     center = shards(mode=BoundedStaleness(versions=0))
     session = center.join("anna")
-    assert session.exchange(1, ONES, anchor_version=(0, 0)).applied
+    assert session.exchange(Submission(1, ONES, anchor_version=(0, 0))).applied
     move(center, shard)
-    answer = session.exchange(2, ONES, anchor_version=(1, 1))
+    answer = session.exchange(Submission(2, ONES, anchor_version=(1, 1)))
     assert not answer.applied
     assert answer.version == (2, 2)
-    assert session.exchange(3, ONES, anchor_version=answer.version).applied
+    assert session.exchange(Submission(3, ONES, anchor_version=answer.version)).applied
 
 
 @pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
-def test_what_all_shards_have_dropped_is_owed_again(late):
-    """Where one has applied its part, nothing is: it could be applied twice."""
+def test_message_dropped_by_all_shards_is_restored_to_the_residual(late):
+    """If a shard applied its part, nothing is restored, so nothing is applied twice."""
     codec = codecs.error_feedback(codecs.quantize(2))
     center = shards(codec=codec, mode=BoundedStaleness(versions=0))
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
@@ -74,7 +80,9 @@ def test_what_all_shards_have_dropped_is_owed_again(late):
     for shard in late:
         part = center.cut(ONES)[shard]
         sent, _ = codec.encode(part, codec.init(part))
-        center.centers[shard].join("somebody").exchange(1, sent, anchor_version=0)
+        center.centers[shard].join("somebody").exchange(
+            Submission(1, sent, anchor_version=0)
+        )
     moved = jax.tree.map(lambda x: x - 0.375, {**params, "b": params["b"] - 0.625})
     params, state = worker.exchange(moved, state)
     assert worker.dropped == 1
@@ -86,9 +94,7 @@ def test_what_all_shards_have_dropped_is_owed_again(late):
 
 @pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_message_that_reached_some_shards_only_is_made_whole(
-    shard, where, monkeypatch
-):
+def test_message_that_reached_some_shards_is_completed(shard, where, monkeypatch):
     center = shards()
     session = center.join("anna")
 
@@ -99,40 +105,43 @@ def test_a_message_that_reached_some_shards_only_is_made_whole(
         with monkeypatch.context() as patch:
             patch.setattr(session._sessions[shard], where, lost)
             with pytest.raises(errors.CenterUnreachableError):
-                session.exchange(1, ONES, anchor_version=(0, 0))
+                session.exchange(Submission(1, ONES, anchor_version=(0, 0)))
         assert versions(center)[1 - shard] == 1, attempts
-    answer = session.exchange(1, ONES, anchor_version=(0, 0))
+    answer = session.exchange(Submission(1, ONES, anchor_version=(0, 0)))
     assert answer.version == (1, 1)
     for leaf in jax.tree.leaves(answer.params):
         np.testing.assert_array_equal(leaf, -1)
-    assert session.exchange(2, ONES, anchor_version=(1, 1)).version == (2, 2)
+    assert session.exchange(Submission(2, ONES, anchor_version=(1, 1))).version == (
+        2,
+        2,
+    )
 
 
-def test_an_answer_is_there_when_all_its_parts_are():
+def test_response_is_complete_when_all_shards_responded():
     center = shards(mode=Synchronous())
     session = center.join("anna")
     other = center.centers[1].join("bert")
-    session.submit(1, ONES, anchor_version=(0, 0))
+    session.submit(Submission(1, ONES, anchor_version=(0, 0)))
     assert versions(center) == [1, 0]
     assert session.collect(1, 0.0) is None
     other.leave()
     assert session.collect(1, 20.0).version == (1, 1)
 
 
-def test_what_one_shard_would_refuse_reaches_none():
+def test_message_that_one_shard_would_reject_reaches_no_shard():
     center = shards()
     session = center.join("anna")
     bad = ONES | {"c": jnp.float32(np.nan)}
-    answer = session.exchange(1, bad, anchor_version=(0, 0))
+    answer = session.exchange(Submission(1, bad, anchor_version=(0, 0)))
     assert answer.refused == "it is not finite (its norm is nan)"
     for wrong in (0, (0,), (0, 0, 0), [0, 0]):
         with pytest.raises(errors.InvalidArgumentError, match="tuple of 2 versions"):
-            session.exchange(2, ONES, anchor_version=wrong)
+            session.exchange(Submission(2, ONES, anchor_version=wrong))
     assert versions(center) == [0, 0]
 
 
-def test_who_cannot_join_one_shard_joins_none():
-    center = shards(max_workers=1)
+def test_worker_that_cannot_join_one_shard_joins_none():
+    center = shards(limits=Limits(max_workers=1))
     first = center.centers[1].join("bert")
     with pytest.raises(errors.CenterFullError, match="'anna'"):
         center.join("anna")
@@ -142,22 +151,28 @@ def test_who_cannot_join_one_shard_joins_none():
     assert not any(shard.workers for shard in center.centers)
 
 
-def test_a_connection_breaks_to_all_shards():
-    center = shards(lease=0.0)
+def test_disconnect_reaches_all_shards():
+    center = shards(limits=Limits(lease=0.0))
     center.join("anna").disconnect()
     assert not any(shard.workers for shard in center.centers)
 
 
-def test_after_an_error_of_one_shard_no_other_message_takes_the_place_of_its_message():
-    """Another shard would answer it as a repetition of the one it has applied."""
+def test_after_an_error_of_one_shard_the_session_rejects_messages():
+    """Another shard would treat the next message as a repetition of an applied one."""
     strict = agn_optax.center.Refuse(norm=3.0, in_a_row=1)
-    center = shards(params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, refuse=strict)
+    center = shards(
+        params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, limits=Limits(messages=strict)
+    )
     small = {"a": jnp.ones(4), "b": jnp.ones(4)}
     session = center.join("anna")
     with pytest.raises(errors.MessageRefusedError):
-        session.exchange(1, {**small, "a": jnp.full(4, 9.0)}, anchor_version=(0, 0))
+        session.exchange(
+            Submission(1, {**small, "a": jnp.full(4, 9.0)}, anchor_version=(0, 0))
+        )
     assert sorted(versions(center)) == [0, 1]
     with pytest.raises(errors.WorkerStateError, match=r"start\(\) again"):
-        session.exchange(1, small, anchor_version=(0, 0))
+        session.exchange(Submission(1, small, anchor_version=(0, 0)))
     again = center.join("anna")
-    assert again.exchange(1, small, anchor_version=tuple(versions(center))).applied
+    assert again.exchange(
+        Submission(1, small, anchor_version=tuple(versions(center)))
+    ).applied

@@ -1,4 +1,4 @@
-"""A worker that exchanges by fragments, each with the shard that keeps it."""
+"""Workers that exchange fragments, each with the shard that holds it."""
 
 import functools
 
@@ -17,11 +17,10 @@ from helpers.support import (
     step,
     tree,
 )
-from helpers.waiting import LIMIT
+from helpers.waiting import LIMIT, in_background
 
 import agn_optax
 from agn_optax import codecs, errors
-from agn_optax._internal.background import in_background
 from agn_optax.center import Journal, ShardedCenter, Synchronous
 
 PERIOD = 4
@@ -31,7 +30,7 @@ INNER = shared.adam(0.05)
 
 
 def shards(rule=None, params=PARAMS, **settings):
-    """Each keeps a fragment of the parameters."""
+    """Return a center in shards with one fragment of the parameters each."""
     rule = rule or shared.diloco()
     parts = FRAGMENTS.divide(params).cut(params)
     return ShardedCenter(
@@ -58,8 +57,8 @@ RULES = {
 QUANTIZED = codecs.error_feedback(codecs.quantize(4))
 
 
-def test_8_in_periods_that_become_shorter_than_the_delay():
-    """What is in flight lands, at the latest, when the next message leaves."""
+def test_8_periods_may_become_shorter_than_the_delay():
+    """A message in flight is received, at the latest, when the next one is sent."""
     rule, params = shared.diloco(), tree()
     fragments = agn_optax.Fragments(2, delay=3)
     period = lambda exchanges: 4 - 2 * (exchanges > 0)  # noqa: E731
@@ -76,7 +75,7 @@ def test_8_in_periods_that_become_shorter_than_the_delay():
 
 
 def in_a_program(rule, params, targets, fragments):
-    """One worker with its center, as the split form has them."""
+    """Train one worker and its center with the split form."""
     tx = agn_optax.phases(INNER, rule, fragments=fragments)
     local, exchange = jax.jit(functools.partial(step, tx)), tx.exchange
     exchange = jax.jit(exchange, static_argnames=("fragment", "landing"))
@@ -89,7 +88,7 @@ def in_a_program(rule, params, targets, fragments):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
+def test_8_fragments_give_the_numbers_of_the_split_form(name):
     rule, params = RULES[name](), tree()
     targets = feeds(params, 3 * PERIOD)
     loop = in_a_program(rule, params, targets, FRAGMENTS)
@@ -98,7 +97,7 @@ def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
     assert isinstance(worker, agn_optax.Worker)
     actual, state = run_worker(worker, *worker.start(), targets)
     assert versions(center) == (3, 3)
-    before = name.startswith("easgd")  # which adopts what was there before it
+    before = name.startswith("easgd")  # easgd adopts the version before the message
     assert worker.version == ((2, 2) if before else (3, 3))
     assert worker.exchanges == 3
     assert_close(actual, loop[0], tolerance=2e-6)
@@ -115,8 +114,8 @@ def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
         ("diloco", {"delay": 2}),
     ],
 )
-def test_8_delayed_and_mixed_it_does_too(name, landing):
-    """Also where a fragment lands as another one leaves, which a delay of 2 has."""
+def test_8_delay_and_mixing_give_the_numbers_of_the_split_form(name, landing):
+    """With a delay of 2, a fragment is received when another one is sent."""
     rule, params = RULES[name](), tree()
     fragments = agn_optax.Fragments(2, **landing)
     targets = feeds(params, 3 * PERIOD + 1)
@@ -126,11 +125,11 @@ def test_8_delayed_and_mixed_it_does_too(name, landing):
     actual, state = run_worker(worker, *worker.start(), targets)
     assert_close(actual, loop[0], tolerance=2e-6)
     assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
-    worker.flush(actual, state)  # what is in flight lands
+    worker.flush(actual, state)  # messages in flight are received
 
 
-def test_a_fragment_at_a_time_is_in_flight():
-    """So what is sent at a time, and what a center holds for it, is one fragment."""
+def test_one_fragment_at_a_time_is_in_flight():
+    """Each message, and what a center holds for it, has the size of a fragment."""
     sent = []
     params = {f"layer {i}": jnp.ones((16, 16)) for i in range(8)}
     model = sum(leaf.nbytes for leaf in params.values())
@@ -152,7 +151,7 @@ def test_a_fragment_at_a_time_is_in_flight():
 
 
 @pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])
-def test_an_exchange_that_fails_is_applied_once(where, monkeypatch):
+def test_failed_exchange_is_applied_once(where, monkeypatch):
     center = shards(shared.downpour())
     worker = worker_of(center, patience=0)
     local = jax.jit(functools.partial(step, worker.tx))
@@ -166,7 +165,7 @@ def test_an_exchange_that_fails_is_applied_once(where, monkeypatch):
     def lost(*args, **kwargs):
         raise errors.CenterUnreachableError("nobody answers")
 
-    session = worker._workers[0]._session
+    session = worker._parts[0].session
     with monkeypatch.context() as patch:
         patch.setattr(session, where, lost)
         with pytest.raises(errors.CenterUnreachableError):
@@ -181,7 +180,7 @@ def test_an_exchange_that_fails_is_applied_once(where, monkeypatch):
     assert_identical(fragment.take(1, moved), fragment.take(1, PARAMS))
 
 
-def test_a_flush_that_was_broken_off_goes_on(monkeypatch):
+def test_interrupted_flush_is_continued(monkeypatch):
     center = shards(shared.downpour())
     worker = worker_of(center, patience=0)
     loop = step(worker.tx, *worker.start(), at(feeds(PARAMS, 1), 0))
@@ -191,7 +190,7 @@ def test_a_flush_that_was_broken_off_goes_on(monkeypatch):
         raise errors.CenterUnreachableError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker._workers[1]._session, "submit", lost)
+        patch.setattr(worker._parts[1].session, "submit", lost)
         with pytest.raises(errors.CenterUnreachableError):
             worker.flush(*loop)
     assert versions(center) == (1, 0)
@@ -210,8 +209,8 @@ def test_a_flush_that_was_broken_off_goes_on(monkeypatch):
     ],
     ids=["waits", "overlaps", "has no patience", "delay"],
 )
-def test_workers_that_flush_in_rounds_a_step_apart_do_not_wait_for_each_other(settings):
-    """Each sends all fragments before it waits for the answer of one."""
+def test_flush_sends_all_fragments_before_waiting_for_a_response(settings):
+    """Otherwise workers in rounds a step apart would wait for each other."""
     center = shards(shared.downpour(), mode=Synchronous())
     workers = [worker_of(center, name=name, **settings) for name in "ab"]
     loops = [worker.start() for worker in workers]
@@ -232,29 +231,29 @@ def test_workers_that_flush_in_rounds_a_step_apart_do_not_wait_for_each_other(se
         for future in futures:
             future.result(LIMIT)
     finally:
-        for worker in workers:  # or the other one would wait for good
+        for worker in workers:  # otherwise the other one would wait forever
             worker.leave()
     assert sorted(ended) == [PERIOD // 2, PERIOD // 2 + 1]
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_what_was_sent_ahead_of_an_error_is_not_sent_again(fails, monkeypatch):
+def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
     center = shards(shared.downpour())
     worker = worker_of(center)
     loop = step(worker.tx, *worker.start(), at(feeds(PARAMS, 1), 0))
     loop = worker.exchange(*loop)
     sent = []
 
-    def counted(p, submit, sequence, *args, **how):
-        sent.append((p, sequence))
+    def counted(p, submit, submission):
+        sent.append((p, submission.sequence))
         if sent.count((fails, 1)) == 1 and p == fails:
             raise errors.MessageRefusedError("not this one")
-        return submit(sequence, *args, **how)
+        return submit(submission)
 
-    for p, each in enumerate(worker._workers):
-        submit = each._session.submit
+    for p, each in enumerate(worker._parts):
+        submit = each.session.submit
         monkeypatch.setattr(
-            each._session, "submit", functools.partial(counted, p, submit)
+            each.session, "submit", functools.partial(counted, p, submit)
         )
     with pytest.raises(errors.MessageRefusedError):
         worker.flush(*loop)
@@ -264,7 +263,7 @@ def test_what_was_sent_ahead_of_an_error_is_not_sent_again(fails, monkeypatch):
     assert_identical(params, center.pull().params)
 
 
-def test_fragments_that_are_due_at_once_take_turns():
+def test_fragments_due_at_the_same_step_take_turns():
     together = agn_optax.Fragments(2, offsets=(2, 2))
     center = shards()
     worker = worker_of(center, fragments=together)
@@ -277,8 +276,8 @@ def test_fragments_that_are_due_at_once_take_turns():
     assert seen == [(0, 0), (1, 0), *[(1, 1)] * 3, (2, 1), (2, 2), (2, 2)]
 
 
-def test_3_a_delayed_elastic_force_is_one_for_both():
-    """What the worker has made of its gradients is in it and the center together."""
+def test_3_delayed_elastic_force_conserves_the_sum():
+    """All gradient steps of the worker are in the sum of worker and center."""
     center = shards(shared.easgd(0.3))
     worker = worker_of(
         center, inner=shared.sgd(0.1), fragments=agn_optax.Fragments(2, delay=1)
@@ -289,16 +288,16 @@ def test_3_a_delayed_elastic_force_is_one_for_both():
         updates, state = worker.tx.update(ones, state, params)
         params = optax.apply_updates(params, updates)
         params, state = worker.exchange(params, state)
-        if step_ % PERIOD in (1, 3):  # all has landed
+        if step_ % PERIOD in (1, 3):  # all messages were received
             total = optax.tree.add(params, center.pull().params)
             made = jax.tree.map(lambda x, n=step_: 2 * x - 0.1 * n, PARAMS)
             assert_close(total, made, tolerance=1e-6)
     assert versions(center) == (3, 3)
-    assert not np.allclose(params["b"], 1.0 - 0.1 * step_)  # a force has been there
+    assert not np.allclose(params["b"], 1.0 - 0.1 * step_)  # the force is not zero
 
 
-def test_a_fragment_lands_when_its_delay_is_over():
-    """Neither before, if its answer is there, nor later."""
+def test_fragment_is_received_exactly_after_its_delay():
+    """It is not received earlier, even if its response is there, nor later."""
     center = shards()
     fragments = agn_optax.Fragments(2, delay=2)
     worker = worker_of(center, fragments=fragments)
@@ -306,8 +305,8 @@ def test_a_fragment_lands_when_its_delay_is_over():
     loop, due, seen = worker.start(), [], []
     for i in range(2 * PERIOD):
         loop = local(*loop, at(feeds(PARAMS, 2 * PERIOD), i))
-        if i % PERIOD == PERIOD // 2 and i:  # one has left at the step before
-            flight = worker._workers[0]._message.flight
+        if i % PERIOD == PERIOD // 2 and i:  # a message was sent at the step before
+            flight = worker._parts[0].message.flight
             flight.result(60)
         due.append(worker.due)
         loop = worker.exchange(*loop)
@@ -317,7 +316,7 @@ def test_a_fragment_lands_when_its_delay_is_over():
 
 
 @pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1}], ids=repr)
-def test_all_have_their_turn_where_a_call_makes_a_whole_period(late):
+def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
     delay = late.get("delay", 0)
     worker = worker_of(
         shards(),
@@ -329,27 +328,27 @@ def test_all_have_their_turn_where_a_call_makes_a_whole_period(late):
         loop = step(worker.tx, *loop, at(feeds(PARAMS, 8), i))
         loop = worker.exchange(*loop, steps=PERIOD)
     worker.flush(*loop)
-    counts = [each.exchanges for each in worker._workers]
+    counts = [each.exchanges for each in worker._parts]
     assert max(counts) - min(counts) <= 1
     assert min(counts) >= 4
 
 
-def test_who_lands_nothing_says_what_it_has_sent():
+def test_receive_without_a_message_keeps_the_norm():
     worker = worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
     targets = feeds(PARAMS, PERIOD)
     loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD // 2 + 1))
-    assert worker.exchanges == 0  # of the second fragment
+    assert worker.exchanges == 0  # the second fragment has none
     norm = float(worker.norm)
-    worker.land(*loop)
+    worker.receive(*loop)
     assert float(worker.norm) == norm > 0
 
 
 @pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1, "mixing": 0.5}])
-def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(late):
+def test_9_restored_worker_continues_bit_for_bit(late):
     targets = feeds(PARAMS, 3 * PERIOD)
     stop = PERIOD + 1
     part = lambda begin, end: jax.tree.map(lambda x: x[begin:end], targets)  # noqa: E731
-    # Waits after a local step at most, so that it does not depend on the time.
+    # It waits after one local step at most, so timing changes nothing.
     delayed = {k: v for k, v in late.items() if k != "overlap"}
     settings = {"overlap": "overlap" in late, "patience": 1}
     settings["fragments"] = agn_optax.Fragments(2, **delayed)
@@ -357,7 +356,7 @@ def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(late):
     center = shards()
     worker = worker_of(center, **settings)
     loop = run_worker(worker, *worker.start(), part(0, stop))
-    loop = worker.land(*loop)
+    loop = worker.receive(*loop)
     saved = worker.save(*loop)
     saved = jax.tree.map(np.asarray, saved)
     again = ShardedCenter(
@@ -378,7 +377,7 @@ def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(late):
     assert_identical(again.pull().params, center.pull().params)
 
 
-def test_a_shard_that_is_started_again_has_what_its_fragment_has_sent(tmp_path):
+def test_restarted_shards_have_all_messages_of_their_fragments(tmp_path):
     rule, targets = shared.downpour(), feeds(PARAMS, 2 * PERIOD)
     parts = FRAGMENTS.divide(PARAMS).cut(PARAMS)
 
@@ -414,7 +413,7 @@ def at_first(targets, count):
     return jax.tree.map(lambda x: x[:count], targets)
 
 
-def test_a_refused_message_mends_the_inner_optimizer():
+def test_rejected_message_resets_a_non_finite_inner_state():
     center = shards(shared.downpour())
     worker = worker_of(center)
     params, state = worker.start()
@@ -427,8 +426,8 @@ def test_a_refused_message_mends_the_inner_optimizer():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 
-def test_gradients_are_changed_before_all_of_them():
-    """The norm is of the whole tree, and the record of a fragment has what is left."""
+def test_gradients_are_transformed_before_they_are_divided():
+    """The norm is that of the whole tree; records get the clipped fragments."""
     center = shards(shared.agn(shared.sgd(0.1)))
     worker = worker_of(center, inner=shared.sgd(0.1), gradients=NORM)
     params, state = worker.start()
@@ -442,7 +441,7 @@ def test_gradients_are_changed_before_all_of_them():
 NORM = optax.clip_by_global_norm(1.0)
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_fragment_settings_and_calls_are_rejected():
     whole = agn_optax.LocalCenter(shared.downpour(), PARAMS)
     for center, says in [
         (whole, "2 fragments, and shards: 1"),
@@ -453,14 +452,16 @@ def test_what_cannot_be_is_refused():
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )
     eager = agn_optax.Fragments(2, delay=1, eager=True)
-    with pytest.raises(errors.InvalidArgumentError, match="overlap=True goes on"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="overlap=True, which goes on"
+    ):
         worker_of(shards(), fragments=eager)
-    with pytest.raises(errors.InvalidArgumentError, match="delay=1 so many local"):
+    with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
-    with pytest.raises(errors.InvalidArgumentError, match="must land before"):
+    with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=PERIOD))
     elastic = shards(shared.easgd(0.3))
-    with pytest.raises(errors.InvalidArgumentError, match="same force, of which"):
+    with pytest.raises(errors.InvalidArgumentError, match="same force, which mixing"):
         worker_of(elastic, fragments=agn_optax.Fragments(2, mixing=0.5))
     with pytest.raises(errors.InvalidTypeError, match="that exchanges all at once"):
         worker_of(shards(), period=agn_optax.dynamic_period(8))
@@ -483,11 +484,11 @@ def test_what_cannot_be_is_refused():
     saved = worker.save(params, state)
     with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
         worker.restore(saved, life=worker.life[:1])
-    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards keeps as many"):
+    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards needs as many"):
         ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
 
 
-def test_a_worker_that_exchanges_the_whole_at_once_beside_it():
+def test_workers_with_and_without_fragments_share_a_center():
     center = shards(shared.downpour())
     streaming, plain = worker_of(center, name="a"), None
     plain = agn_optax.Worker(center, INNER, period=PERIOD, name="b")
@@ -501,9 +502,12 @@ def test_a_worker_that_exchanges_the_whole_at_once_beside_it():
     assert_identical(loops[1][0], center.pull().params)
 
 
-def test_a_class_of_ones_own_is_not_passed_over():
+def test_subclass_of_worker_takes_fragments():
     class Own(agn_optax.Worker):
         pass
 
-    with pytest.raises(errors.InvalidArgumentError, match="for Worker itself, got Own"):
-        Own(shards(), INNER, period=PERIOD, fragments=FRAGMENTS)
+    worker = worker_of(shards())
+    own = Own(shards(), INNER, period=PERIOD, fragments=FRAGMENTS)
+    targets = feeds(PARAMS, PERIOD)
+    each = [run_worker(w, *w.start(), targets) for w in (worker, own)]
+    assert_identical(*each)

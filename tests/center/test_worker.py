@@ -1,4 +1,4 @@
-"""The worker: start, the loop's promises, and what it does when things go wrong."""
+"""The worker: start, properties of its loop, and error handling."""
 
 import functools
 import os
@@ -27,9 +27,10 @@ from helpers.support import (
 import agn_optax
 from agn_optax import errors
 from agn_optax import round as rounds
+from agn_optax.center import Limits
 
 
-def test_the_chief_initializes_and_the_others_wait_and_adopt():
+def test_chief_initializes_and_others_wait_and_adopt():
     center = agn_optax.LocalCenter(shared.downpour())
     workers = [
         agn_optax.Worker(center, shared.sgd(0.1), period=2, name=f"worker-{i}")
@@ -44,7 +45,7 @@ def test_the_chief_initializes_and_the_others_wait_and_adopt():
     waiting = [threading.Thread(target=start, args=(rank,)) for rank in (1, 2, 3)]
     for thread in waiting:
         thread.start()
-    assert not started  # nobody starts before the chief
+    assert not started  # no worker starts before the chief
     start(0)
     for thread in waiting:
         thread.join(timeout=60)
@@ -53,7 +54,7 @@ def test_the_chief_initializes_and_the_others_wait_and_adopt():
         assert_identical(params, tree(seed=0))
 
 
-def test_waiting_for_a_chief_that_never_comes_ends_in_time():
+def test_waiting_for_the_chief_times_out():
     center = agn_optax.LocalCenter(shared.downpour())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     with pytest.raises(errors.NotInitializedError, match=r"within 0.01 s.*chief=True"):
@@ -62,15 +63,15 @@ def test_waiting_for_a_chief_that_never_comes_ends_in_time():
         worker.start()
 
 
-def test_a_chief_needs_parameters():
+def test_chief_needs_params():
     center = agn_optax.LocalCenter(shared.downpour())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="anna")
     with pytest.raises(errors.MissingArgumentError, match=r"'anna'.*params=None"):
         worker.start(chief=True)
-    worker.start(tree(), chief=True)  # nothing was spoiled
+    worker.start(tree(), chief=True)  # it can still start
 
 
-def test_a_second_chief_is_refused():
+def test_second_chief_is_rejected():
     center = agn_optax.LocalCenter(shared.downpour())
     anna = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="anna")
     bert = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="bert")
@@ -80,7 +81,7 @@ def test_a_second_chief_is_refused():
     assert_identical(bert.start(tree(seed=1), chief=False)[0], tree())
 
 
-def test_exchange_before_start():
+def test_exchange_before_start_raises():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1, name="anna")
     state = worker.tx.init(tree())
@@ -90,25 +91,25 @@ def test_exchange_before_start():
 
 
 @pytest.mark.parametrize("center", [None, shared.downpour(), "localhost:50051"])
-def test_not_a_center(center):
+def test_invalid_center_is_rejected(center):
     with pytest.raises(errors.InvalidTypeError, match="center must be a center"):
         agn_optax.Worker(center, shared.sgd(0.1), period=1)
 
 
 @pytest.mark.parametrize("name", ["", 3])
-def test_not_a_name(name):
+def test_invalid_worker_name_is_rejected(name):
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidTypeError, match="name must be a non-empty str"):
         agn_optax.Worker(center, shared.sgd(0.1), period=1, name=name)
 
 
-def test_names_are_made_up_one_by_one():
+def test_default_worker_names_are_unique():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     names = {agn_optax.Worker(center, shared.sgd(0.1), period=1).name for _ in range(5)}
     assert len(names) == 5
 
 
-def test_between_exchanges_nothing_is_touched():
+def test_exchange_within_a_period_returns_its_arguments():
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=3)
     params, state = worker.start()
@@ -124,21 +125,25 @@ def test_between_exchanges_nothing_is_touched():
     ("rule", "donate"),
     [*[(rule, (0, 1)) for rule in RULES], ("agn", ()), ("easgd", ())],
 )
-def test_no_call_waits_for_the_device(rule, donate):
-    """All of a round is handed over while its first step still computes."""
-    refuse = agn_optax.center.Refuse(nonfinite=False)  # or it waits for norms
-    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3), refuse=refuse)
+def test_exchange_does_not_block_on_the_device(rule, donate):
+    """A whole round is dispatched while its first step still computes."""
+    refuse = agn_optax.center.Refuse(nonfinite=False)  # otherwise it waits for norms
+    center = agn_optax.LocalCenter(
+        RULES[rule](), jnp.ones(3), limits=Limits(messages=refuse)
+    )
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
     params, state = worker.start()
     target = np.zeros(3, np.float32)
-    for _ in range(4):  # everything compiled and warm
+    for _ in range(4):  # compile everything
         params, state = worker.exchange(*local(params, state, target))
     jax.block_until_ready((params, state))
 
     with held() as hold:
         params, state = worker.exchange(*local(hold(params), state, target))
-        params, state = worker.exchange(*local(params, state, target))  # exchanges
+        params, state = worker.exchange(
+            *local(params, state, target)
+        )  # this call exchanges
         assert not any(x.is_ready() for x in jax.tree.leaves(params))
         assert center.version == 3
         assert not center.pull().params.is_ready()
@@ -146,7 +151,7 @@ def test_no_call_waits_for_the_device(rule, donate):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_loop_may_donate_everything(rule):
+def test_loop_may_donate_params_and_state(rule):
     params = tree()
     targets = feeds(params, 6)
     expected_center = agn_optax.LocalCenter(RULES[rule](), params)
@@ -162,15 +167,15 @@ def test_the_loop_may_donate_everything(rule):
         loop = worker.exchange(*local(*loop, jax.tree.map(lambda f: f[i], targets)))  # noqa: B023
         snapshots.append(center.pull())
     assert_close(loop, expected, tolerance=1e-6)
-    for snapshot in snapshots:  # no version was lost to a donation
+    for snapshot in snapshots:  # no version was deleted by a donation
         jax.tree.map(np.asarray, snapshot.params)
 
 
-def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
+def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
-    submit, refusals = worker._session.submit, [None, None]
+    submit, refusals = worker._parts[0].session.submit, [None, None]
 
     def flaky(*args, **kwargs):
         if refusals:
@@ -178,7 +183,7 @@ def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
             raise errors.MessageRefusedError("not now")
         submit(*args, **kwargs)
 
-    monkeypatch.setattr(worker._session, "submit", flaky)
+    monkeypatch.setattr(worker._parts[0].session, "submit", flaky)
     refused = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)
@@ -189,12 +194,12 @@ def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
             refused += 1
     assert refused == 2
     assert worker.exchanges == center.version == 1
-    # Four steps in one window: the mean of four gradients of 1.
+    # Four steps in one round: the mean of four gradients of 1.
     np.testing.assert_allclose(center.pull().params, -1.0)
     np.testing.assert_allclose(params, -1.0)
 
 
-def test_a_late_joiner_starts_from_the_center_as_it_is():
+def test_late_worker_starts_from_the_current_center():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     first = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     run_worker(first, *first.start(), feeds(tree(), 5))
@@ -207,7 +212,7 @@ def test_a_late_joiner_starts_from_the_center_as_it_is():
 
 
 @pytest.mark.parametrize("rule", ["agn", "easgd"])
-def test_old_versions_are_let_go(rule):
+def test_old_versions_are_released(rule):
     """A rule that does not read its anchor must not keep old centers alive."""
     center = agn_optax.LocalCenter(RULES[rule](), jnp.zeros(1000))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
@@ -217,7 +222,7 @@ def test_old_versions_are_let_go(rule):
     assert sum(x.shape == (1000,) for x in jax.live_arrays()) <= live
 
 
-def test_threads_train_one_model():
+def test_worker_threads_train_one_model():
     """Four asynchronous workers on a least-squares problem reach its solution."""
     rng = np.random.default_rng(0)
     X = rng.normal(size=(256, 4)).astype(np.float32)
@@ -257,7 +262,7 @@ def test_threads_train_one_model():
     np.testing.assert_allclose(center.pull().params, solution, atol=0.05)
 
 
-def test_due_says_when_exchange_acts():
+def test_due_is_true_when_the_next_call_exchanges():
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=lambda n: n + 1)
     loop = worker.start()
@@ -272,8 +277,8 @@ def test_due_says_when_exchange_acts():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
-    """Told from the contribution, or from a copy where that does not tell it."""
+def test_late_response_keeps_local_progress(rule, dtype):
+    """The sent parameters are recovered from the contribution, or from a copy."""
     made = RULES[rule]()
     center = agn_optax.LocalCenter(made, tree(dtype), dtype="float32")
     worker = agn_optax.Worker(center, shared.sgd(0.05), period=2, overlap=True)
@@ -283,14 +288,14 @@ def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
     def local_step(params, state):
         return step(worker.tx, params, state, target)
 
-    for _ in range(3):  # the third is the first of a round that ends in a departure
+    for _ in range(3):  # the third step begins the round whose end sends a message
         loop = worker.exchange(*local_step(*loop))
     params, state = local_step(*loop)
     sent = jax.tree.map(np.array, params)
     loop = worker.exchange(params, state)
-    message = worker._message
+    message = worker._parts[0].message
     answer = message.flight.result(60)
-    assert (message.left.params is None) == (rule != "agn")
+    assert (message.sent.params is None) == (rule != "agn")
     params, state = local_step(*loop)
     expected = rounds.adopt_late(made, params, sent, answer.params)
     params, state = worker.exchange(params, state)
@@ -315,8 +320,8 @@ for _ in range(2):  # of which the first is not overlapped
 
 
 @pytest.mark.slow
-def test_the_end_of_the_process_waits_for_an_exchange_in_flight():
-    """Python 3.13 aborts otherwise."""
+def test_process_exit_waits_for_an_exchange_in_flight():
+    """Otherwise Python 3.13 aborts."""
     done = subprocess.run(  # noqa: S603 our own program
         [sys.executable, "-B", "-c", ENDS_IN_FLIGHT],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -329,8 +334,8 @@ def test_the_end_of_the_process_waits_for_an_exchange_in_flight():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_flush_asks_for_no_next_round(overlap):
-    """So that a schedule that has nothing to say keeps nobody from the last words."""
+def test_flush_does_not_ask_the_period_schedule(overlap):
+    """An invalid value of the schedule must not prevent the last message."""
     asked = []
 
     def period(exchanges):
@@ -346,7 +351,7 @@ def test_a_flush_asks_for_no_next_round(overlap):
     params, state = worker.flush(params, state)
     assert worker.exchanges == 1
     np.testing.assert_array_equal(center.pull().params, [-1, -1])
-    # Who goes on does ask, before anything changes.
+    # A further exchange does ask, before anything changes.
     with pytest.raises(agn_optax.errors.InvalidArgumentError, match=r"period\(1\)"):
         worker.exchange(params, state)
     asked.extend([0] * 4)
@@ -356,13 +361,13 @@ def test_a_flush_asks_for_no_next_round(overlap):
 
 
 def clip():
-    """With a state, which travels with the worker's."""
+    """Return a transformation with a state, which is saved with the worker's."""
     return optax.chain(optax.clip_by_global_norm(0.5), optax.trace(0.3))
 
 
 @pytest.mark.parametrize("rule", ["agn", "downpour", "easgd_rho"])
-def test_what_is_done_to_gradients_is_done_before_the_record(rule):
-    """As in a chain before a drop-in, or by hand; and it is saved with the rest."""
+def test_gradients_are_transformed_before_the_record(rule):
+    """The result equals a chain before a drop-in; its state is saved with the rest."""
     params, period = tree(), 3
     targets = feeds(params, 2 * period)
     inner, make = shared.sgd(0.1, 0.9), RULES[rule]
@@ -392,8 +397,8 @@ def test_what_is_done_to_gradients_is_done_before_the_record(rule):
         without.restore(saved)
 
 
-def test_gradients_are_clipped_for_the_center_too():
-    """In the inner optimizer alone they are not: the record is of what came."""
+def test_gradient_transformation_also_applies_to_the_center():
+    """If only the inner optimizer clips, the record has the original gradients."""
     agn = agn_optax.rules.agn(optax.sgd(1.0))
     for settings, moved in (
         ({"inner": optax.sgd(1.0), "gradients": optax.clip(1.0)}, 1.0),
@@ -407,7 +412,7 @@ def test_gradients_are_clipped_for_the_center_too():
         assert center.pull().params[0] == -moved
 
 
-def test_a_refused_message_makes_what_is_done_to_gradients_anew(caplog):
+def test_rejected_message_resets_the_gradient_transformation(caplog):
     center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.zeros(2))
     trace = optax.trace(1.0)
     worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, gradients=trace)
@@ -420,7 +425,7 @@ def test_a_refused_message_makes_what_is_done_to_gradients_anew(caplog):
     assert worker.refused == 1
 
 
-def test_an_inner_optimizer_that_exchanges_itself_is_refused():
+def test_drop_in_as_inner_optimizer_is_rejected():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     for inner in (
         agn_optax.agn(shared.sgd(0.1), 3),
@@ -436,8 +441,8 @@ def test_an_inner_optimizer_that_exchanges_itself_is_refused():
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("first", [0, 2])
-def test_inside_a_compiled_function_nothing_is_exchanged_silently(period, first):
-    """It would count once, as it is traced, and never exchange."""
+def test_exchange_inside_jit_is_rejected(period, first):
+    """It would be counted once, while tracing, and never exchange."""
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=period)
     loop = worker.start()
@@ -447,7 +452,7 @@ def test_inside_a_compiled_function_nothing_is_exchanged_silently(period, first)
 
     for _ in range(first):
         loop = whole(loop)
-    counted = worker.save(*loop).local_steps
+    counted = worker.save(*loop).parts[0].local_steps
     for end in (worker.exchange, worker.flush, worker.save):
         with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
             jax.eval_shape(functools.partial(whole, end=end), loop)
@@ -456,12 +461,12 @@ def test_inside_a_compiled_function_nothing_is_exchanged_silently(period, first)
     )
     with pytest.raises(errors.InvalidTypeError, match="compile the gradients"):
         scanned(loop)
-    assert worker.save(*loop).local_steps == counted
+    assert worker.save(*loop).parts[0].local_steps == counted
     assert center.version == first // period
 
 
-def test_a_compiled_function_may_make_several_local_steps():
-    """A period counts local steps, and the round ends at the first call after it."""
+def test_compiled_function_may_make_several_local_steps():
+    """A period counts local steps; the round ends at the first call after it."""
     seen = []
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
     worker = agn_optax.Worker(
@@ -495,7 +500,7 @@ def test_a_compiled_function_may_make_several_local_steps():
     ("steps", "calls", "said"),
     [(3, 1, "rounds are longer.*steps="), (1, 1, ""), (1, 2, "rounds are shorter")],
 )
-def test_a_loop_that_miscounts_its_steps_is_told(steps, calls, said, caplog):
+def test_loop_that_miscounts_its_steps_gets_a_warning(steps, calls, said, caplog):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=4)
     loop = worker.start()
@@ -505,7 +510,7 @@ def test_a_loop_that_miscounts_its_steps_is_told(steps, calls, said, caplog):
         for _ in range(calls):
             loop = worker.exchange(*loop)
     warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == bool(said)  # once is enough
+    assert len(warned) == bool(said)  # one warning is enough
     assert all(re.search(said, line) for line in warned)
     assert worker.exchanges == 8 * calls // 4
     assert_identical(loop[0], center.pull().params)
@@ -513,10 +518,10 @@ def test_a_loop_that_miscounts_its_steps_is_told(steps, calls, said, caplog):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_of_another_optimizer_are_said_at_the_second_exchange(
+def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
     overlap, compiled, caplog
 ):
-    """While the worker's state is handed through, of which AGN makes its messages."""
+    """The worker's state is passed through, so AGN's messages are empty."""
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), jnp.ones(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=5, overlap=overlap)
     own, (params, state) = shared.sgd(0.1), worker.start()
@@ -531,7 +536,7 @@ def test_steps_of_another_optimizer_are_said_at_the_second_exchange(
         params, state, mine = step(params, state, mine)
         params, state = worker.exchange(params, state)
         if number % 5 == 0:
-            params, state = worker.land(params, state)
+            params, state = worker.receive(params, state)
             said[worker.exchanges] = [each.getMessage() for each in caplog.records]
     assert said[1] == []
     assert said[2] == said[4]
@@ -540,19 +545,19 @@ def test_steps_of_another_optimizer_are_said_at_the_second_exchange(
     assert re.search(wanted, said[2][0])
 
 
-def test_steps_of_another_optimizer_count_where_parameters_are_sent(caplog):
+def test_steps_of_another_optimizer_count_if_params_are_sent(caplog):
     center = agn_optax.LocalCenter(shared.average(), jnp.ones(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     params, state = worker.start()
-    caplog.clear()  # of what the center says of its rule
+    caplog.clear()  # discards the center's warning about its rule
     for _ in range(3):
         params, state = worker.exchange(params - 1.0, state)
     np.testing.assert_array_equal(center.pull().params, -2.0)
     assert not caplog.records
 
 
-def test_a_round_of_skipped_steps_is_no_mistake(caplog):
-    """Loss scaling begins with a scale that is too large for some steps."""
+def test_round_of_skipped_steps_gives_no_warning(caplog):
+    """Loss scaling starts with a scale that is too large for some steps."""
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), jnp.ones(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
@@ -565,7 +570,7 @@ def test_a_round_of_skipped_steps_is_no_mistake(caplog):
     assert not caplog.records
 
 
-def test_what_other_optimizers_return_is_refused_with_the_cause():
+def test_state_of_another_optimizer_is_rejected():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     params, _ = worker.start()

@@ -1,4 +1,4 @@
-"""Runs scenarios, and prints what came of each: ``make chaos``."""
+"""Run scenarios, and print the outcome of each: ``make chaos``."""
 
 import argparse
 import collections
@@ -8,7 +8,7 @@ import sys
 import time
 
 from chaos import growth, runner, scenario
-from chaos.processes import Spares
+from chaos.processes import ProcessPool
 
 
 def main():
@@ -27,7 +27,7 @@ def main():
     )
     options = parser.parse_args()
     if options.growth is not None:
-        with Spares(3, 1) as spares:
+        with ProcessPool(3, 1) as spares:
             outcome = growth.run(options.growth, spares)
         _print(outcome)
         _say(f"      {outcome.said}")
@@ -35,7 +35,7 @@ def main():
     seeds = range(options.seed, options.seed + options.count)
     begin = time.monotonic()
     with (
-        Spares(4 * options.jobs, 1 + options.jobs) as spares,
+        ProcessPool(4 * options.jobs, 1 + options.jobs) as spares,
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
     ):
         outcomes = []

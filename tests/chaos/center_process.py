@@ -1,4 +1,4 @@
-"""A process that is warm, and becomes ``agn-optax serve`` when it is told how."""
+"""A warm process that becomes ``agn-optax serve`` once it gets its arguments."""
 
 import json
 import pathlib

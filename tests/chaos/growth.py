@@ -1,19 +1,19 @@
-"""Thousands of exchanges over connections that break: nobody holds more afterwards."""
+"""Thousands of exchanges over breaking connections: no process may leak resources."""
 
 import dataclasses
 import time
 
 from chaos import runner
-from chaos.processes import Held
+from chaos.processes import Resources
 from chaos.scenario import PLAIN
 
 _EVERY = 0.5  # seconds between two cuts
-_FIRST = 5  # part of all exchanges after which is looked for the first time
+_FIRST = 5  # the first measurement comes after 1/5 of the exchanges
 _SCENARIO = dataclasses.replace(PLAIN, size="medium", end="drain")
 
 
 def run(count, spares):
-    """The outcome of ``count`` exchanges, with what was held before and after."""
+    """Make ``count`` exchanges; return the outcome, with resources before and after."""
 
     class Growth(runner.Run):
         def faults(self, outcome):
@@ -38,6 +38,6 @@ def run(count, spares):
             time.sleep(_EVERY)  # after the last cut
             own = {f"worker {n}": worker.pid for n, worker in self._own.items()}
             pids = {"center": self.centers[0].process.pid, **own}
-            return {name: Held.by(pid) for name, pid in pids.items()}
+            return {name: Resources.by(pid) for name, pid in pids.items()}
 
     return runner.run(_SCENARIO, spares, Growth)

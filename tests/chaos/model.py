@@ -1,4 +1,4 @@
-"""What all processes of a scenario know: its model, its rules, its clock."""
+"""Model, rules, codecs and clock that all processes of a scenario share."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ from agn_optax import codecs, rules
 
 WORKERS = 4  # rows of the model, one for each worker
 MOVING_RATE = 0.25  # of easgd
-REFUSED_NORM = 100.0  # above it a center that refuses does so
-BAD = (1e3, np.nan)  # what a step moves its slot by that is to be refused
+REFUSED_NORM = 100.0  # maximum norm at a center with message limits
+BAD = (1e3, np.nan)  # moves of a step whose message is to be rejected
 
-# Two, as the two leaves that a table has, of a period of four steps.
+# Two fragments, one for each leaf of the table, in a period of four steps.
 PERIOD, OFFSETS = 4, (2, 4)
 
 
 def fragments(delay):
-    """A worker's turns: the first half of its slots, then the second with the rest."""
+    """Return two fragments: the leaf ``u``, and all other leaves."""
     return agn_optax.Fragments(["^u", "."], OFFSETS, delay=delay)
 
 
@@ -39,14 +39,14 @@ CODECS = {
         codecs.error_feedback(codecs.quantize(8)), answers=codecs.quantize(8)
     ),
 }
-# Those that leave elements out, which are then owed.
+# Codecs that leave elements out and keep them in a residual.
 SPARSE = ("top_k", "chained")
-# Those that the command does not know by a name.
+# Codecs that the command line has no name for.
 _OWN = ("top_k", "chained", "two_way")
 
 
 def params(slots):
-    """``slots`` for each worker, in two leaves, and some elements that nobody moves."""
+    """Return ``slots`` elements for each worker in two leaves, and an unused leaf."""
     half = slots // 2
     return {
         "b": np.zeros(3, np.float32),
@@ -56,19 +56,19 @@ def params(slots):
 
 
 def table(params):
-    """The slots of all workers, a row for each."""
+    """Return the slots of all workers, one row per worker."""
     return np.concatenate([np.asarray(params[name]) for name in ("u", "w")], axis=1)
 
 
-@functools.cache  # which programs are kept by
+@functools.cache  # compiled programs are cached by the rule's identity
 def rule(name, codec, weighs=False):
-    """The one that the command makes of the same names.
+    """Return the rule that the command line makes of the same names.
 
     Args:
-      name: of the rule.
-      codec: its name.
-      weighs: whether the center adds up, in the leaf that nobody moves, the weights and
-        the steps that messages claim, and their number.
+      name: name of the rule.
+      codec: name of the codec.
+      weighs: whether the center adds up, in the unused leaf, the weights and steps
+        claimed by messages, and the number of messages.
     """
     settings = {"moving_rate": MOVING_RATE} if name == "easgd" else {}
     made = getattr(rules, name)(**settings, codec=CODECS[codec])
@@ -76,7 +76,7 @@ def rule(name, codec, weighs=False):
 
 
 def rule_options(name, codec, weighs):
-    """Of the command, for the same rule."""
+    """Return the command's options for the same rule."""
     if codec in _OWN or weighs:
         return [f"--rule-from=chaos.model:{name}__{codec}__{'weighs' * weighs}"]
     named = [f"--rule={name}"]
@@ -85,7 +85,7 @@ def rule_options(name, codec, weighs):
 
 
 def __getattr__(name):
-    """A rule by the name that the command is told."""
+    """Return the rule of a name made by `rule_options`."""
     parts = name.split("__")
     if len(parts) != 3:
         raise AttributeError(name)
@@ -103,8 +103,8 @@ def _counting():
 
 @functools.cache  # once in each process
 def step_clock(path):
-    """The time of day is what it is, and as many seconds more as a file says."""
-    # What gRPC makes of it is compared with the kernel's, which has not jumped.
+    """Shift ``time.time`` by the number of seconds in a file."""
+    # gRPC compares its deadlines with the kernel's clock, which has not jumped.
     _channel.time = types.SimpleNamespace(**vars(time))
     real, more = time.time, np.memmap(path, np.float64, "r", shape=(1,))
     time.time = lambda: real() + float(more[0])

@@ -1,4 +1,4 @@
-"""Processes that are warm when they are needed, and what is done to them."""
+"""Warm processes for workers and centers, with faults that can be done to them."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ import numpy as np
 from helpers import talking
 
 _HERE = pathlib.Path(__file__).parent
-_PATIENCE = 240.0  # seconds that nothing here takes, on a machine that is busy
+_PATIENCE = 240.0  # s, timeout, generous for a busy machine
 
 
-class Held(NamedTuple):
-    """What a process has."""
+class Resources(NamedTuple):
+    """The resources that a process holds."""
 
     memory: int  # bytes
     threads: int
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return cls(int(said["VmRSS"].split()[0]) << 10, int(said["Threads"]), files)
 
     def is_more_than(self, other):
-        """But for what allocators keep, and threads that wait for a next call."""
+        """Compare, with a margin for memory of allocators and for idle threads."""
         return (
             self.memory > other.memory + (24 << 20)
             or self.threads > other.threads + 4
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 class Clock:
-    """The time of day of a process, which may jump."""
+    """The clock of a process, which can jump."""
 
     def __init__(self, path):
         self.path = path
@@ -57,13 +57,13 @@ class Clock:
 
 
 class Worker:
-    """A process that may be many workers, one after the other."""
+    """A process that can be several workers, one after the other."""
 
     def __init__(self, clock):
         self.clock = clock
         self.process = talking.Process(_HERE / "worker_process.py", _PATIENCE)
         self.is_dead = False
-        self.owes = 0  # answers
+        self.owes = 0  # answers still to be read
 
     @property
     def pid(self):
@@ -79,12 +79,12 @@ class Worker:
 
 
 class Center:
-    """A process that becomes a center once."""
+    """A process that can become a center once."""
 
     def __init__(self, clock):
         self.clock = clock
         self._said = []
-        # Memory that is held is seen where malloc keeps little for threads to come.
+        # With few arenas malloc keeps little unused memory, which would hide leaks.
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -106,7 +106,7 @@ class Center:
         return self._popen.pid
 
     def serve(self, arguments):
-        """Returns where it listens, once it does."""
+        """Start serving; return the line with its addresses."""
         told = {"arguments": arguments, "clock": str(self.clock.path)}
         self._popen.stdin.write(json.dumps(told) + "\n")
         self._popen.stdin.flush()
@@ -122,23 +122,23 @@ class Center:
             self._popen.send_signal(number)
 
     def fill_disk(self):
-        """No file of it grows any more: every write is refused."""
+        """Make every write to a file fail from now on."""
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, 0))
 
     def wait(self, timeout):
-        """Its exit code; None if it goes on."""
+        """Return its exit code; None if it still runs after the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._popen.wait(timeout)
         return None
 
     def said(self):
-        """What it said of itself; all of it, if it has ended."""
+        """Return its standard error so far; all of it, if it has ended."""
         if self._popen.poll() is not None:
             self._listening.join(_PATIENCE)
         return "".join(self._said)
 
     def kill(self):
-        """By SIGKILL; returns when nothing of it is left."""
+        """Kill the process by SIGKILL and wait for its end."""
         self._popen.kill()
         self._popen.wait()
         self._listening.join(_PATIENCE)
@@ -151,11 +151,11 @@ class Center:
             self._said.append(line)
 
 
-class Spares(contextlib.AbstractContextManager):
-    """Processes that have started, of which there are always some more.
+class ProcessPool(contextlib.AbstractContextManager):
+    """A pool of processes that have started already.
 
     Args:
-      workers, centers: how many wait.
+      workers, centers: number of processes kept ready.
     """
 
     def __init__(self, workers=4, centers=2):
@@ -180,7 +180,7 @@ class Spares(contextlib.AbstractContextManager):
             return self._centers.pop(0)
 
     def give_back(self, worker):
-        """One that is as good as new."""
+        """Return a worker's process to the pool."""
         worker.clock.mend()
         with self._lock:
             self._workers.append(worker)

@@ -1,4 +1,4 @@
-"""Runs a scenario: real processes, real connections, and what happens to them."""
+"""Runs a scenario: real processes and connections, and the faults they meet."""
 
 import atexit
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 import time
 
 import numpy as np
-from chaos import laws, model
+from chaos import invariants, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
 from chaos.scenario import TIMEOUT
 from chaos.tally import Tally
@@ -21,32 +21,32 @@ from helpers.network import Proxy
 
 from agn_optax import service
 
-HOST = ports.HOST  # of all centers; workers see each at an address of their own
-LIMIT = 40.0  # seconds that nothing takes that is not a law
-DRAINS = 40.0  # seconds: the grace of a command that is told to end, and some more
+HOST = ports.HOST  # of all centers; each worker reaches them at another address
+LIMIT = 40.0  # s, timeout of all waits that are not invariants
+DRAINS = 40.0  # s, the grace of a command after SIGTERM, and some more
 _LOOK = 0.02
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a scenario."""
+    """The outcome of a scenario."""
 
     scenario: object
-    broken: list  # laws
+    broken: list  # violations of invariants
     steps: int = 0
     exchanges: int = 0
-    recovered: float = 0.0  # seconds until the last survivor went on
+    recovered: float = 0.0  # seconds until the last survivor exchanged again
     seconds: float = 0.0
-    said: str = ""  # beyond that
+    said: str = ""  # further text
 
 
 def run(scenario, spares, kind=None):
-    """The outcome of a scenario; whatever was started has ended.
+    """Run a scenario, end all its processes, and return its outcome.
 
     Args:
-      scenario: to be run.
-      spares: to take processes from.
-      kind: of `Run`, where it is a special one.
+      scenario: scenario to run.
+      spares: pool of processes.
+      kind: subclass of `Run` to use instead.
     """
     begin = time.monotonic()
     outcome = Outcome(scenario, [])
@@ -63,12 +63,12 @@ def run(scenario, spares, kind=None):
     return outcome
 
 
-class Served:
-    """A center, again and again at one address.
+class ServedCenter:
+    """A center that can be restarted at the same address.
 
     Args:
-      options: of the command.
-      spares: to take processes from.
+      options: options of the command.
+      spares: pool of processes.
     """
 
     def __init__(self, options, spares):
@@ -90,7 +90,7 @@ class Served:
         self.process.serve(self._options)
 
     def end(self, number, timeout=DRAINS):
-        """Its exit code and what it said; None for the code if it had to be killed."""
+        """Send a signal; return exit code, None if it had to be killed, and output."""
         self.process.signal(CONTINUE)
         self.process.signal(number)
         code, said = self.process.wait(timeout), self.process.said()
@@ -99,14 +99,14 @@ class Served:
 
 
 class Run(contextlib.ExitStack):
-    """One scenario that runs."""
+    """A running scenario. A fault of kind "x y" is begun by the method ``_x_y``."""
 
     def __init__(self, scenario, spares, folder):
         super().__init__()
         self._scenario, self._spares, self._folder = scenario, spares, folder
-        self._tokens = {}  # of workers by their names, and of whoever else calls by "*"
-        self._own = {}  # workers' processes that are there, by number
-        self._over = []  # what ends a fault: when, and how
+        self._tokens = {}  # by the worker's name; "*" for all other callers
+        self._own = {}  # running processes of workers, by number
+        self._over = []  # times and functions that end faults
         self.tallies = [
             Tally(folder / f"tally-{number}", scenario.slots)
             for number in range(scenario.workers)
@@ -116,13 +116,13 @@ class Run(contextlib.ExitStack):
             self._start(number)
         self.callback(self._dismiss)
 
-    # What there is.
+    # Centers, proxies and workers.
 
     def _serve(self):
         chosen = self._scenario
         count = {"one": 1, "shards": 2, "tree": 1}[chosen.centers]
         own = [*chosen.options, *self._access()]
-        # Sites whose moves a parent drops have lost them: it applies them all.
+        # A site loses updates that its parent drops, so the root drops none.
         mode = [] if chosen.centers == "tree" else chosen.mode_options
         self.centers = [
             self._begun([*own, *mode, *self._kept(number)]) for number in range(count)
@@ -151,9 +151,9 @@ class Run(contextlib.ExitStack):
             self.links.append(self._proxy(self._fronts_of(number), host))
 
     def _access(self):
-        """Options of a center: who may call."""
+        """Return the options of a center for tokens and TLS."""
         if not self._scenario.secure:
-            return ["--open"]  # for workers reach it at other addresses
+            return ["--open"]  # workers would find no token: their addresses differ
         names = [f"w{number}" for number in range(self._scenario.workers)]
         self._tokens = {name: secrets.token_hex(16) for name in [*names, "*"]}
         lines = [f"chief {name} {self._tokens[name]}" for name in names]
@@ -170,14 +170,14 @@ class Run(contextlib.ExitStack):
         ]
 
     def _parent_access(self):
-        """Options of a site: by what its parent knows it."""
+        """Return the options of a site for token and TLS at its parent."""
         if not self._scenario.secure:
             return []
         own = self._folder / "own.token"
         return [f"--parent-tls-ca={_certificate()[0]}", f"--parent-token-file={own}"]
 
     def _connected(self, addresses):
-        """A center, or one in shards, for the driver."""
+        """Connect the driver to a center, or to all shards of one."""
         delay = self._scenario.delay
         in_parts = delay is not None and len(addresses) == len(model.OFFSETS)
         return service.connect(
@@ -189,7 +189,7 @@ class Run(contextlib.ExitStack):
         )
 
     def _begun(self, options):
-        served = Served(options, self._spares)
+        served = ServedCenter(options, self._spares)
         served.start()
         self.callback(lambda: served.process.kill())
         return served
@@ -220,7 +220,7 @@ class Run(contextlib.ExitStack):
         return model.rule(chosen.rule, chosen.codec, chosen.weighs)
 
     def _start(self, number):
-        """A life of a worker."""
+        """Start a session of a worker."""
         chosen, worker = self._scenario, self._spares.worker()
         addresses = [
             f"127.0.1.{number + 1}:{front.ports[0]}"
@@ -253,16 +253,16 @@ class Run(contextlib.ExitStack):
         self._own[number] = worker
 
     def _dismiss(self):
-        """Workers that are still in something are not to be used again."""
+        """Kill workers that did not end, so that their processes are not reused."""
         for worker in self._own.values():
             worker.kill()
 
     def said(self):
-        """What the centers said, for whoever looks into it."""
+        """Return the last output of the centers, for debugging."""
         ends = [center.process.said()[-300:] for center in self.centers]
         return "; ".join(filter(None, ends))
 
-    # What happens.
+    # The course of the scenario.
 
     def through(self, outcome):
         chosen = self._scenario
@@ -288,10 +288,10 @@ class Run(contextlib.ExitStack):
         self._end(outcome)
         outcome.steps = sum(tally.steps() for tally in self.tallies)
         outcome.exchanges = sum(tally["landed"] for tally in self.tallies)
-        laws.check_versions(self.tallies, chosen, outcome.broken)
+        invariants.check_versions(self.tallies, chosen, outcome.broken)
 
     def faults(self, outcome):
-        """All of them, until the last one is over."""
+        """Begin and end all faults in time; return when the last one is over."""
         begin = time.monotonic()
         due = [
             (fault.at, self._begin, (fault, outcome)) for fault in self._scenario.faults
@@ -310,12 +310,12 @@ class Run(contextlib.ExitStack):
             time.sleep(_LOOK)
 
     def _begin(self, fault, outcome):
-        """Begins; returns after how many seconds it is to end, and how."""
+        """Begin a fault; return its duration in seconds and a function to end it."""
         act = getattr(self, "_" + fault.kind.replace(" ", "_"))
         return act(fault, outcome)
 
     def _recovered(self, outcome):
-        """Seconds until all survivors have exchanged again."""
+        """Return the seconds until all survivors have exchanged again."""
         before = {n: self.tallies[n]["landed"] for n in self._own}
         begin = time.monotonic()
         while any(self.tallies[n]["landed"] == had for n, had in before.items()):
@@ -336,11 +336,11 @@ class Run(contextlib.ExitStack):
         waited = self._scenario.recovers
         return f"worker {number} does not go on after {waited} s: {where}"
 
-    # Faults of the way between a worker and its center, or of a site's to its parent.
+    # Faults of the connection from a worker to its center, or a site to its parent.
 
     def _way(self, fault):
         ways = [*self.links, *self._uplinks]
-        if self._uplinks and fault.at % 0.1 < 0.03:  # as the seed has it
+        if self._uplinks and fault.at % 0.1 < 0.03:  # a choice determined by the seed
             return self._uplinks[fault.target % 2]
         return ways[fault.target]
 
@@ -399,7 +399,7 @@ class Run(contextlib.ExitStack):
         if worker is None:
             return
         worker.kill()
-        self.links[fault.target].forget()  # who is dead says nothing
+        self.links[fault.target].forget()  # a dead worker's bytes are not replayed
         if fault.amount:
             self._start(fault.target)
             self._own[fault.target].process.ask(do="go")
@@ -415,7 +415,7 @@ class Run(contextlib.ExitStack):
         worker = self._own.get(fault.target)
         if worker is not None:
             self.links[fault.target].forget()
-            worker.process.tell(do="rejoin")  # it may be stopped, and answer later
+            worker.process.tell(do="rejoin")  # a stopped worker answers later
             worker.owes += 1
 
     # Faults of centers.
@@ -441,19 +441,19 @@ class Run(contextlib.ExitStack):
         center.start()
 
     def _disk(self, fault, outcome):
-        """The center ends by itself with its next exchange, if there is one."""
+        """Fill the disk: the center ends by itself at its next exchange, if any."""
         center = self._center(fault.target)
         center.process.signal(CONTINUE)
         center.process.fill_disk()
         code = center.process.wait(TIMEOUT)
         if code is not None and (
-            code != 1 or "cannot be kept" not in center.process.said()
+            code != 1 or "no longer be saved" not in center.process.said()
         ):
             outcome.broken.append(f"with a full disk: {code}, {center.process.said()}")
         center.end(KILL)
         center.start()
 
-    # A clock of the day is nobody's business.
+    # Jumps of a clock, which must have no effect.
 
     def _clock(self, fault, outcome):
         clocks = [self._center(0).process.clock]
@@ -471,7 +471,7 @@ class Run(contextlib.ExitStack):
             )
 
     def _end(self, outcome):
-        """What the centers have now, and after they have ended."""
+        """Check the invariants of the centers, before and after their end."""
         chosen = self._scenario
         if self._uplinks:
             for site in self.fronts:
@@ -492,26 +492,26 @@ class Run(contextlib.ExitStack):
             for number in range(chosen.workers)
             if (path := self._folder / f"end-{number}.npy").exists()
         }
-        laws.check_counts(seen, self.tallies, chosen, outcome.broken)
-        laws.check_turns(seen, self.tallies, chosen, outcome.broken)
-        laws.check_claims(params, self.tallies, chosen, outcome.broken)
-        laws.check_public(params, public, chosen, outcome.broken)
+        invariants.check_counts(seen, self.tallies, chosen, outcome.broken)
+        invariants.check_turns(seen, self.tallies, chosen, outcome.broken)
+        invariants.check_claims(params, self.tallies, chosen, outcome.broken)
+        invariants.check_public(params, public, chosen, outcome.broken)
         if chosen.conserves:
-            laws.check_conservation(seen, ends, self.tallies, outcome.broken)
+            invariants.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":
             for number, part in enumerate(parts):
                 folder = self._folder / f"kept-{number}"
-                laws.check_journal(part, folder, self._rule, outcome.broken)
+                invariants.check_journal(part, folder, self._rule, outcome.broken)
 
     def _pulled(self, served):
-        """What one center has, which may be a shard."""
+        """Return the parameters of one center or shard."""
         with self._connected(served.address) as center:
             return center.pull().params
 
 
 @functools.cache
 def _certificate():
-    """Of all addresses that a center is seen at, and its key."""
+    """Return a certificate for all addresses of centers, and its key."""
     folder = tempfile.mkdtemp(prefix="agn-optax-chaos-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     hosts = [HOST]

@@ -1,4 +1,4 @@
-"""What a seed says: centers, workers, what happens to them, and when."""
+"""Scenarios: centers, workers and the faults they meet, drawn from a seed."""
 
 import dataclasses
 import random
@@ -17,8 +17,8 @@ _MODES = {
     "quorum": ["--mode=synchronous", "--quorum=2", "--grace=0.05"],
     "quorum-drop": ["--mode=synchronous", "--quorum=2", "--grace=0.05", "--late=drop"],
 }
-# Elements of a worker: what fits into a packet with its head, what goes through shared
-# memory, and what fills the buffers of sockets.
+# Elements of a worker: a message that fits into a packet with its head, one that goes
+# through shared memory, and one that fills the buffers of sockets.
 _SLOTS = {"small": 64, "medium": 8_000, "large": 400_000}
 
 _NETWORK = ["cut", "outage", "cut inside", "delay", "throttle", "hold"]
@@ -29,15 +29,15 @@ _CENTER = ["kill center", "stop center", "drain center", "disk"]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong at a time, for a time.
+    """A fault, with its time and its target.
 
     Attributes:
-      at, seconds: of the scenario's clock; what takes no time has 0 seconds.
-      kind: what happens.
-      target: number of the worker, the center, or the way between the two.
+      at, seconds: beginning and duration in seconds; 0 for an instantaneous fault.
+      kind: name of the fault, see `runner.Run`.
+      target: number of the worker, of the center, or of the connection between them.
       amount: seconds of delay, bytes a second, bytes until the cut, or seconds that a
-        clock jumps; or whether a worker that was killed comes back.
-      there, back: the directions that it happens to.
+        clock jumps; or whether a killed worker is restarted.
+      there, back: whether it affects the direction to the center, and from it.
     """
 
     at: float
@@ -55,14 +55,14 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A record of all that is chosen.
+    """The settings and faults of one run.
 
     Attributes:
-      delay: local steps that a fragment is on its way; None without fragments.
-      resumes: whether workers go on from checkpoints, `Resumable`.
-      secure: whether all speak TLS, and workers have tokens.
+      delay: local steps that a fragment is in flight; None without fragments.
+      resumes: whether workers resume from checkpoints, see `Resumable`.
+      secure: whether connections use TLS and tokens.
       weighs: whether messages claim weights, which the center adds up.
-      refuses: whether some steps are bad, and the center refuses their messages.
+      refuses: whether some steps are bad, and the center rejects their messages.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class Scenario:
     secure: bool = False
     weighs: bool = False
     refuses: bool = False
-    recovers: float = 2 * LEASE  # seconds in which survivors must go on
+    recovers: float = 2 * LEASE  # s until which survivors must exchange again
 
     @property
     def slots(self):
@@ -94,29 +94,29 @@ class Scenario:
 
     @property
     def options(self):
-        """Of the command that serves a center."""
+        """Options of the command for any center."""
         named = model.rule_options(self.rule, self.codec, self.weighs)
         return [*named, f"--lease={LEASE}"]
 
     @property
     def mode_options(self):
-        """More of them, for a center that workers talk to."""
+        """Further options, for a center that workers connect to."""
         refused = [f"--refuse-norm={model.REFUSED_NORM}"] if self.refuses else []
         return _MODES[self.mode] + refused
 
     @property
     def is_sparse(self):
-        """Whether messages leave out what is then owed."""
+        """True if messages leave out elements, which a residual keeps."""
         return self.codec in model.SPARSE
 
     @property
     def burst(self):
-        """Steps in a row of which the first moves as many slots, the others none."""
+        """Steps in a group: the first moves as many slots, the others none."""
         return 2 if self.is_sparse else 1
 
     @property
     def is_lossy(self):
-        """Whether a center may forget what it had answered."""
+        """True if a center may forget acknowledged steps."""
         forgets = {
             "journal": set(),
             "snapshots": {"kill center"},
@@ -126,10 +126,10 @@ class Scenario:
 
     @property
     def conserves(self):
-        """Whether elastic averaging must conserve what centers and workers have.
+        """True if elastic averaging must conserve the sum of center and workers.
 
-        An exchange that was applied, and whose answer was given up, is answered with a
-        later center: what it took from there is not what its worker gets.
+        It need not if an answer was given up after its message was applied: the retry
+        is answered with a later center, so the worker and the center move differently.
         """
         away = sum(
             TIMEOUT if fault.kind in ("strand", "close half") else fault.seconds
@@ -152,7 +152,7 @@ class Scenario:
         )
 
 
-# Nothing is drawn, and nothing goes wrong: others are made of it.
+# A scenario without faults, as a base for others.
 PLAIN = Scenario(
     seed=-1,
     mode="asynchronous",
@@ -170,8 +170,8 @@ PLAIN = Scenario(
 
 
 def drawn(seed):
-    """The scenario of a seed."""
-    rng = random.Random(seed)  # noqa: S311 it is to be repeated
+    """Return the scenario of a seed."""
+    rng = random.Random(seed)  # noqa: S311 reproducible
     rule = rng.choices(["downpour", "easgd"], [4, 1])[0]
     centers = rng.choices(["one", "shards", "tree"], [4, 2, 1])[0]
     elastic = rule == "easgd"
@@ -189,11 +189,11 @@ def drawn(seed):
     if centers == "shards" and one_by_one and not elastic and rng.random() < 0.8:
         delay = 0 if overlap else rng.choice([0, 1, 2])
     weighs = centers == "one" and one_by_one and not elastic and rng.random() < 0.3
-    # A site that ends takes with it what a sparse codec has it owe its parent.
+    # A site that ends loses the residual of a sparse codec towards its parent.
     apart = model.SPARSE if centers == "tree" else ()
     named = [name for name in model.CODECS if name not in apart]
     codec = "none" if elastic or weighs else rng.choice(named)
-    # Of a message that is dropped or refused, what a worker has is not in turn.
+    # After a dropped or rejected message a worker's steps are not all in turn.
     drops = mode in ("versions", "quorum-drop")
     in_turn = not elastic and codec not in model.SPARSE and not drops
     resumes = (
@@ -228,7 +228,7 @@ def drawn(seed):
 
 def _fault(rng, chosen):
     kinds = [*_NETWORK, *_NETWORK, *_LOST, *_PROCESS, *_PROCESS, *_CENTER, "clock"]
-    if chosen.rule == "easgd":  # what a worker that is killed has, nobody knows
+    if chosen.rule == "easgd":  # the parameters of a killed worker are unknown
         kinds = [kind for kind in kinds if kind not in ("kill", "leave")]
     if chosen.durability != "journal":
         kinds.remove("disk")
@@ -239,7 +239,7 @@ def _fault(rng, chosen):
         ways = rng.choice([(True, False), (False, True)])
     target = rng.randrange(chosen.workers)
     if kind in _CENTER:
-        # Of a tree, the one that has a journal: what sites owe it, nobody keeps.
+        # Of a tree only the root: it has a journal, and sites lose unsent updates.
         target = rng.randrange({"one": 1, "shards": 2, "tree": 1}[chosen.centers])
         if chosen.centers == "tree" and rng.random() < 0.3:
             kind, target = "stop center", rng.randrange(3)

@@ -1,7 +1,7 @@
-"""What a worker has done, in a file that outlives its process.
+"""A record of a worker's steps, in a file that outlives its process.
 
 A local step moves one element of the center, its slot, by one. Before the step is sent
-the file says that it may be in the center, and once that is certain that it must be.
+the file records that the center may have it, and after its answer that it must.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ _NUMBERS = ["landed", "lost", "backwards", "refused", "made"]
 
 
 class Tally:
-    """Of one worker, through all of its lives.
+    """The record of one worker, over all of its sessions.
 
     Args:
-      path: of the file.
-      slots: elements that the worker has for itself.
+      path: path of the file.
+      slots: number of elements that only this worker moves.
 
     Attributes:
-      least, most: by slot, how often it has been moved at least, and at most.
+      least, most: for each slot, the least and the greatest possible number of moves.
     """
 
     def __init__(self, path, slots):
@@ -27,22 +27,22 @@ class Tally:
         self.least, self.most = self._all[len(_NUMBERS) :].reshape(2, slots)
 
     def add(self, name, count=1):
-        """So many more exchanges that ``landed`` or were ``refused``, centers that were
-        ``lost``, or versions that came ``backwards``."""
+        """Add to a counter: exchanges that ``landed`` or were ``refused``, ``lost``
+        centers, or versions that went ``backwards``."""
         self._all[_NUMBERS.index(name)] += count
 
     def begin(self, number, slots):
-        """Step ``number`` moves these slots; made again, it is the same step."""
+        """Record that step ``number`` moves these slots; a repetition counts once."""
         if number >= self["made"]:
             np.add.at(self.most, slots, 1)
             self._all[_NUMBERS.index("made")] = number + 1
 
     def settle(self, slots):
-        """Steps that moved these are in the center for certain."""
+        """Record that the center has the steps that moved these slots."""
         np.add.at(self.least, slots, 1)
 
     def settle_first(self, count):
-        """The first steps, one slot each in turn, are in the center for certain."""
+        """Record that the center has the first steps, one slot each in turn."""
         np.maximum(self.least, in_turn(count, len(self.least)), out=self.least)
 
     def __getitem__(self, name):
@@ -53,5 +53,5 @@ class Tally:
 
 
 def in_turn(count, slots):
-    """How often each slot has been moved by so many steps, which move one in turn."""
+    """Return the moves of each slot after ``count`` steps that move one in turn."""
     return count // slots + (np.arange(slots) < count % slots)

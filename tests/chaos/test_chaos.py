@@ -1,12 +1,12 @@
-"""A little of `make chaos`: whatever happens, the laws hold; and they can be broken."""
+"""A short run of `make chaos`; and tests that the invariants detect violations."""
 
 import dataclasses
 import sys
 
 import numpy as np
 import pytest
-from chaos import growth, laws, model, runner, scenario
-from chaos.processes import Spares
+from chaos import growth, invariants, model, runner, scenario
+from chaos.processes import ProcessPool
 from chaos.scenario import PLAIN, Fault
 from chaos.tally import Tally, in_turn
 
@@ -16,7 +16,7 @@ pytestmark = [
         sys.platform != "linux", reason="its proxies and its full disk are Linux's"
     ),
 ]
-# On a machine that is busy; `make chaos` is not so patient.
+# More time to recover than in `make chaos`: the machine may be busy.
 PATIENT = dataclasses.replace(PLAIN, recovers=60.0)
 CHOSEN = {
     "a killed center": {
@@ -77,31 +77,31 @@ CHOSEN |= {
 
 @pytest.fixture(scope="module")
 def spares():
-    with Spares(workers=3, centers=1) as made:
+    with ProcessPool(workers=3, centers=1) as made:
         yield made
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_laws_hold(name, spares):
+def test_invariants_hold_under_faults(name, spares):
     outcome = runner.run(dataclasses.replace(PATIENT, **CHOSEN[name]), spares)
     assert not outcome.broken
     assert outcome.exchanges > len(CHOSEN[name]["faults"])
 
 
-def test_elastic_averaging_conserves_unless_answers_were_given_up():
+def test_conservation_is_not_required_after_answers_were_given_up():
     elastic = dataclasses.replace(PATIENT, **CHOSEN["elastic averaging"])
     assert elastic.conserves
     for fault in (Fault(0.0, "disk", 0), Fault(0.0, "stop", 0, seconds=5.0)):
         assert not dataclasses.replace(elastic, faults=(fault,)).conserves
 
 
-def test_nothing_grows(spares):
+def test_resources_do_not_grow(spares):
     outcome = growth.run(300, spares)
     assert not outcome.broken
     assert outcome.exchanges >= 300
 
 
-def test_a_seed_is_a_scenario():
+def test_seed_determines_a_scenario():
     seeds = range(300)
     assert scenario.drawn(7) == scenario.drawn(7)
     drawn = [scenario.drawn(seed) for seed in seeds]
@@ -115,12 +115,12 @@ def test_a_seed_is_a_scenario():
     assert len(kinds) == 17
 
 
-# The laws see what breaks them.
+# The checks detect violations.
 
 
 @pytest.fixture
 def tally(tmp_path):
-    """Of a worker that has made two steps, of which one was answered."""
+    """The tally of a worker that has made two steps, one of them acknowledged."""
     made = Tally(tmp_path / "tally", 4)
     made.most[:2] = 1
     made.least[0] = 1
@@ -132,12 +132,14 @@ def broken_by(tally, moved, **changes):
     for element, number in moved.items():
         seen[element] = -number
     broken = []
-    laws.check_counts(seen, [tally], dataclasses.replace(PATIENT, **changes), broken)
+    invariants.check_counts(
+        seen, [tally], dataclasses.replace(PATIENT, **changes), broken
+    )
     return broken
 
 
 @pytest.mark.parametrize("moved", [{(0, 0): 1}, {(0, 0): 1, (0, 1): 1}])
-def test_what_may_be_there_may_be_there(tally, moved):
+def test_unacknowledged_step_may_be_in_the_center_or_not(tally, moved):
     assert not broken_by(tally, moved)
 
 
@@ -150,37 +152,37 @@ def test_what_may_be_there_may_be_there(tally, moved):
         ({(0, 0): 1, (1, 0): 1}, "nobody has moved"),
     ],
 )
-def test_what_was_lost_or_counted_twice_is_seen(tally, moved, message):
+def test_lost_and_doubled_steps_are_detected(tally, moved, message):
     (said,) = broken_by(tally, moved)
     assert message in said
 
 
-def test_a_center_may_forget_where_nothing_was_kept(tally):
+def test_killed_center_without_durability_may_forget(tally):
     forgets = {"durability": "none", "faults": (Fault(0.0, "kill center", 0),)}
     assert not broken_by(tally, {}, **forgets)
     assert broken_by(tally, {(0, 0): 2}, **forgets)
 
 
-def test_versions_that_go_back_are_seen(tally):
+def test_decreasing_versions_and_lost_centers_are_detected(tally):
     tally.add("backwards")
     tally.add("lost")
     broken = []
-    laws.check_versions([tally], PATIENT, broken)
+    invariants.check_versions([tally], PATIENT, broken)
     assert len(broken) == 2
 
 
-def test_what_elastic_averaging_loses_is_seen(tally):
+def test_loss_of_elastic_averaging_is_detected(tally):
     ends = {0: np.zeros((4, 4), np.float32)}
     seen = np.zeros((4, 4), np.float32)
     seen[0, :2] = -1
     broken = []
-    laws.check_conservation(seen, ends, [tally], broken)
+    invariants.check_conservation(seen, ends, [tally], broken)
     assert not broken
-    laws.check_conservation(seen / 2, ends, [tally], broken)
+    invariants.check_conservation(seen / 2, ends, [tally], broken)
     assert broken
 
 
-def test_step_that_is_made_again_is_the_same_step(tally):
+def test_repeated_step_counts_once_in_the_tally(tally):
     for number in (0, 1, 2, 1, 2, 3):
         tally.begin(number, [number])
     assert tally.steps() == 2 + 4
@@ -192,14 +194,14 @@ def test_step_that_is_made_again_is_the_same_step(tally):
 def broken_claims(weight, steps):
     weighs = dataclasses.replace(PATIENT, weighs=True)
     params = model.params(4)
-    params["u"][1, 0] = -2  # of the second worker, whose steps weigh 2
+    params["u"][1, 0] = -2  # two steps of the second worker, which weigh 2 each
     params["b"][:] = weight, steps, 1
     broken = []
-    laws.check_claims(params, [None, None], weighs, broken)
+    invariants.check_claims(params, [None, None], weighs, broken)
     return broken
 
 
-def test_claims_that_are_not_what_was_moved_are_seen():
+def test_wrong_claims_of_weight_and_steps_are_detected():
     assert not broken_claims(4, 2)
     assert "weight 6, and moved 4" in broken_claims(6, 2)[0]
     assert "steps 3, and moved 2" in broken_claims(4, 3)[0]
@@ -208,34 +210,34 @@ def test_claims_that_are_not_what_was_moved_are_seen():
 @pytest.mark.parametrize(
     ("moved", "holds"), [([2, 2, 1, 1], True), ([2, 1, 2, 1], False)]
 )
-def test_steps_without_those_before_them_are_seen(moved, holds):
+def test_steps_out_of_turn_are_detected(moved, holds):
     resumes, broken = dataclasses.replace(PATIENT, resumes=True), []
-    laws.check_turns(-np.array([moved], np.float32), [None], resumes, broken)
+    invariants.check_turns(-np.array([moved], np.float32), [None], resumes, broken)
     assert bool(broken) != holds
     assert in_turn(6, 4).tolist() == [2, 2, 1, 1]
 
 
-def test_public_center_that_does_not_follow_is_seen():
+def test_broadcast_parameters_that_are_off_are_detected():
     two_way = dataclasses.replace(PATIENT, codec="two_way")
     exact, public, broken = model.params(4), model.params(4), []
     exact["w"][0] = 0.5
-    laws.check_public(exact, public, two_way, broken)
+    invariants.check_public(exact, public, two_way, broken)
     assert not broken
     exact["w"][0] = 5
-    laws.check_public(exact, public, two_way, broken)
+    invariants.check_public(exact, public, two_way, broken)
     assert broken
 
 
-def test_another_center_on_disk_is_seen(tmp_path):
+def test_journal_of_another_center_is_detected(tmp_path):
     rule = runner.model.rule("downpour", "none")
     kept = runner.model.params(4)
-    center = laws.agn_optax.LocalCenter(
-        rule, kept, durability=laws.Journal(tmp_path / "kept")
+    center = invariants.agn_optax.LocalCenter(
+        rule, kept, durability=invariants.Journal(tmp_path / "kept")
     )
     center.close()
     broken = []
-    laws.check_journal(kept, tmp_path / "kept", rule, broken)
+    invariants.check_journal(kept, tmp_path / "kept", rule, broken)
     assert not broken
     other = {**kept, "w": kept["w"] + 1}
-    laws.check_journal(other, tmp_path / "kept", rule, broken)
+    invariants.check_journal(other, tmp_path / "kept", rule, broken)
     assert broken

@@ -1,4 +1,4 @@
-"""A process that is one worker, which trains until it is told to stop."""
+"""A process that runs one worker, which trains until a command stops it."""
 
 import contextlib
 import functools
@@ -21,11 +21,11 @@ from agn_optax import checkpoint, errors, service
 PACE = 0.005  # seconds between two steps
 INNER = optax.sgd(1.0)
 BAD_EVERY = 17  # steps, where some are bad
-OWED = 1e-3  # of an element: less of it is rounding
+OWED = 1e-3  # a smaller residual is rounding
 
 
 class Training:
-    """One life of a worker, on a thread of its own."""
+    """One session of a worker, in a separate thread."""
 
     def __init__(self, told):
         self._told = told
@@ -34,12 +34,12 @@ class Training:
         self._joined = threading.Event()
         self._go = threading.Event()
         self._in_flight, self._fresh = [], []  # slots of steps that have not landed
-        # Where an answer does not say which steps are in the center, nothing is certain
-        # before all are.
+        # Whether steps are settled only when all of them are in the center, because an
+        # answer does not tell which steps it covers.
         self._settles = (
             told["burst"] > 1 or told["delay"] is not None or bool(told["checkpoints"])
         )
-        # The next step; in a dict, for `Resumable` fills it.
+        # The next step; in a dict, so that `Resumable` can restore it.
         first = 0 if told["checkpoints"] else self._tally["made"]
         self._at = {"step": np.array(first)}
         self._seen = None  # version
@@ -54,11 +54,11 @@ class Training:
         self._go.set()
 
     def rejoin(self):
-        """Leaves, and comes back."""
+        """Leave, and join again."""
         self._pausing.set()
 
     def stop(self):
-        """The last steps are exchanged, and the worker leaves."""
+        """Exchange the last steps, and leave."""
         self._until = time.monotonic() + self._told["limit"]
         self._stopping.set()
         self._go.set()
@@ -93,7 +93,7 @@ class Training:
                 worker.leave()
         except Exception as error:
             self.failure = f"{self._told['worker']}: {error!r}"
-            self._joined.set()  # it never will
+            self._joined.set()  # to end the wait for it
 
     @property
     def _fragments(self):
@@ -115,7 +115,7 @@ class Training:
         )
 
     def _insist(self, call, *expected):
-        """As a program that is started again until it works."""
+        """Repeat a call until it succeeds, as a restarted program would."""
         end = time.monotonic() + self._told["limit"]
         while True:
             try:
@@ -134,15 +134,15 @@ class Training:
             except errors.NotInitializedError:
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     return worker.start(params, chief=True)
-                # Another one is the chief, of the first shard so far perhaps.
+                # Another worker is the chief, perhaps of the first shard only so far.
                 return worker.start(params, chief=False, timeout=self._told["limit"])
 
-        # The center may not know yet that this worker's last life has ended.
+        # The center may still count the worker's last session as connected.
         loop = self._insist(start, errors.NameTakenError)
         self._seen = worker.version
         self._in_flight, self._fresh = [], []
         if getattr(worker, "resumed", False):
-            # What the checkpoint was written for has been sent, and answered.
+            # The message of the checkpoint has been sent again, and acknowledged.
             self._tally.settle_first(int(self._at["step"]))
         return loop
 
@@ -157,7 +157,7 @@ class Training:
                     worker.leave()
                     loop = self._start(worker)
                 loop = self._step(worker, loop)
-            except errors.WorkerStateError:  # the center is another one
+            except errors.WorkerStateError:  # a center with another id
                 self._tally.add("lost")
                 loop = self._start(worker)
             except errors.MessageRefusedError:  # too many in a row
@@ -165,7 +165,7 @@ class Training:
             self._stopping.wait(PACE)
 
     def _step(self, worker, loop):
-        """A local step, and its exchange if it is time for one."""
+        """Make a local step, and its exchange if one is due."""
         step = int(self._at["step"])
         self._at["step"] = np.array(step + 1)
         slots = self._slots(worker, step)
@@ -181,13 +181,13 @@ class Training:
         return self._exchange(worker, exchange, loop)
 
     def _slots(self, worker, step):
-        """Those that a step moves: one in turn, or several now and then none."""
+        """Return the slots that a step moves: one in turn, or several, or none."""
         slots, burst = self._told["slots"], self._told["burst"]
         if self._told["delay"]:
-            # What is done to a fragment while it is on its way is lost by design.
+            # Local changes to a fragment in flight are lost by design.
             halves = [[step % (slots // 2)], [slots // 2 + step % (slots - slots // 2)]]
-            ways = zip(worker._workers, halves, strict=True)
-            free = [half for each, half in ways if not each._in_flight]
+            ways = zip(worker._parts, halves, strict=True)
+            free = [half for each, half in ways if not each.machine.in_flight]
             return free[step % len(free)] if free else []
         return [(step + n) % slots for n in range(0 if step % burst else burst)]
 
@@ -197,7 +197,7 @@ class Training:
         return _moved(worker.tx, *loop, self._told["row"], moves)
 
     def _settled(self, worker, loop):
-        """All steps are in the center; so is what is owed."""
+        """Exchange until the center has all steps and residuals."""
         loop = self._exchange(worker, worker.flush, loop)
         while self._told["burst"] > 1 and _owed(loop[1]) > OWED:
             loop = self._moved(worker, loop, [], 0.0)
@@ -225,11 +225,11 @@ class Training:
                 self._account(worker, before[0], *np.subtract(after, before)[1:])
 
     def _account(self, worker, exchanges, dropped, refused):
-        """Which steps are in the center for sure."""
+        """Record which steps are certainly in the center."""
         self._tally.add("refused", refused)
-        # One that leaves elements out is owed them again, unless some shards have it.
+        # A sparse codec restores a dropped message to its residual, but not at shards.
         if refused or (dropped and (len(self._told["address"]) > 1)):
-            self._in_flight, self._fresh = [], []  # which are forgotten, perhaps
+            self._in_flight, self._fresh = [], []  # these steps may be lost
         if self._settles:
             self._tally.add("landed", worker.exchanges - exchanges)
             self._see(worker, exchanges)
@@ -238,10 +238,10 @@ class Training:
             landed, self._in_flight = self._in_flight or self._fresh, []
             if landed is self._fresh:
                 self._fresh = []
-            if not dropped:  # else the center goes on without them
+            if not dropped:  # a dropped message is not in the center
                 self._tally.settle(landed)
             self._tally.add("landed")
-        if worker._in_flight and not self._in_flight:
+        if worker._parts[0].machine.in_flight and not self._in_flight:
             self._in_flight, self._fresh = self._fresh, []
         self._see(worker, exchanges)
 
@@ -254,7 +254,7 @@ class Training:
 
 
 def where():
-    """What the threads are in that exchange, for whoever looks into it."""
+    """Return the stacks of threads in agn_optax, to debug a worker that hangs."""
     said = []
     for frame in sys._current_frames().values():
         places = [
@@ -278,14 +278,14 @@ def _moved(tx, params, state, row, moves):
 
 
 def _owed(state):
-    """How much error feedback has kept for later messages."""
+    """Return the sum of absolute residuals of error feedback."""
     states = getattr(state, "fragments", [state])
     residuals = [each.codec_state.residual for each in states]
     return sum(float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(residuals))
 
 
 class Commands:
-    """What the driver asks for."""
+    """The commands that the driver sends."""
 
     def start(self, **told):
         model.step_clock(told["clock"])

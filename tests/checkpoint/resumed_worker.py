@@ -1,6 +1,6 @@
-"""A process of a worker that goes over an epoch once: run by test_kills.
+"""A worker process that trains over one epoch, run by test_killed_worker.
 
-Each sample adds one to its own element of the center; by fragments, to one of each.
+Each sample adds one to its own element of the center, or of each fragment.
 """
 
 import grain

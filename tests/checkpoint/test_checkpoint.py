@@ -1,4 +1,4 @@
-"""What is saved goes on as if it had never stopped, or is refused by name."""
+"""Checkpoints: restored runs continue bit for bit; mismatches are rejected by name."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from orbax.checkpoint import v1 as ocp
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.round._forms import find_state
 
 RULE = shared.agn(shared.adam(0.05))
 
@@ -29,7 +28,7 @@ def train(worker, params, state, feeds):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A worker in the middle of a round, its center, and where both were saved."""
+    """Save a worker in the middle of a round and its center, and return all of them."""
     center = agn_optax.LocalCenter(RULE)
     worker = a_worker(center)
     feeds = support.feeds(support.tree(), 5)
@@ -39,7 +38,7 @@ def saved(tmp_path):
     return path, worker, loop, center
 
 
-def test_a_worker_and_its_center_go_on_bit_for_bit(saved):
+def test_restored_worker_and_center_continue_bit_for_bit(saved):
     path, worker, loop, center = saved
     feeds = support.feeds(support.tree(), 7, seed=2)
     other = agn_optax.LocalCenter(RULE)
@@ -53,7 +52,7 @@ def test_a_worker_and_its_center_go_on_bit_for_bit(saved):
     assert (again.exchanges, other.version) == (worker.exchanges, center.version)
 
 
-def test_a_public_center_goes_on_bit_for_bit(tmp_path):
+def test_restored_broadcast_params_continue_bit_for_bit(tmp_path):
     codec = agn_optax.codecs.two_way(
         agn_optax.codecs.identity(), agn_optax.codecs.quantize(2)
     )
@@ -76,8 +75,8 @@ def test_a_public_center_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_orbax_alone_reads_it(saved):
-    """The names are a contract: of checkpoints that exist already."""
+def test_orbax_alone_reads_a_checkpoint(saved):
+    """The names in a checkpoint are a contract with existing checkpoints."""
     path, _, (params, _), center = saved
     kept = ocp.load(path, checkpointable_name="worker")
     assert sorted(kept) == ["params", "state"]  # agn reads no anchor
@@ -151,7 +150,9 @@ def test_orbax_alone_reads_it(saved):
     ],
     ids=["optimizer", "rule", "shape", "dtype", "inner", "containers"],
 )
-def test_what_is_another_is_refused_by_name(saved, rule, inner, like, error, match):
+def test_mismatched_checkpoint_is_rejected_by_name(
+    saved, rule, inner, like, error, match
+):
     center = agn_optax.LocalCenter(rule())
     worker = agn_optax.Worker(center, inner(), period=3, name="w")
     if like() is None:
@@ -162,12 +163,12 @@ def test_what_is_another_is_refused_by_name(saved, rule, inner, like, error, mat
         path, like_tree = saved[0], like()
     with pytest.raises(error, match=match):
         checkpoint.load(path, like=like_tree, worker=worker, center=center)
-    assert worker.version is None  # nothing has changed
+    assert worker.version is None  # nothing was changed
     assert not center.core.is_initialized
 
 
 def saved_in_own_containers(path):
-    """A center whose parameters are a NamedTuple."""
+    """Save a center whose parameters are a NamedTuple; return the path."""
     state = optax.ScaleByAdamState(jnp.zeros(()), jnp.ones(2), jnp.ones(2))
     center = agn_optax.LocalCenter(RULE)
     worker = a_worker(center)
@@ -177,19 +178,21 @@ def saved_in_own_containers(path):
     return path
 
 
-def test_who_is_missing_is_named(saved, tmp_path):
+def test_missing_parts_of_a_checkpoint_are_named(saved, tmp_path):
     path, worker, loop, center = saved
     other = agn_optax.LocalCenter(RULE)
     again = a_worker(other)
     with pytest.raises(errors.TreeMismatchError, match=r"1 centers.*\['center'\]"):
         checkpoint.load(path, like=support.tree(), worker=again)
-    with pytest.raises(errors.InvalidArgumentError, match=r"'first' is to be a worker"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"must have a worker 'first'"
+    ):
         checkpoint.load(path, like=support.tree(), first=again, center=other)
     with pytest.raises(errors.AlreadyInitializedError, match="at version 1"):
         checkpoint.load(path, like=support.tree(), worker=again, center=center)
     with pytest.raises(errors.DurabilityError, match="no checkpoint of agn_optax"):
         checkpoint.load(tmp_path / "elsewhere", center=other)
-    with pytest.raises(errors.InvalidArgumentError, match="there already"):
+    with pytest.raises(errors.InvalidArgumentError, match="exists already"):
         checkpoint.save(path, center=center)
     second = a_worker(center, "second")
     both = tmp_path / "both"
@@ -202,7 +205,7 @@ def test_who_is_missing_is_named(saved, tmp_path):
         both, like=support.tree(), center=other, w=again, second=a_worker(other, "s")
     )
     assert sorted(there) == ["center", "second", "w"]
-    alone = agn_optax.LocalCenter(RULE)  # which is evaluated, say
+    alone = agn_optax.LocalCenter(RULE)  # for example, to evaluate it
     checkpoint.load(both, like=support.tree(), center=alone)
     support.assert_identical(alone.pull().params, center.pull().params)
 
@@ -218,7 +221,7 @@ def towers_tx(axes=None):
 
 
 def begun(towers, tx, **other):
-    """State as a run begins with it; with a random key, which each tower folds."""
+    """Return the initial state, with a random key that each tower folds."""
     params = problem.params() | other
     return towers.create(lambda p: (p, tx.init(p), jax.random.key(0)), params)
 
@@ -236,8 +239,8 @@ def some_steps(towers, tx, state, data):
 
 
 @pytest.mark.slow
-def test_towers_go_back_as_they_are_or_elastically(tmp_path):
-    """Four independent workers, whose center lies in four pieces, and fewer."""
+def test_towers_are_restored_exactly_or_elastically(tmp_path):
+    """Four independent workers with a center in four shards are restored on two."""
     tx, data = towers_tx("workers"), problem.batches(4)
     four, two = agn_optax.Towers(4, workers=4), agn_optax.Towers(2, workers=2)
     state = some_steps(four, tx, begun(four, tx), data)
@@ -255,8 +258,8 @@ def test_towers_go_back_as_they_are_or_elastically(tmp_path):
     checkpoint.save(tmp_path / "2", towers=(two, fewer))
     back = load_elastic(tmp_path / "2", four, tx)
     support.assert_identical(jax.device_get(four.center_params(back[1])), center)
-    # With the center's optimizer: in pieces as they were, but for what fills them up.
-    first, last = (find_state(each[1]) for each in (state, back))
+    # The shards of the center's optimizer are equal, except for their padding.
+    first, last = (support.find_state(each[1]) for each in (state, back))
     support.assert_identical(last.center, first.center)
     support.assert_identical(*(_whole(each.center_state) for each in (last, first)))
 
@@ -267,7 +270,7 @@ def load_elastic(path, towers, tx):
 
 
 @pytest.mark.slow
-def test_data_parallel_towers_may_be_any_number(tmp_path):
+def test_data_parallel_towers_are_restored_on_any_number(tmp_path):
     tx, data = towers_tx("towers"), problem.batches(4)
     four, one = agn_optax.Towers(4), agn_optax.Towers(1)
     state = some_steps(four, tx, begun(four, tx), data)
@@ -294,7 +297,7 @@ def _numbers(leaf):
 
 
 def _whole(center_state):
-    """Without what fills up the pieces of the leaves that are in some."""
+    """Return the moments of the center's Adam without padding."""
     sizes = [leaf.size for leaf in jax.tree.leaves(problem.params())]
     (adam,) = [node for node in center_state if hasattr(node, "mu")]
     return [

@@ -1,4 +1,4 @@
-"""A worker that goes on where it was, whatever its last process was about to do."""
+"""Resumable workers: a killed worker resumes without losing or repeating a message."""
 
 import contextlib
 import shutil
@@ -13,18 +13,18 @@ from helpers import shared
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import Session
+from agn_optax.center import Session, Submission
 
 SAMPLES, PERIOD = 7, 2
 
 
 class Killed(BaseException):
-    """In place of SIGKILL: nothing that would be cleaned up after it matters here."""
+    """Stand-in for SIGKILL; no cleanup code may matter after it."""
 
 
 @pytest.fixture
 def journaled(tmp_path):
-    """A center that outlives its workers, as a served one does."""
+    """Return a center that outlives its workers, as a served one does."""
     durability = agn_optax.center.Journal(tmp_path / "center")
     center = agn_optax.LocalCenter(
         shared.downpour(), jnp.zeros(SAMPLES), durability=durability
@@ -42,7 +42,7 @@ def resumable(center, folder, overlap=False, period=PERIOD, **beside):
 
 
 def a_step(loop, params, state, sample):
-    """It adds one to the sample's own element: of each leaf, as there are halves."""
+    """Train on a sample, which adds one to its own element of each leaf."""
     one = -jax.nn.one_hot(sample, SAMPLES)
     grads = jax.tree.map(lambda leaf: one.reshape(leaf.shape), params)
     updates, state = loop.tx.update(grads, state, params)
@@ -50,7 +50,7 @@ def a_step(loop, params, state, sample):
 
 
 def an_epoch(loop, data, before=lambda sample: None, **start):
-    """Each sample adds one to its own element of the center."""
+    """Train over an epoch; each sample adds one to its own element of the center."""
     params, state = loop.start(**start)
     for sample in data:
         before(int(sample))
@@ -63,16 +63,16 @@ def kill(*args, **kwargs):
     raise Killed
 
 
-def in_a_step(loop, monkeypatch):
+def kill_in_a_local_step(loop, monkeypatch):
     def before(sample):
-        if sample == 5:  # two exchanges are over, and a local step is lost
+        if sample == 5:  # after two exchanges; a local step is lost
             kill()
 
     return before
 
 
-def as_it_sends(loop, monkeypatch):
-    """The checkpoint is written, and the center gets no message."""
+def kill_before_sending(loop, monkeypatch):
+    """Kill after the checkpoint is written and before the center gets the message."""
     session, made = loop.worker.center.join, []
 
     def join(*args, **kwargs):
@@ -88,14 +88,14 @@ def as_it_sends(loop, monkeypatch):
     return before
 
 
-def before_it_has_the_answer(loop, monkeypatch):
-    """The center has applied the message, and the worker never hears of it."""
-    before = as_it_sends(loop, monkeypatch)
+def kill_before_the_response(loop, monkeypatch):
+    """Kill after the center applied the message and before the worker knows."""
+    before = kill_before_sending(loop, monkeypatch)
 
     def and_apply(sample):
         before(sample)
         if sample == 3:
-            session = loop.worker._session
+            session = loop.worker._parts[0].session
             exchange = type(session).exchange
 
             def applied(*args, **kwargs):
@@ -107,7 +107,7 @@ def before_it_has_the_answer(loop, monkeypatch):
     return and_apply
 
 
-def as_it_writes(loop, monkeypatch):
+def kill_while_writing_a_checkpoint(loop, monkeypatch):
     def before(sample):
         if sample == 5:
             monkeypatch.setattr(loop.checkpoints, "write", kill)
@@ -118,14 +118,16 @@ def as_it_writes(loop, monkeypatch):
 @pytest.mark.parametrize(
     ("killed", "period"),
     [
-        (in_a_step, PERIOD),
-        (as_it_sends, PERIOD),
-        (before_it_has_the_answer, PERIOD),
-        (before_it_has_the_answer, 1),
-        (as_it_writes, PERIOD),
+        (kill_in_a_local_step, PERIOD),
+        (kill_before_sending, PERIOD),
+        (kill_before_the_response, PERIOD),
+        (kill_before_the_response, 1),
+        (kill_while_writing_a_checkpoint, PERIOD),
     ],
 )
-def test_every_sample_counts_once(killed, period, journaled, tmp_path, monkeypatch):
+def test_every_sample_counts_once_after_a_kill(
+    killed, period, journaled, tmp_path, monkeypatch
+):
     exchanges = -(-SAMPLES // period)
     loop, data = resumable(journaled, tmp_path / "own", period=period)
     with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -135,37 +137,37 @@ def test_every_sample_counts_once(killed, period, journaled, tmp_path, monkeypat
     assert loop.resumed
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
     assert (loop.exchanges, journaled.version) == (exchanges, exchanges)
-    # It may come back after the epoch, too, and then has nothing to do.
+    # Started again after the epoch, it has nothing to do.
     loop, data = resumable(journaled, tmp_path / "own", period=period)
     an_epoch(loop, data)
     assert journaled.version == exchanges
 
 
-def test_the_next_process_may_have_another_period(journaled, tmp_path):
-    """What it sends first is of the round that was; the next ones are its own."""
+def test_resumed_worker_may_have_another_period(journaled, tmp_path):
+    """The first message is that of the interrupted round; the next ones are shorter."""
     loop, data = resumable(journaled, tmp_path / "own", period=3)
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, in_a_step(loop, None))
-    assert journaled.version == 1  # of three samples
+        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+    assert journaled.version == 1  # one exchange of three samples
     loop, data = resumable(journaled, tmp_path / "own", period=1)
     an_epoch(loop, data)
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
     assert journaled.version == 1 + SAMPLES - 3
 
 
-def test_the_next_process_must_have_the_same_name(journaled, tmp_path):
+def test_resumed_worker_must_have_the_same_name(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, in_a_step(loop, None))
+        an_epoch(loop, data, kill_in_a_local_step(loop, None))
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="v")
     loop = checkpoint.Resumable(worker, tmp_path / "own", data=data)
     with pytest.raises(errors.WorkerStateError, match=r"'w'.*'v'"):
         loop.start()
 
 
-def test_the_center_may_have_been_started_again_as_well(tmp_path):
+def test_worker_resumes_with_a_restarted_center(tmp_path):
     durability = agn_optax.center.Journal(tmp_path / "center")
-    for ends in (in_a_step, None):
+    for ends in (kill_in_a_local_step, None):
         center = agn_optax.LocalCenter(
             shared.downpour(), jnp.zeros(SAMPLES), durability=durability
         )
@@ -176,19 +178,20 @@ def test_the_center_may_have_been_started_again_as_well(tmp_path):
     assert loop.exchanges == 4
 
 
-def test_a_worker_that_overlaps(journaled, tmp_path):
+def test_overlapping_worker_resumes(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own", overlap=True)
     with pytest.raises(Killed):
-        an_epoch(loop, data, in_a_step(loop, None))
+        an_epoch(loop, data, kill_in_a_local_step(loop, None))
     loop, data = resumable(journaled, tmp_path / "own", overlap=True)
     an_epoch(loop, data)
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
 
 
-def test_a_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
-    """Also when one is tried again, and after a flush that had nothing to send."""
+def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
+    """It is written once for a retried message, and not for an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
-    loop.worker._patience = 0  # or it would go on without the center
+    # Otherwise it would continue without the center.
+    loop.worker._parts[0].machine.patience = 0
     an_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
@@ -199,7 +202,7 @@ def test_a_checkpoint_is_written_before_every_message(journaled, tmp_path, monke
         write(*args, **kwargs)
 
     monkeypatch.setattr(loop.checkpoints, "write", counted)
-    session = loop.worker._session
+    session = loop.worker._parts[0].session
     for lost in (True, False):
         with monkeypatch.context() as patched:
             if lost:
@@ -213,11 +216,11 @@ def test_a_checkpoint_is_written_before_every_message(journaled, tmp_path, monke
                     loop.exchange(params, state)
             else:
                 params, state = loop.exchange(params, state)
-    assert wrote == [4]  # once, before it was sent
+    assert wrote == [4]  # once, before the message was sent
     assert journaled.version == 5
 
 
-def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
+def test_embedded_center_is_saved_with_its_only_worker(tmp_path):
     def a_loop(kept):
         center = agn_optax.LocalCenter(shared.downpour())
         return resumable(center, tmp_path, kept=kept)
@@ -235,7 +238,9 @@ def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
     loop, data = a_loop(stats)
     an_epoch(loop, data)
     np.testing.assert_array_equal(loop.center.pull().params, np.ones(SAMPLES))
-    np.testing.assert_array_equal(stats["mean"], [4.0, 4.0])  # when it was written
+    np.testing.assert_array_equal(
+        stats["mean"], [4.0, 4.0]
+    )  # the value at the last checkpoint
     other = agn_optax.Worker(loop.center, shared.sgd(1.0), period=1, name="other")
     other.start()
     params, state = loop.worker.start()
@@ -243,21 +248,21 @@ def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
         loop.save(params, state)
 
 
-def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
+def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, in_a_step(loop, None))
+        an_epoch(loop, data, kill_in_a_local_step(loop, None))
     another = agn_optax.center.Journal(tmp_path / "another")
     with contextlib.closing(
         agn_optax.LocalCenter(shared.downpour(), jnp.zeros(SAMPLES), durability=another)
     ) as center:
-        for _ in range(2):  # or the worker would have seen the future
+        for _ in range(2):  # otherwise the worker would know a later version
             session = center.join("x")
-            session.exchange(1, jnp.zeros(SAMPLES), anchor_version=0)
+            session.exchange(Submission(1, jnp.zeros(SAMPLES), anchor_version=0))
         loop, _ = resumable(center, tmp_path / "own")
         with pytest.raises(errors.WorkerStateError, match=r"'w' cannot go on.*anew"):
             loop.start()
-    # Its own center, which has heard of it since.
+    # Its own center, after later exchanges.
     shutil.copytree(tmp_path / "own", tmp_path / "old")
     loop, data = resumable(journaled, tmp_path / "own")
     an_epoch(loop, data)
@@ -268,13 +273,13 @@ def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
         checkpoint.Resumable(journaled, tmp_path)
 
 
-# By fragments: of each sample there is one in either half of the center.
+# With fragments, each sample has an element in both halves of the center.
 HALVES = {"a": jnp.zeros(SAMPLES), "b": jnp.zeros((1, SAMPLES))}
 
 
 @pytest.fixture
 def halved(tmp_path):
-    """Two centers that outlive their worker, with a half of the parameters each."""
+    """Return two centers that outlive their worker, with half of the params each."""
     centers = [
         agn_optax.LocalCenter(
             shared.downpour(), durability=agn_optax.center.Journal(tmp_path / name)
@@ -298,9 +303,9 @@ def by_fragments(center, folder, *, overlap=False, period=4, **late):
 
 
 def killed_at(place, loop, monkeypatch):
-    """In a step; or as a fragment's message leaves; or once the center has it."""
+    """Kill in a step, before a fragment's message is sent, or after it is applied."""
     if place == "step":
-        return in_a_step(loop, monkeypatch)
+        return kill_in_a_local_step(loop, monkeypatch)
     sent = []
     send = Session.exchange
 
@@ -328,7 +333,7 @@ def killed_at(place, loop, monkeypatch):
         ("applied", {"delay": 1, "mixing": 0.5}),
     ],
 )
-def test_every_sample_counts_once_in_each_fragment(
+def test_every_sample_counts_once_in_each_fragment_after_a_kill(
     place, late, halved, tmp_path, monkeypatch
 ):
     loop, data = by_fragments(halved, tmp_path / "own", **late)
@@ -339,7 +344,7 @@ def test_every_sample_counts_once_in_each_fragment(
     loop, data = by_fragments(halved, tmp_path / "own", **late)
     an_epoch(loop, data)
     assert loop.resumed
-    # What a worker does between a message and its landing counts by its mixing only.
+    # Steps between a send and its receive count only with the mixing weight.
     meanwhile = {"a": [2, 6], "b": [4]} if "delay" in late else {"a": [], "b": []}
     for name, half in halved.pull().params.items():
         counts = np.asarray(half).ravel()
@@ -347,22 +352,20 @@ def test_every_sample_counts_once_in_each_fragment(
         np.testing.assert_array_equal(once, np.ones(len(once)))
         assert set(counts) <= {1.0, late.get("mixing", 0.0)}
     assert [center.version for center in halved.centers] == [3, 2]
-    # It may come back after the epoch, too, and then has nothing to do.
+    # Started again after the epoch, it has nothing to do.
     loop, data = by_fragments(halved, tmp_path / "own", **late)
     an_epoch(loop, data)
     assert [center.version for center in halved.centers] == [3, 2]
 
 
-def test_a_flush_of_fragments_that_was_killed_is_made_once(
-    halved, tmp_path, monkeypatch
-):
-    """... by a process with another period."""
+def test_killed_flush_of_fragments_is_completed_once(halved, tmp_path, monkeypatch):
+    """The resumed process has another period."""
     loop, data = by_fragments(halved, tmp_path / "own")
     params, state = loop.start()
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
-    monkeypatch.setattr(loop.worker._workers[1]._session, "exchange", kill)
+    monkeypatch.setattr(loop.worker._parts[1].session, "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [2, 0]
@@ -373,12 +376,12 @@ def test_a_flush_of_fragments_that_was_killed_is_made_once(
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
 
-def test_a_fragment_that_did_not_come_through_is_the_next(
+def test_fragment_with_an_unacknowledged_message_is_sent_first(
     halved, tmp_path, monkeypatch
 ):
-    """Another one would be due before it, if local steps were counted at each call."""
+    """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._workers[1]._patience = 0
+    loop.worker._parts[1].machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write
@@ -395,14 +398,14 @@ def test_a_fragment_that_did_not_come_through_is_the_next(
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
-            session = loop.worker._workers[1]._session
+            session = loop.worker._parts[1].session
             patched.setattr(session, "submit", unreachable)
             for _ in range(3 if sample == 1 else 0):
                 with pytest.raises(errors.CenterUnreachableError):
                     loop.exchange(params, state)
                 assert [each.version for each in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each._local_steps for each in loop.worker._workers)
+        made = tuple(each.machine.counts.steps for each in loop.worker._parts)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
@@ -412,13 +415,13 @@ def test_a_fragment_that_did_not_come_through_is_the_next(
 
 
 @pytest.mark.parametrize("killed", ["then", "after it"])
-def test_a_flush_after_a_fragment_that_did_not_come_through(
+def test_flush_after_an_unacknowledged_fragment_is_resumed(
     killed, halved, tmp_path, monkeypatch
 ):
-    """The other one, which it sends too, is not in the last checkpoint."""
+    """The other fragment, which flush also sends, is not in the last checkpoint."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    workers = loop.worker._workers
-    workers[1]._patience = 0
+    workers = loop.worker._parts
+    workers[1].machine.patience = 0
     params, state = loop.start()
     for sample in data:
         params, state = a_step(loop, params, state, sample)
@@ -430,14 +433,14 @@ def test_a_flush_after_a_fragment_that_did_not_come_through(
         raise errors.CenterUnreachableError("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(workers[1]._session, "submit", unreachable)
+        patched.setattr(workers[1].session, "submit", unreachable)
         with pytest.raises(errors.CenterUnreachableError):
             loop.exchange(params, state)
         with pytest.raises(errors.CenterUnreachableError):
             loop.flush(params, state)
         assert [each.version for each in halved.centers] == [0, 0]
     if killed == "then":
-        monkeypatch.setattr(workers[0]._session, "collect", kill)
+        monkeypatch.setattr(workers[0].session, "collect", kill)
         with pytest.raises(Killed):
             loop.flush(params, state)
     else:
@@ -450,10 +453,10 @@ def test_a_flush_after_a_fragment_that_did_not_come_through(
 
 
 @pytest.mark.parametrize("make", [by_fragments, resumable])
-def test_a_checkpoint_that_cannot_be_written_costs_nothing(
+def test_failed_checkpoint_write_loses_no_sample(
     make, journaled, halved, tmp_path, monkeypatch
 ):
-    """Though an answer was adopted before it, and the loop's arrays are gone."""
+    """A response was adopted before the failure, and the loop's arrays were donated."""
     center = halved if make is by_fragments else journaled
     loop, data = make(center, tmp_path / "own", overlap=True)
     write, failed = loop.checkpoints.write, []
@@ -481,7 +484,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing(
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
 
-def test_what_cannot_be_sent_is_not_written(halved, journaled, tmp_path):
+def test_invalid_exchange_writes_no_checkpoint(halved, journaled, tmp_path):
     by_parts, _ = by_fragments(halved, tmp_path / "halves")
     whole, _ = resumable(journaled, tmp_path / "whole", period=1)
     for loop in (by_parts, whole):
@@ -498,7 +501,7 @@ def test_what_cannot_be_sent_is_not_written(halved, journaled, tmp_path):
     assert by_parts.checkpoints.latest is None
 
 
-def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
+def test_embedded_shards_are_saved_with_their_only_worker(tmp_path):
     def begun():
         centers = [agn_optax.LocalCenter(shared.downpour()) for _ in range(2)]
         fragments = agn_optax.Fragments(2)
@@ -507,7 +510,7 @@ def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
     for place in ("step", None):
         center = begun()
         loop, data = by_fragments(center, tmp_path)
-        before = in_a_step(loop, None) if place else lambda sample: None
+        before = kill_in_a_local_step(loop, None) if place else lambda sample: None
         with contextlib.suppress(Killed):
             an_epoch(loop, data, before, params=HALVES, chief=True)
     assert loop.resumed
@@ -515,10 +518,10 @@ def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
 
-def test_other_fragments_than_were_saved(halved, tmp_path):
+def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
     loop, data = by_fragments(halved, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, in_a_step(loop, None))
+        an_epoch(loop, data, kill_in_a_local_step(loop, None))
     whole = agn_optax.Worker(halved, shared.sgd(1.0), period=2, name="w")
     other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
     with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
@@ -528,7 +531,7 @@ def test_other_fragments_than_were_saved(halved, tmp_path):
 @pytest.mark.parametrize(
     "name", ["path", "like", "elastic", "center", "number", "agn_optax", "center-0"]
 )
-def test_a_name_that_is_taken_is_refused_before_anything_is_written(
+def test_name_that_is_taken_is_rejected_before_anything_is_written(
     name, journaled, tmp_path
 ):
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="w")
@@ -537,14 +540,14 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(
     assert not (tmp_path / "own").exists()
 
 
-def test_any_other_name_comes_back(journaled, tmp_path):
+def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
     for mean in (1.0, 0.0):
         beside = {name: {"mean": jnp.full(2, mean)} for name in ("parts", "life")}
         loop, data = resumable(journaled, tmp_path / "own", **beside)
         params, state = loop.start()
         if not loop.resumed:
             params, state = a_step(loop, params, state, next(data))
-            loop.flush(params, state)
+            loop.flush(params, state, steps=1)
         loop.close()
     assert loop.resumed
     for kept in beside.values():

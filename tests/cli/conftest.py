@@ -1,4 +1,4 @@
-"""A center to look at."""
+"""Fixtures for the tests of the command line: servers and an unused address."""
 
 import contextlib
 
@@ -15,14 +15,14 @@ RULE = rules.easgd(0.25)
 
 @pytest.fixture(scope="module")
 def server():
-    """A center with one worker, which has made two exchanges, one of them stale."""
+    """A center with one worker that made two exchanges, one of them stale."""
     with serving() as server:
         yield server
 
 
 @pytest.fixture
 def new_server():
-    """The same, whose worker has not stalled yet."""
+    """A new server of the same kind, whose worker has not stalled yet."""
     with serving() as server:
         yield server
 
@@ -31,7 +31,7 @@ def new_server():
 def serving():
     params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
     with (
-        service.serve(RULE, params, calls=None) as server,
+        service.serve(RULE, params, limits=service.Limits(calls=None)) as server,
         service.connect(server.address, RULE) as center,
     ):
         worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name="worker-0")
@@ -45,5 +45,5 @@ def serving():
 
 @pytest.fixture
 def nowhere():
-    """An address at which nobody listens."""
+    """An address at which nothing listens."""
     return ports.free_address()

@@ -1,4 +1,4 @@
-"""Tokens of the command line: made, left for this user's programs, and never shown."""
+"""Tokens of the command line: generated, stored for this user, and never logged."""
 
 import json
 import os
@@ -11,8 +11,7 @@ import pytest
 from helpers.commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
 
 from agn_optax import errors, rules, service
-from agn_optax.ops.cli import _center_options
-from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.center import Submission
 
 RULE = rules.downpour()
 READS, DRAINS = "observer-0123456789", "operator-0123456789"
@@ -20,7 +19,7 @@ READS, DRAINS = "observer-0123456789", "operator-0123456789"
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """Where a center's token is left."""
+    """The folder in which a center stores its token for this user's programs."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     return tmp_path / "run" / "agn-optax"
 
@@ -43,7 +42,7 @@ def token_file(folder, token):
     return f"--token-file={path}"
 
 
-def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
+def test_generated_token_is_stored_for_this_user(runtime, address, monkeypatch):
     seen = {}
 
     def look(center):
@@ -58,7 +57,7 @@ def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
         succeeds("watch", address, "--count=1")
         with monkeypatch.context() as elsewhere:
             elsewhere.setenv("XDG_RUNTIME_DIR", str(runtime / "elsewhere"))
-            assert "only for those who have a token" in fails("status", address, code=1)
+            assert "requires a token" in fails("status", address, code=1)
             with pytest.raises(errors.NotAllowedError):
                 service.connect(address, RULE)
             service.connect(address, RULE, token=seen["token"]).close()
@@ -66,7 +65,7 @@ def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
     result = serve(address, RULE, "--rule=downpour", then=look)
     assert result.stdout == f"serving downpour at {address}\ntoken {seen['token']}\n"
     assert seen["token"] not in result.stderr
-    # A center that is started again at this address is to know its workers.
+    # A center restarted at this address accepts the tokens of its workers.
     (left,) = runtime.iterdir()
     assert left.read_text() == seen["token"]
     again = serve(address, RULE, "--rule=downpour").stdout
@@ -74,7 +73,7 @@ def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
     assert stat.S_IMODE(left.stat().st_mode) == 0o600
 
 
-def test_the_token_of_the_page_lets_look_and_no_more(runtime, address, monkeypatch):
+def test_token_of_the_page_is_for_observers_only(runtime, address, monkeypatch):
     made = [digit * 64 for digit in "ab"]
     monkeypatch.setattr(service.tokens, "generated", iter(made).__next__)
     seen = {}
@@ -98,38 +97,47 @@ def test_the_token_of_the_page_lets_look_and_no_more(runtime, address, monkeypat
     )
 
 
-def test_where_the_page_is():
+def test_page_address_follows_from_the_options(monkeypatch):
+    found = []
+
+    def serve_nothing(rule, *, page, **settings):
+        found.append(page)
+        raise errors.CenterError("this is only a test")
+
+    monkeypatch.setattr(service, "serve", serve_nothing)
     for options, page in [
-        ({}, None),
-        ({"page": True}, "127.0.0.1:0"),
-        ({"page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
-        ({"page": True, "page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
-        ({"page": False}, None),
+        ([], None),
+        (["--page"], "127.0.0.1:0"),
+        (["--page-address=127.0.0.1:80"], "127.0.0.1:80"),
+        (["--page", "--page-address=127.0.0.1:80"], "127.0.0.1:80"),
+        (["--no-page"], None),
     ]:
-        assert _center_options.settings(CenterOptions(**options))["page"] == page
-    with pytest.raises(errors.InvalidArgumentError, match="--no-page exclude"):
-        _center_options.settings(CenterOptions(page=False, page_address="a:1"))
+        fails("serve", "--rule=downpour", "--open", *options, code=1)
+        assert found.pop() == page
+    said = fails("serve", "--rule=downpour", "--no-page", "--page-address=a:1", code=2)
+    assert "--no-page exclude" in said
+    assert not found
 
 
-def test_the_token_of_a_port_that_was_free_goes_with_its_center(runtime):
+def test_token_of_a_random_port_is_removed_with_its_center(runtime):
     made = service.tokens.for_center_at("127.0.0.1:0")
     with service.tokens.left_here("127.0.0.1:5000", made):
         assert len(list(runtime.iterdir())) == 1
     assert not list(runtime.iterdir())
 
 
-def test_programs_say_the_token_too(runtime, address):
+def test_json_output_of_serve_has_the_token(runtime, address):
     said = serve(address, RULE, "--rule=downpour", "--json").stdout
     assert len(json.loads(said)["token"]) == 64
 
 
 def _token_for(address):
-    """That which this end would show a center there, if it was given none."""
+    """Return the token a client would present at an address if given none."""
     return service.tokens.of(None, lambda: address)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_center_that_listens_everywhere_is_found_here(runtime, host):
+def test_token_of_a_center_on_all_interfaces_is_found_locally(runtime, host):
     with service.tokens.left_here("0.0.0.0:5000", "everywhere"):
         assert _token_for(f"{host}:5000")() == "everywhere"
         with service.tokens.left_here("127.0.0.1:5000", "here"):
@@ -138,7 +146,7 @@ def test_a_center_that_listens_everywhere_is_found_here(runtime, host):
         assert _token_for("192.0.2.1:5000")() is None
 
 
-def test_the_next_center_at_an_address_keeps_its_token(runtime):
+def test_ended_center_keeps_the_token_of_its_successor(runtime):
     with service.tokens.left_here("127.0.0.1:1", "second"):
         with service.tokens.left_here("127.0.0.1:1", "first"):
             (path,) = runtime.iterdir()
@@ -146,7 +154,9 @@ def test_the_next_center_at_an_address_keeps_its_token(runtime):
         assert _token_for("127.0.0.1:1")() == "second"
 
 
-def test_tokens_of_a_file(runtime, address, tokens, tmp_path):
+def test_observer_token_from_a_file_cannot_drain_or_save(
+    runtime, address, tokens, tmp_path
+):
     def look(center):
         assert not runtime.exists()
         for name in ("status", "doctor"):
@@ -162,7 +172,7 @@ def test_tokens_of_a_file(runtime, address, tokens, tmp_path):
     assert result.stdout == f"serving downpour at {address}\n"
 
 
-def test_an_operator_has_a_snapshot_written(runtime, address, tokens, tmp_path):
+def test_operator_can_have_a_snapshot_written(runtime, address, tokens, tmp_path):
     operator = token_file(tmp_path, DRAINS)
     disk = tmp_path / "disk"
 
@@ -171,7 +181,7 @@ def test_an_operator_has_a_snapshot_written(runtime, address, tokens, tmp_path):
         assert "no parameters yet" in said
         center.initialize(jnp.zeros(3), worker="a")
         session = center.join("a")
-        session.exchange(1, jnp.ones(3), anchor_version=0)
+        session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         said = json.loads(succeeds("save", address, operator, "--json"))
         assert said == {"event": "saved", "address": address, "version": 1}
         assert (disk / "snapshot-000000000002").exists()
@@ -184,7 +194,7 @@ def test_an_operator_has_a_snapshot_written(runtime, address, tokens, tmp_path):
     )
 
 
-def test_an_open_center_lets_everybody_in(runtime, address):
+def test_open_center_needs_no_token(runtime, address):
     def look(center):
         assert not runtime.exists()
         center.initialize(jnp.zeros(3), worker="anna")
@@ -192,12 +202,12 @@ def test_an_open_center_lets_everybody_in(runtime, address):
     serve(address, RULE, "--rule=downpour", "--open", then=look)
 
 
-def test_beyond_this_machine_no_center_is_open():
+def test_open_center_on_all_interfaces_is_rejected():
     said = fails("serve", "--rule=downpour", "--open", "--address=0.0.0.0:0", code=2)
     assert "insecure=True" in said
 
 
-def test_an_operator_drains_a_center(runtime, tokens, tmp_path):
+def test_operator_can_drain_a_center(runtime, tokens, tmp_path):
     arguments, environment = python(
         *(
             "-m",
@@ -221,7 +231,7 @@ def test_an_operator_drains_a_center(runtime, tokens, tmp_path):
             assert process.wait(PATIENCE) == 0
             said = process.stderr.read()
             assert said.count("draining") == 1
-            assert "has asked for" in said
+            assert "as requested by" in said
             assert DRAINS not in said
         finally:
             process.kill()
@@ -259,7 +269,7 @@ pathlib.Path(f"{me.worker}.token").write_text(str(os.getpid()))
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Programs in the current directory, which find this checkout."""
+    """Use a temporary current directory whose programs import this checkout."""
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -267,13 +277,13 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_launched_workers_have_tokens_of_their_own(runtime, here):
+def test_each_launched_worker_has_its_own_token(runtime, here):
     (here / "train.py").write_text(WORKER)
     result = command("launch", "--workers=2", "--rule=downpour", "train.py")
     assert result.exit_code == 0, result.output
     said = result.output
     for rank in range(2):
-        refused = f"worker-{rank} | refused: nobody may speak for worker 'worker-7'"
+        refused = f"worker-{rank} | refused: only worker 'worker-7' itself may"
         assert refused in said
         assert f"worker-{rank} | watched downpour" in said
     assert "worker-1 | refused: Initialize needs the role chief" in said
@@ -286,7 +296,7 @@ def test_launched_workers_have_tokens_of_their_own(runtime, here):
 
 
 @pytest.mark.slow
-def test_a_launched_center_may_be_open(runtime, here):
+def test_launched_center_can_be_open(runtime, here):
     (here / "train.py").write_text(
         "import os\nprint([name for name in os.environ if 'OPTAX_TOKEN' in name])"
     )

@@ -1,7 +1,10 @@
 """The command itself: help, exit codes, records of options."""
 
 import dataclasses
+import os
+import pathlib
 import re
+from typing import Literal
 
 import pytest
 import typer
@@ -14,7 +17,7 @@ from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.engines import _run
 
 
-def test_version_and_help():
+def test_version_and_list_of_commands_are_printed():
     assert __version__ in succeeds("--version")
     said = succeeds("--help")
     names = "serve status watch save drain doctor backup export plan keys launch"
@@ -36,7 +39,7 @@ def test_version_and_help():
         ("launch", ["PROGRAM.py", "--workers", "--restarts", "--center-optimizer"]),
     ],
 )
-def test_every_command_explains_itself(name, options):
+def test_help_of_every_command_lists_its_options(name, options):
     said = succeeds(name, "--help")
     for option in (*options, "--json", "--help"):
         assert option in said
@@ -57,13 +60,13 @@ def test_flags_take_no_value(name, monkeypatch):
     assert not re.search("<bool>|BOOL", said, re.IGNORECASE)
     for each in flags(APP.commands[name] if name else APP):
         assert all(option in said for option in (*each.opts, *each.secondary_opts))
-        # Nothing between the last name of a flag and its help but space.
+        # Only spaces between the last name of a flag and its help.
         last = (each.opts + each.secondary_opts)[-1]
         assert re.search(rf"{last} {{2,}}{each.help.split()[0]}", said), said
 
 
-def test_flags_can_be_denied_where_that_says_something():
-    """``--no-page``, say, beside a file that has ``page = true``."""
+def test_flags_that_a_file_can_set_have_a_negative_form():
+    """For instance, ``--no-page`` overrides ``page = true`` in a file."""
     denied = {
         option.removeprefix("--no-").replace("-", "_"): command
         for command in APP.commands.values()
@@ -99,15 +102,15 @@ def test_help_names_the_extra_that_is_needed(name, extra):
     "arguments",
     [["bake"], ["serve", "--speed=3"], ["serve", "--lease=x"], ["status"], ["plan"]],
 )
-def test_wrong_usage(arguments):
+def test_wrong_usage_shows_the_usage(arguments):
     assert "Usage:" in fails(*arguments, code=2)
 
 
-def test_without_arguments_it_shows_help():
+def test_no_arguments_show_help():
     assert "Usage:" in command().output
 
 
-def test_a_record_survives_its_command_line():
+def test_record_round_trips_through_the_command_line():
     rule = RuleOptions(rule="agn", nesterov=False, b1=-0.5, momentum=1e-30)
     arguments = _run.arguments(_options.given(rule))
     assert "--no-nesterov" in arguments
@@ -130,7 +133,7 @@ def _app_of(function):
     return app
 
 
-def test_every_option_is_optional_and_has_one_meaning():
+def test_options_are_optional_and_their_names_unique():
     names = []
     for record in (RuleOptions, CenterOptions):
         assert _options.given(record()) == {}
@@ -139,14 +142,14 @@ def test_every_option_is_optional_and_has_one_meaning():
     assert dataclasses.fields(_status.Reached)
 
 
-def test_every_field_is_described():
+def test_every_field_has_a_help_text():
     for record in (RuleOptions, CenterOptions, _status.Reached):
         names = [field.name for field in dataclasses.fields(record)]
         assert list(record.__options__) == names
         assert all(option.help for option in record.__options__.values())
 
 
-def test_a_docstring_describes_options():
+def test_docstring_gives_the_help_of_options():
     @_options.record(kinds="a, b")
     class Record:
         """What it is.
@@ -159,17 +162,17 @@ def test_a_docstring_describes_options():
 
         kind: str | None = None
         quick: bool | None = _options.switch()
-        count: int = _options.at_least(1)
+        count: int
 
     kind, quick, count = Record.__options__.values()
     assert (kind.metavar, kind.show_default) == ("NAME", "a")
     assert kind.help == "One of a, b, with a help that is longer than a line."
     assert kind.rich_help_panel == quick.rich_help_panel == "Panel"
     assert (quick.help, quick.param_decls) == ("How: at once.", ("--quick",))
-    assert (count.default, count.min, count.help) == (..., 1, None)
+    assert (count.default, count.help) == (..., None)
 
 
-def test_a_docstring_that_describes_no_field_is_refused():
+def test_docstring_entry_without_a_field_is_rejected():
     with pytest.raises(AssertionError, match="speed"):
 
         @_options.record()
@@ -179,6 +182,123 @@ def test_a_docstring_that_describes_no_field_is_refused():
             Panel:
               speed: Of no field.
             """
+
+
+@dataclasses.dataclass(kw_only=True)
+class Base:
+    """A base class with an argument of its own.
+
+    Args:
+      size: size in `bytes`, whose description is longer than a
+        line; None for any size. It may be 0.
+    """
+
+    size: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Source(Base):
+    """A class whose arguments become options.
+
+    Args:
+      folder: where it is. The rest is no help.
+      rate: number in a second. None for no limit.
+      kind: one of two.
+      is_fast: be fast.
+      is_safe: be safe.
+      inner: what no text can give.
+    """
+
+    folder: str | os.PathLike[str]
+    rate: float | None = 20.0
+    kind: Literal["a", "b"] = "a"
+    is_fast: bool = False
+    is_safe: bool = True
+    inner: Base | None = None
+
+
+GROUP = _options.Group(
+    Source,
+    prefix="my_",
+    names={"folder": "folder DIRECTORY", "size": "size [much]"},
+    needs="--folder",
+)
+
+
+@_options.record(groups={"source": GROUP})
+class Grouped:
+    """A record with a group.
+
+    First:
+      kind: Another one.
+
+    Second:
+      *source
+      last: The last one.
+    """
+
+    kind: int | None = None
+    last: int | None = None
+
+
+def test_group_takes_types_defaults_and_help_from_the_library():
+    options = Grouped.__options__
+    names = ["kind", "size", "folder", "my_rate", "my_kind", "my_is_fast", "my_is_safe"]
+    assert list(options) == [*names, "last"]
+    assert [field.name for field in dataclasses.fields(Grouped)] == list(options)
+    assert _options.given(Grouped()) == {}
+    shown = {
+        name: (each.help, each.metavar, each.show_default, each.rich_help_panel)
+        for name, each in options.items()
+        if name in GROUP.names.values()
+    }
+    assert shown == {
+        "size": (
+            "With --folder: size in bytes, whose description is longer than a line.",
+            None,
+            "much",
+            "Second",
+        ),
+        "folder": ("Where it is.", "DIRECTORY", False, "Second"),
+        "my_rate": ("With --folder: number in a second.", None, "20", "Second"),
+        "my_kind": ("With --folder: one of two.", "a|b", "a", "Second"),
+        "my_is_fast": ("With --folder: be fast.", None, False, "Second"),
+        "my_is_safe": ("With --folder: be safe.", None, "my-is-safe", "Second"),
+    }
+    assert options["my_is_fast"].param_decls == ("--my-is-fast",)
+
+
+def test_clause_on_none_is_shown_as_the_default():
+    (_, _, said), *_ = _options.Group(Base).fields.values()
+    assert said["show_default"] == "any size"
+
+
+def test_group_builds_its_class_from_options():
+    made = []
+
+    def take(options: Grouped) -> None:
+        made.append((options, GROUP.given(options)))
+
+    app = _app_of(take)
+    app(["--folder=a", "--my-rate=3", "--no-my-is-safe"], standalone_mode=False)
+    options, arguments = made[0]
+    assert arguments == {"folder": pathlib.Path("a"), "rate": 3.0, "is_safe": False}
+    assert GROUP.made(options, size=3) == Source(**arguments, size=3)
+    with pytest.raises(errors.InvalidArgumentError, match=r"^--my-rate needs --folder"):
+        GROUP.refuse(Grouped(my_rate=1.0))
+    with pytest.raises(errors.InvalidArgumentError, match=r"^--my-kind is too much"):
+        GROUP.refuse(Grouped(my_kind="b"), "is too much")
+    GROUP.refuse(Grouped(kind=1))
+
+
+def test_everyday_options_come_first():
+    panels = [
+        option.rich_help_panel
+        for record in (RuleOptions, CenterOptions)
+        for option in record.__options__.values()
+    ]
+    everyday = ["Rule", "Center optimizer", "Center", "Durability", "Mode", "Access"]
+    assert list(dict.fromkeys(panels))[:7] == [*everyday, "TLS"]
 
 
 @pytest.mark.parametrize(
@@ -193,20 +313,20 @@ def test_a_docstring_that_describes_no_field_is_refused():
         ("rule = " + 3000 * "[", "cannot read .*center.toml"),
     ],
 )
-def test_bad_files_are_refused(tmp_path, text, message):
+def test_bad_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "center.toml"
     path.write_text(text)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         _options.read(path, RuleOptions, CenterOptions)
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_missing_file_is_rejected(tmp_path):
     said = fails("serve", "--config", tmp_path / "none.toml", code=2)
     assert "cannot read" in said
     assert "Traceback" not in said
 
 
-def test_the_command_line_wins_over_the_file(tmp_path):
+def test_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "center.toml"
     path.write_text("rule = 'agn'\nlearning-rate = 1\ngrace = 2\ntls-key = 'a.pem'\n")
     values = _options.read(path, RuleOptions, CenterOptions)
@@ -217,6 +337,6 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert center.tls_key.name == "a.pem"
 
 
-def test_what_json_cannot_say_is_null(capsys):
+def test_nonfinite_numbers_are_null_in_json(capsys):
     _options.print_json({"a": [float("nan"), 1.5], "b": {"c": float("inf")}})
     assert capsys.readouterr().out == '{"a": [null, 1.5], "b": {"c": null}}\n'

@@ -1,4 +1,4 @@
-"""``agn-optax doctor``: what it finds, on this machine; test_network has networks."""
+"""``agn-optax doctor`` on one machine; test_doctor_networks.py has faulty networks."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ RULE = rules.easgd(0.25)
 
 
 def checks(*arguments, code):
-    """What the doctor found, by check: result and what it said."""
+    """Run the doctor; return result and text of each check."""
     result = command("doctor", *arguments, "--json")
     assert result.exit_code == code, result.output
     said = json.loads(result.stdout)
@@ -31,12 +31,12 @@ def checks(*arguments, code):
     return {each["check"]: (each["result"], each["said"]) for each in said["checks"]}
 
 
-def test_doctor_of_a_healthy_center(server):
+def test_doctor_finds_no_fault_in_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
     said = succeeds("doctor", server.address, *options)
     lines = said.splitlines()
     assert len(lines) == 19
-    # (How fast it is, a busy machine says.)
+    # (The rates depend on how busy the machine is.)
     assert all(line.startswith("ok ") for line in lines if "rates" not in line), said
     found = checks(server.address, *options, code=0)
     assert found["schema"] == ("ok", "2 leaves, 32 B")
@@ -57,12 +57,12 @@ def test_doctor_compares_rules(server, tmp_path):
     )
 
 
-def test_doctor_of_timeouts(server):
+def test_doctor_checks_timeouts(server):
     found = checks(server.address, "--client-timeout=2", code=1)
     assert "give connect() a timeout above 3" in found["timeouts"][1]
     found = checks(server.address, "--client-timeout=15", code=0)
     assert found["timeouts"][0] == "warning"
-    with service.serve(RULE, lease=1.0) as hasty:
+    with service.serve(RULE, limits=service.Limits(lease=1.0)) as hasty:
         found = checks(hasty.address, code=0)
         assert "--lease" in found["timeouts"][1]
         assert found["schema"][0] == "warning"
@@ -76,22 +76,22 @@ def test_doctor_of_timeouts(server):
         ("no-such-host.invalid:80", "no-such-host.invalid is not found"),
     ],
 )
-def test_doctor_of_addresses_that_are_none(address, message):
+def test_doctor_rejects_bad_addresses(address, message):
     found = checks(address, code=1)
     assert list(found) == ["address"]
     assert message in found["address"][1]
 
 
-def test_doctor_where_nobody_listens(nowhere, tmp_path):
+def test_doctor_reports_that_nothing_listens(nowhere, tmp_path):
     for address in (nowhere, f"unix:{tmp_path}/nobody"):
         found = checks(address, code=1)
         assert list(found) == ["address", "proxy", "connection"]
-        assert f"nobody listens at {address}" in found["connection"][1]
+        assert f"nothing listens at {address}" in found["connection"][1]
 
 
 @contextlib.contextmanager
 def other_server(answer):
-    """Somebody who says the same to everybody."""
+    """Run a server that gives the same answer to every connection."""
 
     def serve():
         with contextlib.suppress(OSError):
@@ -111,23 +111,23 @@ def other_server(answer):
     assert not thread.is_alive()
 
 
-def test_doctor_where_something_else_listens():
+def test_doctor_reports_that_another_server_listens():
     with other_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as address:
         found = checks(address, "--timeout=2", code=1)
     assert list(found)[-1] == "health"
     assert "no gRPC server" in found["health"][1]
 
 
-def test_doctor_of_tls_where_there_is_none(server, tmp_path):
+def test_doctor_reports_tls_options_for_a_center_without_tls(server, tmp_path):
     ca, _ = certificates.make(tmp_path)
     found = checks(server.address, f"--tls-ca={ca}", code=1)
     assert "leave --tls-ca out" in found["encryption"][1]
 
 
-class Described:
-    """A center as the doctor sees it, with some of what it says made up.
+class AlteredObserver:
+    """An observer of a center whose description has some fields replaced.
 
-    Or left out, as by one of a release that did not know of it.
+    None clears a field, as a center of an older release would lack it.
     """
 
     def __init__(self, server, **said):
@@ -165,10 +165,12 @@ class Described:
         ("grace", "ok", "an exchange of this model takes", {"stop_grace": None}),
     ],
 )
-def test_doctor_of_a_strange_center(server, check, result, message, said):
+def test_doctor_judges_the_description_of_a_center(
+    server, check, result, message, said
+):
     checks = _checks.Checks(
         server.address,
-        lambda: Described(server, **said),
+        lambda: AlteredObserver(server, **said),
         None,
         timeout=5.0,
         client_timeout=30.0,
@@ -179,11 +181,11 @@ def test_doctor_of_a_strange_center(server, check, result, message, said):
     found = {finding.check: finding for finding in checks.run()}
     assert found[check].result == result
     assert message in found[check].said
-    others = found.keys() - {check, "rates"}  # which a busy machine has its say in
+    others = found.keys() - {check, "rates"}  # rates depend on the machine's load
     assert {found[name].result for name in others} == {"ok"}
 
 
-def test_doctor_of_a_center_that_goes_down(server, monkeypatch):
+def test_doctor_reports_that_the_center_is_going_down(server, monkeypatch):
     monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
     found = checks(server.address, code=1)
     assert "going down" in found["health"][1]
@@ -206,25 +208,28 @@ def test_doctor_names_the_slow_direction(transport, slow):
 
 
 @pytest.mark.slow
-def test_doctor_of_a_way_that_is_far_too_slow():
-    with service.serve(RULE, jnp.zeros(3), direct=False) as own, Network(own) as net:
+def test_doctor_fails_for_a_connection_that_is_far_too_slow():
+    with (
+        service.serve(RULE, jnp.zeros(3), direct_address=False) as own,
+        Network(own) as net,
+    ):
         net.there.rate = 8e3
         result, said = checks(net.address, code=1)["rates"]
     assert result == "failed"
     assert "slower than the 32.8 kB/s" in said
 
 
-def test_doctor_of_a_port_that_nobody_can_reach():
-    """It connects by gRPC, and the address that the center names is not there."""
+def test_doctor_reports_an_unreachable_direct_port():
+    """gRPC connects, but nothing listens at the direct address the center gives."""
     with service.serve(RULE, jnp.zeros(3)) as own:
         own._servicer.direct_address = "127.0.0.1:1"
         found = checks(own.address, code=0)
     assert found["ports"][0] == "warning"
-    assert "nobody listens at 127.0.0.1:1: " in found["ports"][1]
+    assert "nothing listens at 127.0.0.1:1: " in found["ports"][1]
     assert "--direct-address" in found["ports"][1]
 
 
-def test_doctor_says_what_an_exchange_takes(server):
+def test_doctor_compares_exchange_time_with_the_grace(server):
     result, said = checks(server.address, code=0)["grace"]
     assert result == "ok"
     assert "an exchange of this model takes " in said
@@ -238,36 +243,40 @@ def test_doctor_says_what_an_exchange_takes(server):
     assert "longer give_up" in said
 
 
-def test_doctor_of_rounds_that_close_too_soon():
+def test_doctor_warns_of_rounds_that_close_too_soon():
     mode = center.Synchronous(quorum=1, grace=1e-9)
     with service.serve(RULE, jnp.zeros(3), mode=mode) as own:
         found = checks(own.address, code=0)
     assert found["grace"][0] == "warning"
-    assert "whoever sends second is late; serve --grace" in found["grace"][1]
+    assert (
+        "the second message is late; give serve a longer --grace" in found["grace"][1]
+    )
 
 
-def test_doctor_of_a_short_lease():
-    with service.serve(RULE, jnp.zeros(3), lease=4.0) as own:
+def test_doctor_warns_of_a_short_lease():
+    with service.serve(RULE, jnp.zeros(3), limits=service.Limits(lease=4.0)) as own:
         result, said = checks(own.address, code=0)["timeouts"]
     assert result == "warning"
-    assert "they are back within 5 s, when they are given up already" in said
+    assert "workers are back within 5 s, when they are given up" in said
 
 
-def test_doctor_without_the_right_to_measure(tmp_path):
+def test_doctor_warns_when_its_token_may_not_measure(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("observer * 0123456789abcdef\n")
     mine = tmp_path / "mine"
     mine.write_text("0123456789abcdef\n")
     access = service.Access(tokens)
-    with service.serve(RULE, jnp.zeros(3), access=access) as own:
+    with service.serve(
+        RULE, jnp.zeros(3), security=service.Security(access=access)
+    ) as own:
         found = checks(own.address, f"--token-file={mine}", code=0)
     assert found["rates"][0] == "warning"
     assert "Probe needs the role reader or worker" in found["rates"][1]
     assert found["grace"] == ("ok", "the center ends within 31 s")
 
 
-def test_doctor_of_a_center_that_cannot_be_measured(server, monkeypatch):
-    """One of a release before this, to which the packet is none."""
+def test_doctor_warns_when_the_center_cannot_be_measured(server, monkeypatch):
+    """A center of an older release rejects the probe."""
 
     def measure(self, transport, **settings):
         raise errors.ProtocolError(f"this center speaks version {addresses.PROTOCOL}")
@@ -278,13 +287,13 @@ def test_doctor_of_a_center_that_cannot_be_measured(server, monkeypatch):
     assert "cannot be measured" in found["rates"][1]
 
 
-def test_doctor_of_a_disk_that_fills(tmp_path):
+def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
     disk = tmp_path / "disk"
     kept = center.Snapshots(disk)
     with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
         result, said = checks(own.address, code=0)["disk"]
         assert result == "ok"
-        assert "are free, and the next snapshot with what follows takes" in said
+        assert "are free, and the next snapshot with its journal takes" in said
         status = service.Observer(own.address).status()
         (snapshot,) = disk.glob("snapshot-*")
         assert status["disk_needed"] == snapshot.stat().st_size
@@ -293,7 +302,7 @@ def test_doctor_of_a_disk_that_fills(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Of 4 MB."""
+    """A mounted file system of 4 MB."""
     if os.getuid():
         pytest.skip("only root can mount a small disk")
     place = tmp_path / "disk"
@@ -305,7 +314,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 as above
 
 
-def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
+def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
     kept = center.Snapshots(small_disk / "center")
     params = jnp.zeros(250_000)
     with service.serve(RULE, params, durability=kept) as own:
@@ -313,7 +322,7 @@ def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
         taken = small_disk / "taken"
         taken.write_bytes(bytes(1_500_000))  # one more does
         result, said = checks(own.address, code=0)["disk"]
-        assert (result, "make room before both" in said) == ("warning", True)
+        assert (result, "make room before a second" in said) == ("warning", True)
         taken.write_bytes(bytes(2_500_000))
         result, said = checks(own.address, code=1)["disk"]
         taken.unlink()
@@ -321,12 +330,12 @@ def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
     assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", said)
 
 
-# What gRPC makes of the environment.
+# Proxies in the environment, as gRPC uses them.
 
 
 @contextlib.contextmanager
 def http_proxy(target, asked):
-    """Connects everybody to one place, and remembers for whom."""
+    """Run a proxy that connects every client to `target` and records the requests."""
 
     def answer(near):
         with near, contextlib.suppress(OSError):
@@ -346,7 +355,7 @@ def http_proxy(target, asked):
 
 @pytest.fixture
 def variables(monkeypatch):
-    """The environment, without what it says of proxies."""
+    """A function that sets an environment variable, after removing proxy settings."""
     for name in (*_network._PROXIES, *_network._EXCEPTIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch.setenv
@@ -365,8 +374,8 @@ def variables(monkeypatch):
         ({"grpc_proxy": "{}", "no_proxy": "*", "no_grpc_proxy": "b"}, "grpc_proxy"),
     ],
 )
-def test_the_doctor_reads_proxies_as_grpc_does(server, variables, said, variable):
-    name = "center.invalid:5000"  # which nobody finds but a proxy
+def test_doctor_reads_proxy_settings_as_grpc_does(server, variables, said, variable):
+    name = "center.invalid:5000"  # only the proxy can reach it
     asked = []
     with http_proxy(server.address, asked) as there:
         for key, value in said.items():
@@ -386,7 +395,7 @@ def test_the_doctor_reads_proxies_as_grpc_does(server, variables, said, variable
             assert asked == [name, name]
 
 
-def test_an_address_of_this_machine_has_no_proxy(variables):
+def test_local_address_has_no_proxy(variables):
     variables("grpc_proxy", "http://127.0.0.1:1")
     assert _network.proxy_of("127.0.0.1:5000") is None
     assert _network.proxy_of("unix:/tmp/center") is None
@@ -395,7 +404,7 @@ def test_an_address_of_this_machine_has_no_proxy(variables):
     assert _network.proxy_of("10.1.2.3:5000") is None
 
 
-def test_the_doctor_says_what_a_proxy_answers(variables, nowhere):
+def test_doctor_reports_the_answer_of_a_proxy(variables, nowhere):
     variables("grpc_proxy", "http://anna:secret@127.0.0.1:1")
     proxy = _network.proxy_of("center.invalid:5000")
     assert proxy.user == "anna:secret"
@@ -414,10 +423,10 @@ def test_the_doctor_says_what_a_proxy_answers(variables, nowhere):
     assert "without an answer" in why or "reset" in why
 
 
-def test_doctor_of_an_address_in_a_file(server, tmp_path):
+def test_doctor_reads_an_address_from_a_file(server, tmp_path):
     where = tmp_path / "center"
     found = checks(f"file:{where}", code=1)
-    assert "no center has left its address" in found["address"][1]
+    assert "no center has published its address" in found["address"][1]
     where.write_text(f"{server.address}\n")
     found = checks(f"file:{where}", code=0)
     assert found["address"][1].startswith(f"{server.address} is 127.0.0.1")

@@ -1,4 +1,4 @@
-"""``agn-optax export`` and ``--save``: checkpoints that a plain program reads."""
+"""``agn-optax export`` and ``--save``: checkpoints readable without agn_optax."""
 
 import json
 import signal
@@ -15,9 +15,8 @@ from helpers.support import assert_identical
 from orbax.checkpoint import v1 as ocp
 
 import agn_optax
-from agn_optax import errors, rules, service
-from agn_optax.center import Journal, Snapshots, read
-from agn_optax.ops.cli import _export
+from agn_optax import rules, service
+from agn_optax.center import Journal, Snapshots, Submission, read
 
 RULE = rules.agn(optax.adam(0.1))
 AGN = ["--rule=agn", "--center-optimizer=adam", "--learning-rate=0.1"]
@@ -31,7 +30,7 @@ def params():
 
 
 def loaded(path, like=None):
-    """As a program would that knows the model and not agn_optax."""
+    """Load a checkpoint as a program would that does not use agn_optax."""
     like = MODEL.init(jax.random.key(0), INPUT) if like is None else like
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
@@ -40,16 +39,16 @@ def loaded(path, like=None):
 
 
 def moved(center, params, exchanges=2):
-    """A center after some exchanges."""
+    """Make some exchanges; return the center's snapshot after them."""
     session = center.join("anna")
     ones = jax.tree.map(jnp.ones_like, params)
     for number in range(1, exchanges + 1):
         anchor = center.pull().version
-        session.exchange(number, ones, anchor_version=anchor)
+        session.exchange(Submission(number, ones, anchor_version=anchor))
     return center.pull()
 
 
-def test_a_directory_in_which_a_center_goes_on(tmp_path, params):
+def test_export_of_a_directory_that_a_center_uses(tmp_path, params):
     kept, to = tmp_path / "kept", tmp_path / "checkpoint"
     center = agn_optax.LocalCenter(RULE, params, durability=Journal(kept))
     center.write_snapshot()
@@ -64,7 +63,7 @@ def test_a_directory_in_which_a_center_goes_on(tmp_path, params):
     assert said == {"version": 2, "directory": str(to)}
     assert_identical(loaded(to), now.params)
     assert MODEL.apply(loaded(to), INPUT).shape == (1, 2)
-    # The optimizer's state was made again, too; after a snapshot nobody need know it.
+    # The optimizer's state was replayed, too; after a snapshot no rule is needed.
     assert_identical(read(kept, RULE), center.save())
     center.write_snapshot()
     assert "version 2 is in" in succeeds("export", kept, tmp_path / "other")
@@ -72,13 +71,13 @@ def test_a_directory_in_which_a_center_goes_on(tmp_path, params):
     center.close()
 
 
-def test_what_cannot_be_exported(tmp_path):
+def test_export_rejects_bad_sources_and_targets(tmp_path):
     to = tmp_path / "checkpoint"
     (tmp_path / "empty").mkdir()
     assert "there is no center in" in fails("export", tmp_path / "empty", to, code=1)
     assert "an address must be" in fails("export", tmp_path / "nowhere", to, code=2)
     to.mkdir()
-    assert "is there already" in fails("export", "127.0.0.1:1", to, code=2)
+    assert "exists already" in fails("export", "127.0.0.1:1", to, code=2)
 
 
 @pytest.mark.parametrize(
@@ -90,23 +89,35 @@ def test_directory_that_cannot_be_made_is_found_before_anything_starts(tmp_path,
     (tmp_path / "file").write_text("in the way")
     for arguments in (["export", "127.0.0.1:1", to], ["serve", *AGN, f"--save={to}"]):
         said = fails(*arguments, code=2)
-        assert "a checkpoint takes a directory that can be made" in said
+        assert "a checkpoint needs a directory that can be made" in said
         assert str(to) in said
 
 
 def test_directory_that_can_be_made_is_not_left_behind(tmp_path):
-    _export.check(tmp_path / "new/folder/to")
+    """The target is checked first; the export fails because there is no center."""
+    (tmp_path / "empty").mkdir()
+    said = fails("export", tmp_path / "empty", tmp_path / "new/folder/to", code=1)
+    assert "there is no center in" in said
     assert list((tmp_path / "new/folder").iterdir()) == []
 
 
 def test_orbax_is_not_called_where_no_directory_can_be_made(
     tmp_path, params, monkeypatch
 ):
-    """Its threads would wait for that directory, and Python's end for the threads."""
+    """Orbax's threads would wait for that directory, and the process for them."""
+    kept, to = tmp_path / "kept", tmp_path / "folder/to"
+
+    def loses_the_folder(*arguments):
+        found = read(*arguments)
+        to.parent.rmdir()
+        to.parent.write_text("in the way")
+        return found
+
     monkeypatch.setattr(ocp, "save", lambda *_: pytest.fail("Orbax was called"))
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(errors.DurabilityError, match="cannot write"):
-        _export.write(params, tmp_path / "file/to")
+    monkeypatch.setattr(agn_optax.center, "read", loses_the_folder)
+    with agn_optax.LocalCenter(RULE, params, durability=Journal(kept)) as center:
+        center.write_snapshot()
+        assert f"cannot write {to}" in fails("export", kept, to, code=1)
 
 
 LOSES_ITS_FOLDER = """
@@ -128,7 +139,7 @@ cli.main()
 
 @pytest.mark.slow
 def test_command_whose_save_failed_ends(tmp_path, params):
-    """Orbax, which finds no directory then, leaves threads that wait for it."""
+    """Without a directory Orbax leaves threads that wait for it."""
     kept, to = tmp_path / "kept", tmp_path / "folder/to"
     center = agn_optax.LocalCenter(RULE, params, durability=Journal(kept))
     center.close()
@@ -145,11 +156,13 @@ def test_command_whose_save_failed_ends(tmp_path, params):
     assert f"agn-optax: cannot write {to}: " in result.stderr
 
 
-def test_a_center_that_runs(tmp_path, params):
+def test_export_of_a_running_center(tmp_path, params):
     reads, looks = "reader-0123456789", "observer-0123456789"
     access = service.Access(f"reader * {reads}\nobserver * {looks}".encode())
     to = tmp_path / "checkpoint"
-    with service.serve(RULE, params, access=access) as server:
+    with service.serve(
+        RULE, params, security=service.Security(access=access)
+    ) as server:
         now = moved(server.center, params)
         (tmp_path / "token").write_text(looks)
         token = f"--token-file={tmp_path / 'token'}"
@@ -163,7 +176,7 @@ def test_a_center_that_runs(tmp_path, params):
 
 
 @pytest.mark.slow
-def test_a_center_in_shards_that_runs(tmp_path, params):
+def test_export_of_a_running_sharded_center(tmp_path, params):
     with service.serve(RULE) as one, service.serve(RULE) as other:
         addresses = f"{one.address},{other.address}"
         with service.connect(addresses, RULE) as center:
@@ -175,7 +188,7 @@ def test_a_center_in_shards_that_runs(tmp_path, params):
         assert_identical(loaded(to), now.params)
 
 
-def test_serve_saves_its_center_at_its_end(tmp_path, params):
+def test_serve_saves_its_center_when_it_ends(tmp_path, params):
     to, address = tmp_path / "checkpoint", f"unix:{tmp_path}/center"
     seen = []
 
@@ -187,7 +200,7 @@ def test_serve_saves_its_center_at_its_end(tmp_path, params):
     result = serve(address, RULE, *arguments, then=work)
     assert f"version 2 is in {to}" in result.stderr
     assert_identical(loaded(to), seen[0].params)
-    assert "is there already" in fails("serve", *arguments, code=2)
+    assert "exists already" in fails("serve", *arguments, code=2)
 
 
 WORKER = """
@@ -214,8 +227,8 @@ signal.pause()
 
 
 @pytest.mark.slow
-def test_what_workers_say_at_the_end_is_saved(tmp_path):
-    """The launcher is told to end; its workers go first, and their center last."""
+def test_last_messages_of_workers_are_saved(tmp_path):
+    """The launcher gets SIGTERM; its workers end first, then their center."""
     (tmp_path / "train.py").write_text(WORKER)
     to = tmp_path / "checkpoint"
     arguments, environment = python(
@@ -238,7 +251,7 @@ def test_what_workers_say_at_the_end_is_saved(tmp_path):
     assert restored["w"].tolist() == [-10.0] * 3
 
 
-def test_reading_changes_nothing(tmp_path):
+def test_read_changes_no_file(tmp_path):
     kept = Snapshots(tmp_path / "kept", seconds=3600.0)
     center = agn_optax.LocalCenter(rules.downpour(), jnp.ones(2), durability=kept)
     center.write_snapshot()

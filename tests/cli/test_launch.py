@@ -1,4 +1,4 @@
-"""Real processes side by side: what they say, how they end, and that they all do."""
+"""Programs run side by side: their output, restarts and exit codes; all of them end."""
 
 import collections
 import contextlib
@@ -14,15 +14,14 @@ import threading
 import pytest
 
 from agn_optax import errors
-from agn_optax.ops.launch import _process
-from agn_optax.ops.launch._launch import Program, run
+from agn_optax.ops.launch import Program, run
 
-PATIENCE = 30.0  # for what happens at once, even on a busy machine
+PATIENCE = 30.0  # s, generous: no wait should come near it, even on a busy machine
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Witness:
-    """Knows which processes live: each holds a connection, which ends with it."""
+class LivenessServer:
+    """Knows which processes live: each holds a connection that closes at its end."""
 
     def __init__(self):
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -30,7 +29,7 @@ class Witness:
         self.alive = collections.defaultdict(list)
 
     def meet(self, who):
-        """Waits until a process with this name lives."""
+        """Wait until a process with this name lives."""
         while not self.alive[who]:
             connection, _ = self.server.accept()
             connection.settimeout(PATIENCE)
@@ -39,19 +38,19 @@ class Witness:
             self.alive[name].append(connection)
 
     def release(self, who):
-        """Lets a process with this name go on, which waits in ``s.recv(1)``."""
+        """Let a process with this name continue that waits in ``s.recv(1)``."""
         self.meet(who)
         self.alive[who][0].sendall(b"!")
 
     def accept_all(self):
-        """Without waiting: those that nobody has met."""
+        """Accept all pending connections, without waiting."""
         while select.select([self.server], [], [], 0)[0]:
             connection, _ = self.server.accept()
             connection.settimeout(PATIENCE)
             self.alive["stranger"].append(connection)
 
     def see_the_end(self, who):
-        """Waits until all processes with this name have ended."""
+        """Wait until all processes with this name have ended."""
         for connection in self.alive.pop(who):
             with connection, contextlib.suppress(ConnectionResetError):
                 while connection.recv(100):
@@ -66,9 +65,9 @@ class Witness:
 
 @pytest.fixture
 def witness():
-    witness = Witness()
+    witness = LivenessServer()
     yield witness
-    witness.close()  # times out while somebody is alive
+    witness.close()  # times out while a process is alive
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +99,7 @@ def is_open(fd):
 
 
 def children():
-    """Of this process, also those that have ended and are not waited for; on Linux."""
+    """Return the children of this process, zombies included (empty except on Linux)."""
     tasks = pathlib.Path("/proc/self/task").glob("*/children")
     return {pid for task in tasks for pid in task.read_text().split()}
 
@@ -111,7 +110,7 @@ def python(name, program, *arguments, **settings):
 
 
 def living(witness, name, then="signal.pause()", **settings):
-    """A program that tells the witness of its life before it goes on."""
+    """Return a program that connects to the witness before it does the rest."""
     return python(name, life(witness, name, then), **settings)
 
 
@@ -124,7 +123,7 @@ def life(witness, who, then="signal.pause()"):
 
 
 class Lines(list):
-    """Takes the lines; ``on`` says what to do at some of them."""
+    """An output callback that collects lines; ``on`` maps some of them to actions."""
 
     def __init__(self, on):
         self.on = on
@@ -167,28 +166,33 @@ def test_lines_carry_the_name_of_their_program():
         ("a\u2028b\x0bc\x0c\n".encode(), ["a\u2028b\x0bc\x0c"]),  # all one line
     ],
 )
-def test_lines_end_where_they_should(written, expected):
+def test_output_is_split_into_lines(written, expected):
     lines, _ = launch(python("a", f"import os; os.write(1, {written!r})"))
     assert lines.of("a") == expected
 
 
-def test_a_line_without_an_end_comes_in_pieces():
-    longest = _process.LONGEST_LINE
+def test_line_longer_than_the_limit_is_split():
+    longest = 1 << 16  # characters
     program = f"import os, sys; sys.stdout.write('x' * {3 * longest + 7})"
     lines, _ = launch(python("a", program))
     assert [len(line) for line in lines.of("a")] == [longest] * 3 + [7]
 
 
-def test_characters_and_line_ends_may_come_in_parts():
-    lines = _process._Lines()
+def test_characters_and_line_ends_are_reassembled():
+    """Each byte is written after the one before has been read from the pipe."""
     data = "é\r\nü\rx".encode()
-    parts = [data[i : i + 1] for i in range(len(data))]
-    said = [list(lines.feed(part, final=False)) for part in parts]
-    said.append(list(lines.feed(b"", final=True)))
-    assert [line for part in said for line in part] == ["é", "ü", "x"]
+    program = (
+        "import fcntl, os, termios, time\n"
+        f"for byte in {data!r}:\n"
+        "    os.write(1, bytes([byte]))\n"
+        "    while fcntl.ioctl(1, termios.FIONREAD, bytes(4)) != bytes(4):\n"
+        "        time.sleep(0.001)\n"
+    )
+    lines, _ = launch(python("a", program))
+    assert lines.of("a") == ["é", "ü", "x"]
 
 
-def test_much_output_from_several_programs():
+def test_much_output_of_several_programs_is_complete():
     program = "import sys\nfor i in range(20000): print(i, '-' * 50)"
     lines, _ = launch(*(python(name, program) for name in "abc"))
     expected = [f"{i} {'-' * 50}" for i in range(20000)]
@@ -196,7 +200,7 @@ def test_much_output_from_several_programs():
         assert lines.of(name) == expected
 
 
-def test_lines_come_when_they_are_written(witness):
+def test_lines_arrive_as_soon_as_they_are_written(witness):
     then = "print('hello'); s.recv(1); print('goodbye')"
     lines, _ = launch(
         living(witness, "a", then), on={"hello": lambda: witness.release("a")}
@@ -204,7 +208,7 @@ def test_lines_come_when_they_are_written(witness):
     assert lines.of("a") == ["hello", "goodbye"]
 
 
-def test_environment_and_empty_stdin(monkeypatch):
+def test_program_gets_its_environment_and_an_empty_stdin(monkeypatch):
     monkeypatch.setenv("INHERITED", "1")
     monkeypatch.setenv("REPLACED", "1")
     program = (
@@ -221,7 +225,7 @@ def test_environment_and_empty_stdin(monkeypatch):
     assert lines.of("a")[-2] == "7"
 
 
-def test_a_program_that_fails_is_started_again():
+def test_failed_program_is_restarted():
     program = (
         "import os, sys; n = int(os.environ['AGN_OPTAX_RESTARTS']); print('life', n)\n"
         "sys.exit(4 if n < 2 else 0)"
@@ -239,19 +243,19 @@ def test_a_program_that_fails_is_started_again():
     assert (ended.returncode, ended.restarts, ended.stopped) == (0, 2, False)
 
 
-def test_it_is_started_again_after_the_delay():
+def test_restart_waits_for_the_delay():
     aborts = python("a", "import os; os.abort()", restarts=2)
     _, (ended,) = launch(aborts, restart_delay=0.2)
     assert (ended.returncode, ended.restarts) == (-signal.SIGABRT, 2)
     assert ended.seconds > 0.4
 
 
-def test_beyond_the_bound_all_are_ended(witness):
+def test_failure_after_the_last_restart_ends_all_programs(witness):
     broken = living(witness, "broken", "os.kill(os.getpid(), 9)", restarts=1)
     lines, ended = launch(
         living(witness, "a"),
         broken,
-        living(witness, "b", restarts=9),  # of which it makes no use
+        living(witness, "b", restarts=9),  # none of them is used
     )
     assert lines.of("broken") == [
         "agn-optax: killed by SIGKILL",
@@ -263,7 +267,7 @@ def test_beyond_the_bound_all_are_ended(witness):
     assert [e.restarts for e in ended] == [0, 1, 0]
 
 
-def test_one_that_waits_for_its_restart_is_not_started_when_all_end(witness):
+def test_pending_restart_is_cancelled_when_all_end(witness):
     _, ended = launch(
         python("first", "raise SystemExit(1)", restarts=1),
         living(witness, "second", "s.recv(1); sys.exit(2)"),
@@ -274,7 +278,7 @@ def test_one_that_waits_for_its_restart_is_not_started_when_all_end(witness):
     assert ended[0].restarts == 0
 
 
-def test_one_that_is_not_waited_for_is_ended_last(witness):
+def test_program_that_is_not_waited_for_is_ended_last(witness):
     bye = "signal.signal(15, lambda *_: (print('bye'), sys.exit()))\n"
     server = bye + "print('up'); signal.pause()"
     lines, ended = launch(
@@ -289,8 +293,8 @@ def test_one_that_is_not_waited_for_is_ended_last(witness):
 
 
 @pytest.mark.parametrize("how", ["failure", "signal"])
-def test_who_ends_has_its_server_until_it_has_ended(how):
-    """It says its last words to it; here by a pipe between the two."""
+def test_server_is_ended_after_its_followers(how):
+    """The client can send to its server until it has ended: here, through a pipe."""
     back, front = os.pipe()
     with os.fdopen(back), os.fdopen(front, "w"):
         path = f"/proc/{os.getpid()}/fd"
@@ -309,7 +313,7 @@ def test_who_ends_has_its_server_until_it_has_ended(how):
             "signal.signal(15, flush)\nprint('ready', flush=True)\nsignal.pause()"
         )
         ends = {
-            "failure": "input()",  # there is none
+            "failure": "input()",  # stdin is empty
             "signal": "import os, signal; os.kill(os.getppid(), 15); signal.pause()",
         }
         last = python("last", ends[how])
@@ -324,7 +328,7 @@ def test_who_ends_has_its_server_until_it_has_ended(how):
     assert said == ["up", "last words", "agn-optax: exit status 1"]
 
 
-def test_when_one_fails_the_others_may_go_on(witness):
+def test_others_continue_after_a_failure_with_on_failure_go_on(witness):
     lines, ended = launch(
         living(witness, "server", waited_for=False),
         python("broken", "raise SystemExit(3)"),
@@ -341,7 +345,7 @@ def test_when_one_fails_the_others_may_go_on(witness):
     }
 
 
-def test_a_server_that_fails_stops_all(witness):
+def test_failed_server_ends_all_programs(witness):
     _, ended = launch(
         python("server", "raise SystemExit(3)", waited_for=False),
         living(witness, "a"),
@@ -351,13 +355,13 @@ def test_a_server_that_fails_stops_all(witness):
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-def test_a_server_that_is_done_stops_all_as_well(witness, restarts):
+def test_server_that_exits_ends_all_programs(witness, restarts):
     lines, ended = launch(
         python("server", "print('enough')", waited_for=False, restarts=restarts),
         living(witness, "a"),
         on_failure="go on",
     )
-    said = "agn-optax: has ended, and so the others are ended"
+    said = "agn-optax: has ended, so the other programs are ended"
     assert lines.of("server") == ["enough", said]
     assert [e.returncode for e in ended] == [0, -signal.SIGTERM]
     assert [e.stopped for e in ended] == [False, True]
@@ -373,8 +377,8 @@ def test_interrupt_prints_no_traceback(witness):
     assert sorted(lines) == [f"p{i} agn-optax: killed by SIGTERM" for i in range(2)]
 
 
-def test_second_signal_reaches_programs_that_wait_for_a_server_that_ended(witness):
-    """Not killed: the second one ends them before the grace is over."""
+def test_programs_of_an_ended_server_get_a_second_signal(witness):
+    """The second signal comes before the grace is over, and nothing is killed."""
     told = "heard = []\nsignal.signal(15, lambda *_: heard.append(1))\nprint('up')\n"
     told += "while len(heard) < 2: signal.pause()\nprint('leaves')"
     lines, ended = launch(
@@ -390,7 +394,7 @@ def test_second_signal_reaches_programs_that_wait_for_a_server_that_ended(witnes
 STUBBORN = "signal.signal(15, signal.SIG_IGN)\nwhile True: signal.pause()"
 
 
-def test_who_does_not_go_is_killed_after_the_grace(witness):
+def test_program_that_ignores_sigterm_is_killed_after_the_grace(witness):
     stubborn = STUBBORN.replace("\n", "; print('up')\n")
     lines, ended = launch(
         living(witness, "stubborn", stubborn, waited_for=False),
@@ -400,7 +404,7 @@ def test_who_does_not_go_is_killed_after_the_grace(witness):
     )
     assert lines.of("stubborn") == [
         "up",
-        "agn-optax: killed what had not ended within 0.3 s",
+        "agn-optax: killed processes that had not ended within 0.3 s",
         "agn-optax: killed by SIGKILL",
     ]
     assert ended[0].returncode == -signal.SIGKILL
@@ -408,7 +412,7 @@ def test_who_does_not_go_is_killed_after_the_grace(witness):
 
 
 def grandchild(witness, who, then, how=""):
-    """Code that starts a process, and goes on when that is `READY`."""
+    """Return code that starts a child process and waits until it is `READY`."""
     program = life(witness, who, then)
     return (
         "ready, done = os.pipe()\n"
@@ -435,34 +439,34 @@ def test_grandchildren_end_with_their_program(witness, leader, how):
     witness.see_the_end("grandchild")
 
 
-def test_grandchildren_have_the_grace_to_say_their_last_words(witness):
-    # Such as the worker of a shell, which ends at once.
+def test_grandchildren_can_write_output_during_the_grace(witness):
+    # For instance, a worker started by a shell that itself ends at once.
     last = "signal.signal(15, lambda *_: (print('last words'), sys.exit()))\n"
     then = grandchild(witness, "grandchild", last + READY + "signal.pause()")
     lines, _ = launch(living(witness, "a", then), grace=PATIENCE)
     assert lines.of("a") == ["last words"]
 
 
-def test_one_that_has_left_the_group_does_not_hold_up_the_end(witness):
+def test_grandchild_in_another_session_does_not_delay_the_end(witness):
     escaped = "os.write(1, b'part')\n" + READY + "s.recv(1)"
     then = grandchild(witness, "escaped", escaped, ", start_new_session=True")
     lines, (ended,) = launch(living(witness, "a", then), grace=0.1)
     assert (ended.returncode, ended.stopped) == (0, False)
     assert lines.of("a") == [
-        "agn-optax: killed what had not ended within 0.1 s",
+        "agn-optax: killed processes that had not ended within 0.1 s",
         "part",
     ]
     witness.release("escaped")
 
 
-def test_output_that_raises_ends_all(witness):
+def test_exception_in_the_output_callback_ends_all(witness):
     def output(name, line):
         calls.append(line)
         witness.meet("b")
         raise ZeroDivisionError
 
     calls = []
-    # The last words are more than a pipe holds.
+    # The last output is longer than a pipe can hold.
     last = "signal.signal(15, lambda *_: (print('y' * 200000), s.sendall(b'said'),"
     last += " sys.exit()))\n"
     a = living(witness, "a", last + "print('up'); signal.pause()")
@@ -481,7 +485,7 @@ def test_output_that_raises_ends_all(witness):
         (["a\0b"], "'broken' cannot be started.*null byte"),
     ],
 )
-def test_a_command_that_cannot_be_started(witness, command, message):
+def test_command_that_cannot_be_started_is_rejected(witness, command, message):
     programs = [
         living(witness, "a"),
         Program("broken", command),
@@ -491,7 +495,7 @@ def test_a_command_that_cannot_be_started(witness, command, message):
         run(programs, output=pytest.fail)
 
 
-def test_a_command_that_cannot_be_started_again(witness, tmp_path):
+def test_command_that_cannot_be_restarted_ends_the_run(witness, tmp_path):
     script = tmp_path / "once"
     script.write_text(f"#!{sys.executable}\nimport os; os.remove(__file__); exit(1)\n")
     script.chmod(0o700)
@@ -500,7 +504,7 @@ def test_a_command_that_cannot_be_started_again(witness, tmp_path):
         run([living(witness, "a"), once], output=print, restart_delay=0.0)
 
 
-def test_in_another_thread(witness):
+def test_run_works_in_another_thread(witness):
     result = []
     broken = python("broken", "raise SystemExit(3)")
     thread = threading.Thread(
@@ -511,20 +515,20 @@ def test_in_another_thread(witness):
     assert [e.returncode for e in result[0]] == [-signal.SIGTERM, 3]
 
 
-def test_another_thread_has_all_end(witness):
+def test_event_set_by_another_thread_ends_all(witness):
     until = threading.Event()
     program = living(witness, "a", "print('lives', flush=True)\nsignal.pause()")
     _, (ended,) = launch(program, on={"lives": until.set}, until=until)
     assert (ended.returncode, ended.stopped) == (-signal.SIGTERM, True)
 
 
-# A launcher of its own, which tells of the programs' lines and of what `run` raises.
-# It starts quickly: agn_optax is there without its __init__, which would import JAX.
+# A separate launcher that prints the programs' lines and the exception of `run`.
+# To start quickly it skips the __init__ of agn_optax, which would import JAX.
 LAUNCHER = """
 import signal, sys, types
 sys.modules["agn_optax"] = types.ModuleType("agn_optax")
 sys.modules["agn_optax"].__path__ = [PACKAGE]
-from agn_optax.ops.launch._launch import Program, run
+from agn_optax.ops.launch import Program, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -578,7 +582,7 @@ signal.pause()
     ],
 )
 def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
-    """An interrupt as SIGTERM, of which no program in Python prints a traceback."""
+    """An interrupt is forwarded as SIGTERM: Python prints no traceback for that."""
     commands = [life(witness, who, TELL) for who in "ab"]
     with launcher(witness, *commands) as process:
         said = sorted(process.stdout.readline() for _ in range(2))
@@ -591,8 +595,8 @@ def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
         assert process.returncode == status
 
 
-def test_a_signal_that_another_thread_gets_is_heard(witness):
-    """The system may choose any thread; this one waits for the programs meanwhile."""
+def test_signal_to_another_thread_is_handled(witness):
+    """The system may choose any thread; the main thread waits for the programs."""
 
     def kill():
         witness.meet("a")
@@ -609,16 +613,16 @@ def test_a_signal_that_another_thread_gets_is_heard(witness):
     assert lines.of("a") == ["agn-optax: killed by SIGTERM"]  # and not by its alarm
 
 
-def test_who_ignores_the_interrupt_is_killed_and_an_ignored_one_is_not_sent(witness):
+def test_second_interrupt_kills_and_ignored_sighup_is_not_sent(witness):
     stubborn = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint('up')\n"
     pause = "signal.signal(1, lambda *_: print('hung up'))\nwhile 1: signal.pause()"
     commands = [life(witness, who, stubborn + pause) for who in "ab"]
     with launcher(witness, *commands, grace=0.2, flag="nohup") as process:
         for _ in range(2):
             assert process.stdout.readline().endswith("up\n")
-        process.send_signal(signal.SIGHUP)  # ignored, as nohup wants it
+        process.send_signal(signal.SIGHUP)  # ignored under nohup
         process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # nobody has to be patient
+        process.send_signal(signal.SIGINT)  # the second one shortens the wait
         out, _ = process.communicate(timeout=PATIENCE)
         assert "hung up" not in out
         assert out.count("killed by SIGKILL") == 2
@@ -629,7 +633,7 @@ def test_programs_are_killed_with_their_launcher(witness):
     a = life(witness, "a", grandchild(witness, "c", READY + STUBBORN) + STUBBORN)
     with launcher(witness, a, life(witness, "b", STUBBORN)) as process:
         witness.meet("c")
-        os.killpg(process.pid, signal.SIGKILL)  # and nobody in its group can help
+        os.killpg(process.pid, signal.SIGKILL)  # so no process of its group can help
         for who in "abc":
             witness.see_the_end(who)
 
@@ -637,17 +641,20 @@ def test_programs_are_killed_with_their_launcher(witness):
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
-        ([], "at least must be waited for"),
-        ([python("a", "", waited_for=False)], "at least must be waited for"),
+        ([], "at least one program must be waited for"),
+        (
+            [python("a", "", waited_for=False)],
+            "at least one program must be waited for",
+        ),
         ([python("a", ""), python("b", ""), python("a", "")], "must differ.*'b'"),
     ],
 )
-def test_impossible_programs_are_refused(programs, message):
+def test_impossible_programs_are_rejected(programs, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         run(programs, output=print)
 
 
-def test_followers_start_when_what_they_need_is_said(witness):
+def test_followers_start_when_a_line_gives_what_they_need(witness):
     def followers(line):
         asked.append(line)
         needed = line.removeprefix("serving at ")
@@ -668,7 +675,7 @@ def test_followers_start_when_what_they_need_is_said(witness):
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_nobody_follows_who_ends_too_early(status):
+def test_program_that_ends_early_gets_no_followers(status):
     server = python(
         "s",
         f"print('hello'); raise SystemExit({status})",
@@ -688,7 +695,7 @@ def test_followers_that_cannot_be_started_end_all(witness):
         run([server], output=lambda name, line: None, grace=0.1)
 
 
-def test_a_program_is_started_after_its_delay(witness):
+def test_program_is_started_after_its_delay(witness):
     tell = "import time; print(time.monotonic())"
     lines, ended = launch(python("a", tell), python("b", tell, delay=2.0))
     ((first,), (second,)) = lines.of("a"), lines.of("b")
@@ -696,7 +703,7 @@ def test_a_program_is_started_after_its_delay(witness):
     assert ended[1].restarts == 0
 
 
-def test_one_whose_delay_is_not_over_never_starts():
+def test_program_in_its_start_delay_does_not_start_when_all_end():
     _, ended = launch(python("a", "raise SystemExit(1)"), python("b", "", delay=3600.0))
     assert [(e.returncode, e.restarts, e.stopped) for e in ended] == [
         (1, 0, False),
@@ -706,7 +713,7 @@ def test_one_whose_delay_is_not_over_never_starts():
 
 @pytest.mark.parametrize("setting", ["grace", "restart_delay"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_impossible_times_are_refused(setting, value):
+def test_impossible_times_are_rejected(setting, value):
     with pytest.raises(errors.InvalidArgumentError, match=f"{setting} must be"):
         run([python("a", "")], output=print, **{setting: value})
 
@@ -721,6 +728,6 @@ def test_impossible_times_are_refused(setting, value):
         (("a", ["true"], {}, 0, True, -1), errors.InvalidArgumentError, "delay of 'a'"),
     ],
 )
-def test_impossible_program_is_refused(arguments, error, message):
+def test_impossible_program_is_rejected(arguments, error, message):
     with pytest.raises(error, match=message):
         Program(*arguments)

@@ -1,6 +1,5 @@
-"""``agn-optax launch``: a center, workers around it, and one exit code."""
+"""``agn-optax launch``: a center with its workers, and one exit code for the run."""
 
-import io
 import json
 import os
 import re
@@ -8,13 +7,11 @@ import shutil
 import sys
 
 import pytest
-import rich.console
 from helpers.commands import ROOT, command, fails
 
-from agn_optax.ops.cli import _launch_command
-from agn_optax.ops.engines import Local, Run, _local, reached_at, serving
+from agn_optax.ops import launch
+from agn_optax.ops.engines import Local, Run, reached_at, serving
 from agn_optax.service import Access, tokens
-from agn_optax.service.security._access import ROLES
 
 WORKER = """
 import sys, jax.numpy as jnp, optax, agn_optax
@@ -35,7 +32,7 @@ with service.connect(me.address, me.rule) as center:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Programs in the current directory, which find this checkout."""
+    """Use a temporary current directory whose programs import this checkout."""
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -43,7 +40,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_workers_around_a_center_of_our_own(here):
+def test_launch_runs_two_workers_and_their_center(here):
     (here / "train.py").write_text(WORKER)
     (here / "center.toml").write_text("rule = 'easgd'\nmoving-rate = 0.5\n")
     options = ["--workers=2", "--config=center.toml", "--moving-rate=0.25", "--json"]
@@ -69,7 +66,7 @@ def test_two_workers_around_a_center_of_our_own(here):
 
 
 @pytest.mark.parametrize("program", ["false", "true"])
-def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
+def test_center_that_does_not_serve_fails_the_run(monkeypatch, program):
     monkeypatch.setattr(sys, "executable", shutil.which(program))
     result = command("launch", "--workers=2", "--rule=downpour", "train.py")
     assert result.exit_code == 1
@@ -78,7 +75,7 @@ def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
 
 
 @pytest.mark.slow
-def test_the_program_of_the_start_runs(here):
+def test_program_in_the_start_guide_runs(here):
     (program,) = re.findall(
         r"```py\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.S
     )
@@ -96,32 +93,32 @@ from agn_optax import service
 me = service.environment()
 del os.environ["AGN_OPTAX_TOKEN"]  # as an operator, who is this user
 cli = [sys.executable, "-m", "agn_optax.ops.cli"]
-                    drain = [*cli, "drain", me.address]
+drain = [*cli, "drain", me.address]
 subprocess.run(drain, check=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.slow
-def test_a_center_that_is_drained_ends_its_workers(here):
+def test_drained_center_ends_its_workers_and_fails_the_run(here):
     (here / "train.py").write_text(DRAINS)
     result = command("launch", "--workers=1", "--rule=downpour", "train.py")
     assert result.exit_code == 1, result.output
     assert "worker-0 | draining 127.0.0.1:" in result.stdout
     said = [line for line in result.stdout.splitlines() if line.startswith("center")]
     assert sum("draining" in line for line in said) == 1
-    assert "agn-optax: has ended, and so the others are ended" in said[-2]
+    assert "agn-optax: has ended, so the other programs are ended" in said[-2]
     assert said[-1].endswith("while worker-0 still worked with it")
 
 
-# Instead of Python: what its center and its workers do.
+# Stands in for Python: runs one shell command as the center, one as each worker.
 PRETENDER = """#!/bin/sh
 case "$*" in
 *" serve "*) {center} ;;
 *) {worker} ;;
 esac
 """
-# Each of its processes at another port.
+# Each process of the center announces another port.
 SERVES = """address=127.0.0.1:$AGN_OPTAX_RESTARTS
 echo '{"event": "serving", "address": "'$address'"}'
 """
@@ -130,7 +127,7 @@ WAITS = "while :; do sleep 0.02; done"
 
 @pytest.fixture
 def pretend(here, monkeypatch):
-    """Has the center and the workers be lines of a shell."""
+    """A function that replaces the center and the workers with shell commands."""
 
     def pretend(center, worker):
         program = here / "pretender"
@@ -168,7 +165,7 @@ def test_center_that_does_not_end_in_its_grace_fails_the_run(pretend):
     assert "killed by SIGKILL" in result.stdout
 
 
-def test_center_that_is_started_again_at_another_port_can_be_watched(
+def test_token_of_a_center_restarted_at_another_port_is_found(
     here, pretend, monkeypatch
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(here / "runtime"))
@@ -240,10 +237,10 @@ def test_worker_that_waits_for_a_drained_center_is_not_killed(here):
     assert "Traceback" not in result.stderr
 
 
-ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
+ELSEWHERE = "--center=127.0.0.1:9"  # never contacted by the programs here
 
 
-def test_a_failed_worker_is_started_again(here):
+def test_failed_worker_is_restarted(here):
     (here / "train.py").write_text(
         "import os, sys\n"
         "life = int(os.environ['AGN_OPTAX_RESTARTS'])\n"
@@ -265,7 +262,7 @@ def test_a_failed_worker_is_started_again(here):
 @pytest.mark.parametrize(
     ("death", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)]
 )
-def test_the_exit_code_is_that_of_the_failed_worker(here, death, code):
+def test_exit_code_is_that_of_the_failed_worker(here, death, code):
     (here / "train.py").write_text(
         "import os, signal, sys\n"
         f"if os.environ['AGN_OPTAX_WORKER'] == 'worker-1': {death}\n"
@@ -279,7 +276,7 @@ def test_the_exit_code_is_that_of_the_failed_worker(here, death, code):
     assert [each["stopped"] for each in said["programs"]] == [True, False, True]
 
 
-def test_each_program_has_a_file_of_its_lines(here):
+def test_output_of_each_program_is_logged_to_a_file(here):
     (here / "train.py").write_text(
         "import os, sys; print('hello', os.environ['AGN_OPTAX_RANK'])\n"
         "sys.exit(int(os.environ['AGN_OPTAX_RESTARTS']) < 1)\n"
@@ -298,7 +295,7 @@ def test_each_program_has_a_file_of_its_lines(here):
         assert written.splitlines() == lines
         for line in lines:
             assert f"worker-{rank} | {line}\n" in result.stdout
-    # Files go on, as the run's file may have it, too.
+    # A later run appends to the files; the folder may come from the run's file.
     (here / "run.toml").write_text(
         'program = "train.py"\nworkers = 1\nrestarts = 1\ncenter = "127.0.0.1:9"\n'
         '[local]\nlogs = "to/logs"\nrestart-delay = 0\n'
@@ -308,7 +305,7 @@ def test_each_program_has_a_file_of_its_lines(here):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
-def test_full_disk_of_logs_is_said_and_the_run_goes_on(here):
+def test_full_disk_of_logs_is_reported_and_the_run_continues(here):
     (here / "logs").mkdir()
     (here / "logs/worker-0.log").symlink_to("/dev/full")
     (here / "train.py").write_text("print('a'); print('b')\n")
@@ -317,15 +314,15 @@ def test_full_disk_of_logs_is_said_and_the_run_goes_on(here):
     assert result.exit_code == 0, result.output
     said = [line.partition("| ")[2] for line in result.stdout.splitlines()]
     assert said[0] == "a"
-    assert said[1].startswith("agn-optax: its lines are not written down: ")
+    assert said[1].startswith("agn-optax: its output is no longer logged: ")
     assert said[2:] == ["b"]
 
 
 @pytest.mark.parametrize("option", ["logs", "storage"])
 @pytest.mark.parametrize("folder", ["train.py", "train.py/logs"])
-def test_folder_that_cannot_be_made_is_said(here, option, folder):
+def test_folder_that_cannot_be_made_is_reported(here, option, folder):
     (here / "train.py").write_text("print('is never run')\n")
-    # Only a run with a center keeps something.
+    # Storage needs a run with a center of its own.
     center = ["--rule=downpour", "--open"] if option == "storage" else [ELSEWHERE]
     result = command(
         "launch", "--workers=1", *center, f"--{option}={folder}", "train.py"
@@ -336,7 +333,7 @@ def test_folder_that_cannot_be_made_is_said(here, option, folder):
     assert "is never run" not in result.stdout
 
 
-def test_a_module(here):
+def test_launch_runs_a_module(here):
     (here / "says.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
     result = command(
         *("launch", "--workers=1", ELSEWHERE, "-m", "says", "--", "--epochs", "3")
@@ -349,7 +346,9 @@ def test_a_module(here):
     ("arguments", "message"),
     [
         (["train.py"], "--workers"),
-        (["--workers=0", ELSEWHERE, "train.py"], "--workers"),
+        (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
+        (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
+        (["--workers=1", ELSEWHERE, "--start-delay=-1", "t.py"], "start_delay must"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),
         (["--workers=1", "train.py"], "the embedded center has no rule: give --rule"),
         (["--workers=1", "--b1=0.5", "train.py"], "the embedded center has no rule"),
@@ -375,28 +374,31 @@ def test_a_module(here):
         ),
     ],
 )
-def test_wrong_usage(arguments, message):
+def test_wrong_usage_is_rejected(arguments, message):
     said = fails("launch", *arguments, code=2)
     assert message in said
     assert "Traceback" not in said
 
 
-def test_prefixes_have_colors_on_a_terminal_only(monkeypatch, capsys):
-    _launch_command._Output(["center", "worker-0"], stderr=True)("center", "a\x1b[1mb")
-    assert capsys.readouterr().err == "center   | ab\n"
-    terminal = rich.console.Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
-    _launch_command._Output(["center"], stderr=False)("center", "a[red]b")
-    said = terminal.file.getvalue()
+def test_prefixes_are_colored_on_a_terminal_only(here, monkeypatch):
+    (here / "train.py").write_text("print('a\\x1b[1mb')\nprint('a[red]b')\n")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["--workers=1", ELSEWHERE, "train.py"]
+    result = command("launch", "--json", *arguments)
+    assert result.stderr == "worker-0 | ab\nworker-0 | a[red]b\n"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if the output were a terminal
+    said = command("launch", *arguments).stdout
     assert said.endswith("a[red]b\n")
-    assert "\x1b[" in said.partition("center")[0]
+    assert "\x1b[" in said.partition("worker-0")[0]
 
 
-def test_ctrl_c_ends_all(here, monkeypatch):
+def test_interrupt_gives_exit_code_130(here, monkeypatch):
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt  # as `run` does when all have ended
 
-    monkeypatch.setattr(_local.launch, "run", interrupted)
+    monkeypatch.setattr(launch, "run", interrupted)
     assert command("launch", "--workers=1", ELSEWHERE, "train.py").exit_code == 130
 
 
@@ -409,41 +411,44 @@ def test_ctrl_c_ends_all(here, monkeypatch):
         ("unix:/a b/c:d", "unix:/a b/c:d"),
     ],
 )
-def test_its_line_tells_the_address(address, local):
+def test_address_is_read_from_the_serving_line(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
     assert reached_at(serving(line)) == local
 
 
-def test_its_line_tells_the_page_and_who_may_look(capsys):
+def test_serving_line_is_printed_with_page_and_its_token(pretend):
     serve = {"page": True}
     rule = {"rule": "downpour"}
     run = Run(name="run", program=["t.py"], workers=1, rule=rule, serve=serve)
     engine = Local(run)
     shown, access = engine.page_token, Access(engine._lines().encode())
-    assert access.caller(shown.encode()).calls == ROLES["observer"]
+    observer = Access(f"observer * {shown}".encode())
+    allowed = [each.caller(shown.encode()).calls for each in (access, observer)]
+    assert allowed[0] == allowed[1]
     page = "http://127.0.0.1:1/"
     line = json.dumps({"event": "serving", "address": "127.0.0.1:80", "page": page})
-    where = f"center | serving at 127.0.0.1:80, page at {page}"
-    for token, said in [(shown, f"{where} with token {shown}\n"), ("", f"{where}\n")]:
-        _launch_command._Output(["center"], False, token)("center", line)
-        assert capsys.readouterr().out == said
+    pretend(f"trap 'exit 0' TERM; echo '{line}'; {WAITS}", "exit 0")
+    options = ["--workers=1", "--rule=downpour", "--page", "train.py"]
+    where = re.escape(f"center   | serving at 127.0.0.1:80, page at {page}")
+    said = command("launch", *options).stdout
+    assert re.search(rf"^{where} with token \w{{64}}$", said, re.MULTILINE)
+    said = command("launch", "--open", *options).stdout
+    assert re.search(rf"^{where}$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
 )
-def test_only_its_own_line_tells_the_address(line):
+def test_other_lines_are_not_taken_for_the_serving_line(line):
     assert not serving(line)
 
 
 @pytest.mark.parametrize("line", ["done \u2713", f"\x1b[{'9' * 5000}m done"])
-def test_line_that_a_terminal_cannot_show_ends_nothing(line, monkeypatch):
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding="latin-1", write_through=True)
-    terminal = rich.console.Console(file=stream, width=80)
-    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
-    output = _launch_command._Output(["worker-0"], stderr=False)
-    output("worker-0", line)
-    output("worker-0", "next")
-    assert b"done" in written.getvalue()
-    assert written.getvalue().endswith(b"worker-0 | next\n")
+def test_line_that_a_terminal_cannot_show_does_not_end_the_run(line, here):
+    written = f"{line}\nnext\n".encode()
+    (here / "train.py").write_text(f"import os; os.write(1, {written!r})\n")
+    arguments = ["--workers=1", ELSEWHERE, "train.py"]
+    result = command("launch", *arguments, charset="latin-1")
+    assert result.exit_code == 0, result.output
+    assert "done" in result.stdout
+    assert result.stdout.endswith("worker-0 | next\n")

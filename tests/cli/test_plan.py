@@ -1,4 +1,4 @@
-"""``agn-optax plan``: a table of all rules, or of one's own."""
+"""``agn-optax plan``: a table of all built-in rules, or of the user's own rule."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from agn_optax.ops.cli import _calibrate, _plan
 PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
 
 
-def test_a_table_with_every_rule():
+def test_plan_prints_a_table_of_every_rule():
     said = succeeds(*PLAN, "--workers=8")
     for name in rules.__all__:
         if name != "Rule":
@@ -27,7 +27,7 @@ def test_a_table_with_every_rule():
     assert "5.2 GB" in said
 
 
-def test_json_says_what_the_library_does():
+def test_json_equals_the_plan_of_the_library():
     options = ["--workers=8", "--period=200", "--inner=sgd", "--latency=0.1"]
     rates = ["--center-bandwidth=10Gbit", "--endpoint-rate=2GB", "--apply-rate=3GB"]
     said = json.loads(succeeds(*PLAN, *options, *rates, "--overhead=0.5", "--json"))
@@ -52,7 +52,7 @@ def test_json_says_what_the_library_does():
     assert reduced["rule"] == "all_reduce"
 
 
-def test_shards_a_tree_and_a_journal():
+def test_plan_covers_shards_tree_and_journal():
     options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
     upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
     kept = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
@@ -77,12 +77,12 @@ def test_shards_a_tree_and_a_journal():
     assert said["rules"][0]["kept"]["restart"] == cost.kept.restart
     said = succeeds(*PLAN, *options, *upwards, *kept)
     assert "at each of the center's 2 shards" in said
-    assert "Centers, from those that have workers to the root" in said
+    assert "Levels of centers, from the one with the workers up" in said
     assert said.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
     assert "The journal of the root" in said
 
 
-def test_the_bottleneck_and_what_would_help():
+def test_plan_names_the_bottleneck_and_its_remedies():
     said = succeeds(*PLAN, "--workers=8", "--rule=diloco")
     assert re.search(r"diloco .* center link ", said)
     assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", said)
@@ -92,7 +92,7 @@ def test_the_bottleneck_and_what_would_help():
     assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", said)
 
 
-def test_what_a_codec_takes_and_where_it_pays():
+def test_plan_gives_codec_time_and_break_even_rate():
     options = ["--rule=diloco", "--codec=int8"]
     rates = ["--encode-rate=1GB", "--decode-rate=5.2GB"]
     said = json.loads(succeeds(*PLAN, *options, *rates, "--json"))
@@ -107,8 +107,8 @@ def test_what_a_codec_takes_and_where_it_pays():
     assert "any rate" in succeeds(*PLAN, "--rule=diloco", "--codec=bfloat16")
 
 
-def test_bfloat16_helps_a_codec_whose_answers_are_as_they_are():
-    """int8 leaves the answers in float32, which both take the center's link."""
+def test_bfloat16_is_a_remedy_for_a_codec_with_float32_downlink():
+    """int8 leaves the downlink in float32, and both directions share the link."""
     link = ["--workers=8", "--rule=diloco", "--encode-rate=1TB", "--decode-rate=1TB"]
     said = json.loads(succeeds(*PLAN, *link, "--codec=int8", "--json"))
     with_int8 = said["rules"][0]
@@ -120,7 +120,7 @@ def test_bfloat16_helps_a_codec_whose_answers_are_as_they_are():
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_heads_and_cells_are_whole_at_any_width(monkeypatch, width):
+def test_headings_and_cells_are_complete_at_any_width(monkeypatch, width):
     file = io.StringIO()
     console = rich.console.Console(file=file, width=width)
     monkeypatch.setattr(_plan._table, "console", lambda: console)
@@ -134,7 +134,7 @@ def test_heads_and_cells_are_whole_at_any_width(monkeypatch, width):
         assert set(columns) <= set(heads)
 
 
-def test_one_rule_with_settings():
+def test_plan_of_one_rule_with_settings():
     options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
     said = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
     easgd, reduced = said["rules"]
@@ -142,7 +142,7 @@ def test_one_rule_with_settings():
     assert reduced["hidden_period"] == 1  # one worker has nothing to reduce
 
 
-def test_a_rule_of_ones_own(tmp_path, monkeypatch):
+def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import dataclasses, agn_optax\n"
         "rule = dataclasses.replace(agn_optax.rules.average(), name='mine')\n"
@@ -181,7 +181,7 @@ def test_a_rule_of_ones_own(tmp_path, monkeypatch):
         (["--measure", "--overhead=1"], "--overhead does not go with --measure"),
     ],
 )
-def test_bad_options(options, message):
+def test_bad_options_are_rejected(options, message):
     said = fails(*PLAN, *options, code=2)
     assert re.search(message, said), said
     assert "Traceback" not in said
@@ -205,20 +205,20 @@ def test_bad_options(options, message):
         ("1TB", 1e12),
     ],
 )
-def test_rates(text, bytes_a_second):
+def test_rate_is_parsed_with_its_unit(text, bytes_a_second):
     assert units.rate(text, "it") == pytest.approx(bytes_a_second)
 
 
 @pytest.mark.parametrize(
     "text", ["", "1", "1G", "Gbit", "-1Gbit", "0Mbit", "1.2.3MB", "1e999MB", "5iB"]
 )
-def test_no_rates(text):
+def test_text_that_is_not_a_rate_is_rejected(text):
     with pytest.raises(errors.InvalidArgumentError, match="it must be a positive rate"):
         units.rate(text, "it")
 
 
 @pytest.mark.slow
-def test_the_constants_of_this_machine(monkeypatch):
+def test_constants_of_this_machine_are_plausible(monkeypatch):
     machine = _calibrate.calibrate(sizes=(1_000, 4_000_000), repeats=5)
     assert 0 < machine.overhead < 1
     assert 1e7 < machine.endpoint_rate < 1e12
@@ -233,7 +233,7 @@ MACHINE = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Takes what the model says, plus what ``noise()`` says of each measurement."""
+    """Simulated times: those of the model plus ``noise()`` for each measurement."""
     made = types.SimpleNamespace(noise=lambda: 0.0, measured=0)
 
     def timed(seconds):
@@ -257,19 +257,19 @@ def machine(monkeypatch):
     return made
 
 
-def test_the_constants_are_those_of_the_line(machine):
-    """A machine that takes what the model says has the constants of the model."""
+def test_calibration_recovers_the_constants_of_the_model(machine):
+    """Times that follow the model exactly give back its constants."""
     assert vars(_calibrate.calibrate()) == pytest.approx(vars(MACHINE))
     assert machine.measured == 4 * _calibrate._REPEATS
 
 
-def test_a_slow_spell_hits_all_four_and_is_forgotten(machine):
-    """However long it is, if only one turn of each comes before it or after it."""
+def test_calibration_ignores_a_slow_period(machine):
+    """One turn of each measurement outside the slow period is enough."""
     machine.noise = lambda: 0.0 if 8 < machine.measured <= 12 else machine.measured
     assert vars(_calibrate.calibrate(repeats=5)) == pytest.approx(vars(MACHINE))
 
 
-def test_what_is_no_line_is_measured_again(machine):
+def test_calibration_repeats_measurements_that_fit_no_line(machine):
     def noise():
         first_turns = machine.measured <= 4 * 3
         is_small_there = machine.measured % 4 == 3
@@ -281,7 +281,7 @@ def test_what_is_no_line_is_measured_again(machine):
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_a_codec_takes_is_measured(monkeypatch):
+def test_calibration_measures_codec_rates(monkeypatch):
     monkeypatch.setattr(_calibrate, "_CODED", (2, 5_000))
     measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
     assert 1e6 < measured.encode_rate < 1e12
@@ -293,14 +293,14 @@ def test_what_a_codec_takes_is_measured(monkeypatch):
     assert others == pytest.approx(vars(MACHINE))
 
 
-def test_times_that_are_no_line(machine):
+def test_calibration_fails_when_times_never_fit_a_line(machine):
     machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
-    with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
+    with pytest.raises(errors.CenterError, match=r"must grow.*too busy"):
         _calibrate.calibrate(sizes=(1, 2), repeats=3)
     assert machine.measured == _calibrate._ROUNDS * 4 * 3
 
 
-def test_a_center_that_does_not_start(monkeypatch):
+def test_calibration_fails_when_its_center_does_not_start(monkeypatch):
     monkeypatch.setattr(_calibrate, "_SERVE", ("-c", "pass"))
     with pytest.raises(errors.CenterError, match="did not start"):
         _calibrate.calibrate(sizes=(1, 2))

@@ -59,7 +59,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_runs(here):
+def test_run_file_runs(here):
     said = succeeds("launch", "run.toml", "--on", "local")
     assert said.count("argv --epochs 3 seed 7") == 2
     assert said.count("made 2 exchanges") == 2
@@ -68,7 +68,7 @@ def test_it_runs(here):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_comes_back_and_the_center_is_kept(here):
+def test_killed_worker_restarts_and_next_run_resumes_the_center(here):
     (here / "train.py").write_text(WORKER.format(dies="worker-1"))
     (here / "run.toml").write_text('storage = "kept"\nrestarts = 2\n' + RUN)
     result = command("launch", "run.toml", "--json")
@@ -76,13 +76,13 @@ def test_a_worker_that_dies_comes_back_and_the_center_is_kept(here):
     programs = {each["name"]: each for each in json.loads(result.stdout)["programs"]}
     assert programs["worker-1"]["restarts"] == 1
     assert (here / "kept/journal").is_dir()
-    assert not (here / "kept/center").exists()  # the address of one that has drained
-    again = command("launch", "run.toml", "--json")  # which goes on
+    assert not (here / "kept/center").exists()  # its address, removed at the drain
+    again = command("launch", "run.toml", "--json")  # resumes the center
     assert again.exit_code == 0, again.output
     assert max(map(int, re.findall(r"version (\d+)", again.stderr))) == 8
 
 
-def test_what_would_be_run_is_printed(here):
+def test_dry_run_prints_the_commands(here):
     said = succeeds("launch", "--dry-run", "run.toml", "--workers=3")
     center, *workers = said.splitlines()[1:]
     assert "serve --rule=easgd --moving-rate=0.25 --barrier=2 --json" in center
@@ -94,13 +94,13 @@ def test_what_would_be_run_is_printed(here):
     assert not (here / "kept").exists()
 
 
-def test_there_is_room_for_all(here):
+def test_max_workers_of_the_center_follows_the_workers(here):
     said = succeeds("launch", "--dry-run", "run.toml", "--workers=100")
     assert "--max-workers=100 " in said.splitlines()[1] + " "
     assert "--max-workers" not in succeeds("launch", "--dry-run", "run.toml")
 
 
-def test_options_come_before_or_after_the_file(here):
+def test_options_may_come_before_or_after_the_file(here):
     first = succeeds("launch", "--dry-run", "--barrier=1", "run.toml")
     last = succeeds("launch", "run.toml", "--dry-run", "--barrier=1")
     assert first == last
@@ -110,7 +110,7 @@ def test_options_come_before_or_after_the_file(here):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("workers = 2", "", "how many --workers"),
+        ("workers = 2", "", "number of workers is missing"),
         ("workers = 2", "workers = 0", "workers must be positive, got 0"),
         ("workers = 2", 'workers = "2"', "must be of type int, got '2'"),
         ("workers", "worker", "unknown key 'worker' (did you mean 'workers'?)"),
@@ -131,13 +131,13 @@ def test_options_come_before_or_after_the_file(here):
         ("workers = 2", "workers = 2\nname = 'A b'", "name of a run must be"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(here, old, new, said):
+def test_bad_run_files_are_rejected_before_anything_starts(here, old, new, said):
     assert old in RUN
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
     assert said in " ".join(fails("launch", "run.toml", code=2).split())
 
 
-def test_a_center_that_is_there(here):
+def test_existing_center_is_used(here):
     (here / "run.toml").write_text(
         'program = "train.py"\nworkers = 1\ncenter = "127.0.0.1:9"\n'
     )
@@ -155,14 +155,14 @@ def test_a_center_that_is_there(here):
         (["none.toml"], "cannot read none.toml"),
     ],
 )
-def test_wrong_usage(arguments, said):
+def test_wrong_usage_is_rejected(arguments, said):
     assert said in " ".join(fails("launch", *arguments, code=2).split())
 
 
 @pytest.mark.parametrize("switch", ["open", "insecure", "page"])
 @pytest.mark.parametrize("value", ["true", "false"])
-def test_every_switch_of_a_center_can_be_off_in_a_file(here, switch, value):
-    """The command line that it becomes is one that `agn-optax serve` takes."""
+def test_every_switch_of_a_center_can_be_off_in_a_file_of_a_run(here, switch, value):
+    """The resulting command line is valid for `agn-optax serve`."""
     run = RUN.replace("barrier = 2", f"{switch} = {value}")
     (here / "run.toml").write_text(run)
     said = succeeds("launch", "run.toml", "--dry-run")

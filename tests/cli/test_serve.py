@@ -1,4 +1,4 @@
-"""``agn-optax serve``: which rule, which settings, and how it ends."""
+"""``agn-optax serve``: choice of rule, settings, and shutdown."""
 
 import dataclasses
 import errno
@@ -18,7 +18,15 @@ from helpers.commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Journal,
+    Refuse,
+    Snapshots,
+    Submission,
+    Synchronous,
+)
 from agn_optax.center.durability import _writer
 from agn_optax.ops.cli import _center_options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
@@ -77,13 +85,13 @@ def address(tmp_path):
         ),
     ],
 )
-def test_rules_by_name(options, rule):
+def test_rule_is_made_by_name(options, rule):
     made = _rules.make(RuleOptions(**options))
     _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
 
 
 @pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
-def test_every_center_optimizer_takes_its_options(name):
+def test_center_optimizers_accept_their_options(name):
     options = RuleOptions(rule="agn", center_optimizer=name)
     known = _named.known(rules.CENTER_OPTIMIZERS[name])
     others = {"nesterov": True, "delay": 2, "messages": 2}
@@ -141,14 +149,14 @@ def test_every_center_optimizer_takes_its_options(name):
         ({"rule_from": "math:pi"}, "must be an agn_optax.rules.Rule.*got 3.14"),
     ],
 )
-def test_bad_rules_are_refused(options, message):
+def test_bad_rules_are_rejected(options, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         _rules.make(RuleOptions(**options))
 
 
 @pytest.fixture
 def training(tmp_path, monkeypatch):
-    """A module of the user's, in the current directory."""
+    """A user's module in the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_training.py").write_text(
@@ -162,11 +170,11 @@ def training(tmp_path, monkeypatch):
     sys.modules.pop("my_training", None)
 
 
-def test_rules_by_object(training):
+def test_rule_is_imported_from_a_module(training):
     assert _rules.make(RuleOptions(rule_from="my_training:rule")).name == "downpour"
     made = _rules.make(RuleOptions(rule_from="my_training:settings.make"))
     _fingerprint.compare(_fingerprint.fingerprint(made), rules.easgd(0.25), "here")
-    with pytest.raises(ZeroDivisionError):  # theirs, so they see where
+    with pytest.raises(ZeroDivisionError):  # the user's error is not replaced
         _rules.make(RuleOptions(rule_from="my_training:settings.broken"))
 
 
@@ -178,22 +186,61 @@ def test_rules_by_object(training):
         ({"quorum": 2, "grace": 1.5, "late": "drop"}, Synchronous(2, 1.5, "drop")),
     ],
 )
-def test_modes(options, mode):
+def test_mode_is_made_from_options(options, mode):
     name = "bounded" if isinstance(mode, BoundedStaleness) else "synchronous"
     settings = _center_options.settings(CenterOptions(mode=name, **options))
     assert settings["mode"] == mode
 
 
-def test_refusals():
+def test_message_limits_are_made_from_options():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
-    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
+    own |= {"staleness": 4, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
-    assert _center_options.settings(options)["refuse"] == Refuse(**own)
-    assert _center_options.settings(CenterOptions())["refuse"] == Refuse()
+    assert _center_options.settings(options)["limits"].messages == Refuse(**own)
 
 
-def test_serves_with_refusals(address):
+def test_defaults_are_those_of_the_library():
+    assert _center_options.settings(CenterOptions()) == {
+        "page": None,
+        "mode": Asynchronous(),
+        "durability": None,
+        "limits": service.Limits(messages=Refuse()),
+        "security": service.Security(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"max_workers": 3, "lease": 2.0}, service.Limits(max_workers=3, lease=2.0)),
+        ({"memory": 10, "calls": 0.5}, service.Limits(memory=10, calls=0.5)),
+    ],
+)
+def test_options_of_limits_become_limits(options, limits):
+    made = _center_options.settings(CenterOptions(**options))["limits"]
+    assert dataclasses.replace(made, messages=None) == limits
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"address": "a:1", "barrier": 2}, {"address": "a:1", "barrier": 2}),
+        ({"dtype": "float32", "device": "gpu"}, {"dtype": "float32", "device": "gpu"}),
+        ({"direct_address": "a:1"}, {"direct_address": "a:1"}),
+        ({"direct_address": "a:1", "direct": True}, {"direct_address": "a:1"}),
+        ({"direct": False}, {"direct_address": False}),
+        ({"health_address": "a:1"}, {"health_address": "a:1"}),
+        ({"insecure": True}, {"security": service.Security(insecure=True)}),
+        ({"reflection": False}, {"security": service.Security(reflection=False)}),
+    ],
+)
+def test_options_become_arguments_of_serve(options, settings):
+    made = _center_options.settings(CenterOptions(**options))
+    assert made == _center_options.settings(CenterOptions()) | settings
+
+
+def test_serve_applies_message_limits(address):
     def exchange(center):
         answer = sessions.exchange(
             center, jnp.full(4, 2.0), anchor_version=0, worker="w"
@@ -229,13 +276,13 @@ def test_serves_with_refusals(address):
         ),
     ],
 )
-def test_durability(options, durability):
+def test_durability_is_made_from_options(options, durability):
     settings = _center_options.settings(CenterOptions(**options))
     assert settings["durability"] == durability
 
 
-def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
-    """With what is wrong, and without a signal."""
+def test_serve_ends_when_its_journal_cannot_be_written(address, tmp_path, monkeypatch):
+    """It ends by itself, with an error that gives the reason."""
 
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,7 +294,9 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 
-    with pytest.raises(AssertionError, match=r"cannot be kept in .* No space left on"):
+    with pytest.raises(
+        AssertionError, match=r"no longer be saved in .* No space left on"
+    ):
         serve(
             address,
             rules.downpour(),
@@ -257,7 +306,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         )
 
 
-def test_a_robust_round(address):
+def test_serve_combines_a_round_with_krum(address):
     rule = dataclasses.replace(rules.average(), combine=agn_optax.robust.krum())
 
     def exchange(center):
@@ -265,7 +314,7 @@ def test_a_robust_round(address):
         center.initialize(jnp.zeros(2), worker="worker-0")
         for i, worker in enumerate(workers):
             sent = jnp.full(2, -1e9 if i == 2 else 1.0 + i)
-            worker.submit(1, sent, anchor_version=0)
+            worker.submit(Submission(1, sent, anchor_version=0))
         answer = workers[0].collect(1)
         assert jnp.array_equal(answer.params, [-2.0, -2.0])
 
@@ -290,7 +339,6 @@ def test_a_robust_round(address):
         (["--address=nowhere"], 'an address must be "host:port"'),
         (["--address=0.0.0.0:0"], "insecure=True"),
         (["--lease=-1"], "lease must be"),
-        (["--refuse-share=2"], "share must be a number in (0, 1]"),
         (["--max-workers=0"], "max_workers must be"),
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
@@ -302,6 +350,7 @@ def test_a_robust_round(address):
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
         (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
+        (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--parent-period=3"], "--parent-period needs --parent"),
         (["--parent-name=a"], "--parent-name needs --parent"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
@@ -313,13 +362,13 @@ def test_a_robust_round(address):
         ([f"--tls-certificate={__file__}", f"--tls-key={__file__}"], "is no PEM file"),
     ],
 )
-def test_bad_settings_are_refused(arguments, message):
+def test_bad_settings_are_rejected(arguments, message):
     said = fails("serve", "--rule=downpour", *arguments, code=2)
     assert message in said
     assert "Traceback" not in said
 
 
-def test_serves_what_a_file_says(tmp_path, address):
+def test_serve_reads_options_from_a_file(tmp_path, address):
     path = tmp_path / "center.toml"
     path.write_text(
         'rule = "agn"\ncenter-optimizer = "adam"\nlearning-rate = 1\n'
@@ -350,7 +399,9 @@ def test_serves_what_a_file_says(tmp_path, address):
         (["--rule=downpour"], ""),
     ],
 )
-def test_what_is_meant_for_rounds_is_told_so(address, options, said, caplog):
+def test_rule_for_rounds_in_another_mode_is_warned_about(
+    address, options, said, caplog
+):
     name = options[0].removeprefix("--rule=")
     serve(address, getattr(rules, name)(), *options, "--open")
     lines = [each.getMessage() for each in caplog.records if "rounds" in each.msg]
@@ -358,7 +409,7 @@ def test_what_is_meant_for_rounds_is_told_so(address, options, said, caplog):
     assert all(line.startswith(said) for line in lines)
 
 
-def test_serves_an_object(training, address):
+def test_serve_imports_its_rule_and_prints_json(training, address):
     result = serve(
         *(address, rules.easgd(0.25), "--rule-from=my_training:settings.make"),
         *("--json", "--open"),
@@ -374,13 +425,13 @@ def test_serves_an_object(training, address):
     }
 
 
-def test_its_parent_is_connected(monkeypatch, address):
-    """`serve` gets the parent; what a parent does is tested where it is done."""
+def test_serve_connects_to_its_parent(monkeypatch, address):
+    """Only the arguments of `serve` are tested here, not what a parent does."""
     given = {}
     real = service.serve
 
-    def serve_without_parent(rule, *, parent, parent_period, **settings):
-        given.update(status=parent.status(), period=parent_period)
+    def serve_without_parent(rule, *, parent, **settings):
+        given.update(status=parent.center.status(), period=parent.period)
         return real(rule, **settings)
 
     monkeypatch.setattr(service, "serve", serve_without_parent)
@@ -397,14 +448,14 @@ def test_its_parent_is_connected(monkeypatch, address):
     assert given["status"]["rule"] == "downpour"
 
 
-def test_a_parent_with_another_rule_is_a_failure():
+def test_parent_with_another_rule_is_rejected():
     with service.serve(rules.dynsgd()) as parent:
         said = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
     assert "runs another rule" in said
 
 
 @pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.slow)])
-def test_a_process_drains_when_it_is_told_to(code):
+def test_sigterm_drains_the_process(code):
     options = [] if not code else [f"--signal-exit-code={code}"]
     arguments, environment = python(
         *(
@@ -441,20 +492,20 @@ def test_a_process_drains_when_it_is_told_to(code):
             process.kill()
 
 
-def test_drain_of_an_operator_wins_over_a_signal_that_comes_after_it(address):
-    """A center that is drained for good must not be started again."""
+def test_exit_code_is_of_the_drain_when_a_signal_follows_it(address):
+    """A center that an operator drained must not be restarted."""
     options = ["--rule=downpour", "--signal-exit-code=143"]
     serve(address, rules.downpour(), *options, then=lambda c: c._connection.drain())
 
 
-def test_a_signal_that_another_thread_gets_is_heard(address):
-    """The client sends it to its own thread, while this one waits."""
+def test_signal_to_another_thread_is_handled(address):
+    """The client signals its own thread while the main thread waits."""
     result = serve(address, rules.downpour(), "--rule=downpour")
     assert result.stderr == "draining after SIGTERM; again to end at once\n"
 
 
-def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
-    """Also if the system gives the signal to another thread than the one that waits."""
+def test_signal_handler_runs_during_server_wait():
+    """Also if the system delivers the signal to a thread that does not wait."""
     before = signal.signal(signal.SIGUSR1, lambda *_: server.stop())
     try:
         with service.serve(rules.downpour()) as server:
@@ -474,8 +525,8 @@ def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_second_signal_during_stop_does_not_wait_for_it():
-    """Its handler runs in the thread that is stopping the server."""
+def test_stop_in_a_second_signal_handler_returns_at_once():
+    """The handler runs in the thread that is already in `Server.stop`."""
     handled = threading.Event()
 
     def stop(*_):
@@ -513,7 +564,7 @@ def test_a_second_signal_during_stop_does_not_wait_for_it():
             signal.signal(signum, handler)
 
 
-def test_mutual_tls(tmp_path):
+def test_serve_with_mutual_tls(tmp_path):
     certificate, key = certificates.make(tmp_path)
     trust = [f"--tls-ca={certificate}"]
     own = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
@@ -541,5 +592,5 @@ def test_mutual_tls(tmp_path):
     )
     assert [each.exit_code for each in said] == [1, 1, 0, 0]
     assert "speaks TLS: give --tls-ca" in said[0].stdout
-    assert "wants a certificate of this end" in said[1].stdout
+    assert "requires a certificate of this end" in said[1].stdout
     assert '"said": "TLS"' in said[2].stdout

@@ -1,4 +1,4 @@
-"""``agn-optax status`` and ``watch``, of a center in this process."""
+"""``agn-optax status`` and ``watch`` of a center in the same process."""
 
 import contextlib
 import io
@@ -12,10 +12,11 @@ import rich.console
 from helpers.commands import command, fails, succeeds
 
 from agn_optax import Worker, errors, rules, service
+from agn_optax.ops import units
 from agn_optax.ops.cli import _status, _table
 
 
-def test_status(new_server):
+def test_status_shows_center_and_workers(new_server):
     said = succeeds("status", new_server.address)
     assert f"easgd at {new_server.address}: version 2, 8 parameters (32 B)" in said
     (row,) = re.findall("│ worker-0.*", said)
@@ -42,7 +43,7 @@ def test_status_as_json(new_server):
     assert worker["stalled"] is None
 
 
-def test_status_before_there_are_parameters():
+def test_status_of_a_center_without_parameters():
     with service.serve(rules.downpour()) as server:
         assert "no parameters yet" in succeeds("status", server.address)
         assert (
@@ -51,13 +52,13 @@ def test_status_before_there_are_parameters():
 
 
 @pytest.mark.parametrize("command", [("status",), ("watch", "--count=1")])
-def test_nobody_is_there(command, nowhere):
+def test_unreachable_center_is_reported(command, nowhere):
     said = fails(*command, nowhere, code=1)
     assert f"the center at {nowhere} does not answer: UNAVAILABLE" in said
 
 
 @pytest.mark.parametrize("name", ["status", "watch"])
-def test_addresses_that_are_none(name):
+def test_bad_addresses_are_rejected(name):
     assert "must be" in fails(name, "nowhere", code=2)
     assert "must be" in fails(name, "a:\N{SUPERSCRIPT TWO}", code=2)  # it is a digit
     assert "insecure=True" in fails(name, "192.0.2.1:80", code=2)
@@ -66,15 +67,15 @@ def test_addresses_that_are_none(name):
     )
 
 
-def test_watch(server):
+def test_watch_prints_a_table_at_each_interval(server):
     said = succeeds("watch", server.address, "--count=2", "--interval=0.05")
     assert said.count("│ worker-0") == 2
     assert "- exchanges/s, -/s" in said
     assert "0 exchanges/s, 0 B/s" in said
 
 
-def test_watch_on_a_terminal(server, monkeypatch):
-    """Each table takes the place of the one before."""
+def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
+    """Each table replaces the one before."""
     terminal = rich.console.Console(
         file=io.StringIO(), force_terminal=True, width=160, height=50
     )
@@ -130,7 +131,7 @@ def shown(workers, width):
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 240])
-def test_a_table_keeps_its_names_and_what_matters_most(width):
+def test_narrow_table_keeps_names_and_important_columns(width):
     names = ["worker-0", "a-host-with-a-long-name.example.com-worker-1", "worker-17"]
     said = shown([a_worker(name) for name in names], width)
     assert max(map(len, said.splitlines())) <= width
@@ -140,19 +141,19 @@ def test_a_table_keeps_its_names_and_what_matters_most(width):
         line for line in said.splitlines() if "worker" in line and "┃" in line
     )
     titles = [title.strip() for title in header.strip("┃").split("┃")]
-    assert titles[:2] == ["worker", "there"]
+    assert titles[:2] == ["worker", "connected"]
     assert ("loss" in titles) == (width >= 60)
     assert ("transport" in titles) == (width >= 120)
     assert ("sent" in titles) == (width >= 240)
 
 
-def test_a_table_says_who_has_stalled():
+def test_table_shows_stalled_workers():
     said = shown([a_worker("anna", stalled=23.4), a_worker("bert")], 80)
     assert re.search("anna +│ stalled 23 s │", said)
     assert re.search("bert +│ +yes │", said)
 
 
-def test_names_that_would_be_one_are_not_shortened():
+def test_names_that_would_become_equal_are_not_shortened():
     names = [
         "a-rather-long-name-1-of-a-worker-here",
         "a-rather-long-name-2-of-a-worker-here",
@@ -161,8 +162,8 @@ def test_names_that_would_be_one_are_not_shortened():
     assert all(name in said for name in names)
 
 
-def test_watch_waits_for_a_center_that_is_not_there_yet(tmp_path, monkeypatch):
-    """... and keeps its last table when it goes away."""
+def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
+    """When the center stops, watch keeps the last table."""
     address = f"unix:{tmp_path}/center"
     servers, looks = [], []
 
@@ -205,8 +206,8 @@ def test_watch_as_json(server):
     assert all(each["version"] == 2 for each in others)
 
 
-def test_watch_waits_for_a_center_that_goes_away(tmp_path, monkeypatch):
-    """... and forgets its counts when another one is there."""
+def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
+    """When another center starts there, watch forgets the counts of the first."""
     address = f"unix:{tmp_path}/center"
     servers = [service.serve(rules.downpour(), jnp.ones(2), address=address)]
     looks = []
@@ -232,7 +233,7 @@ def test_watch_waits_for_a_center_that_goes_away(tmp_path, monkeypatch):
     assert looks[-1]["version"] is None
 
 
-def test_watch_that_ends_without_a_center_has_failed(tmp_path, monkeypatch):
+def test_watch_fails_when_its_last_look_finds_no_center(tmp_path, monkeypatch):
     server = service.serve(rules.downpour(), address=f"unix:{tmp_path}/center")
     monkeypatch.setattr(_status._options, "print_json", lambda said: server.stop())
     said = fails(
@@ -241,7 +242,7 @@ def test_watch_that_ends_without_a_center_has_failed(tmp_path, monkeypatch):
     assert "does not answer" in said or "going down" in said
 
 
-def test_watch_ends_at_ctrl_c(server, monkeypatch):
+def test_watch_ends_at_an_interrupt(server, monkeypatch):
     def interrupt(said):
         raise KeyboardInterrupt
 
@@ -249,7 +250,7 @@ def test_watch_ends_at_ctrl_c(server, monkeypatch):
     assert command("watch", server.address, "--json").exit_code == 0
 
 
-def test_rates_of_another_life_are_unknown():
+def test_rates_after_a_restart_are_unknown():
     now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
     said = _status._with_rates("a", before, now)
@@ -264,11 +265,11 @@ def test_rates_of_another_life_are_unknown():
     ("number", "said"),
     [(0, "0 B"), (999, "999 B"), (1048576, "1.05 MB"), (5e15, "5000 TB")],
 )
-def test_sizes(number, said):
-    assert _table.size(number) == said
+def test_size_is_printed_with_its_unit(number, said):
+    assert units.in_bytes(number) == said
 
 
-def test_observer_says_who_does_not_answer(nowhere):
+def test_error_of_an_observer_names_the_address(nowhere):
     with (
         service.Observer(nowhere) as observer,
         pytest.raises(errors.CenterUnreachableError, match=nowhere),
@@ -276,8 +277,8 @@ def test_observer_says_who_does_not_answer(nowhere):
         observer.describe()
 
 
-def test_what_workers_say_is_no_markup_and_no_escape():
-    """A terminal of an operator shows what names and labels are, and obeys none."""
+def test_markup_and_escapes_in_names_and_labels_are_not_obeyed():
+    """An operator's terminal shows names and labels as text."""
     name, label = "w\x1b]0;title\x07\x1b[2J\x1b[31m", "[/loss]"
     rule = rules.downpour()
     with (

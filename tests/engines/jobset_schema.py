@@ -1,7 +1,7 @@
-"""JobSet's own fields (jobset.x-k8s.io/v1alpha2), as its API reference lists them.
+"""A JSON schema of JobSet (jobset.x-k8s.io/v1alpha2), from its API reference.
 
-Nothing else is allowed, as a server that checks fields strictly has it. What a template
-is, is a Job's matter.
+Unknown fields are rejected, as by a server with strict field validation. Templates are
+not described here: they are those of a Job.
 """
 
 

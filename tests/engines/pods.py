@@ -1,8 +1,8 @@
-"""Pods of manifests as processes of this machine: the same commands, told the same.
+"""Runs the pods of manifests as local processes, with the same commands and variables.
 
-What a cluster does of it is done here in a few lines: names and ports of the center are
-ports of this machine, volumes are folders, what is mounted is found where it lies, and
-variables are made as a node makes them.
+A few lines replace the cluster: the center's names and ports become local ports,
+volumes become folders, mount paths are replaced by those of the folders, and
+environment variables are expanded as on a node.
 """
 
 import os
@@ -17,9 +17,10 @@ from concurrent import futures
 from helpers.ports import in_a_row
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIMIT = 240  # seconds, on a busy machine
+LIMIT = 240  # s, generous for a busy machine
 
-# What `launch` calls to submit: it keeps files, and makes a folder of a Secret.
+# Stands in for the kubectl that `launch` calls: copies files, and makes a folder of a
+# Secret.
 KUBECTL = """\
 #!/bin/sh
 set -eu
@@ -38,13 +39,13 @@ esac
 
 
 class Cluster:
-    """This machine.
+    """The objects of a run, on this machine instead of a cluster.
 
     Args:
-      folder: for volumes.
-      objects: of all manifests.
-      workdir: of the image, where programs are.
-      ports: that pods listen at; each is another one here, always the same.
+      folder: folder for volumes and secrets.
+      objects: the objects of all manifests.
+      workdir: the image's working directory, which has the programs.
+      ports: ports that pods listen at; each is mapped to a fixed local port.
     """
 
     def __init__(self, folder, objects, workdir, ports=()):
@@ -54,12 +55,12 @@ class Cluster:
         self._scratches = 0
 
     def object(self, kind, name):
-        """One of the objects."""
+        """Return the object of this kind and name."""
         found = [o for o in self.objects if o["kind"] == kind]
         return next(o for o in found if o["metadata"]["name"] == name)
 
     def variables(self, pod, container, annotations):
-        """What a container finds in its environment."""
+        """Return the environment of a container."""
         made = {}
         for each in container.get("envFrom", ()):
             made |= self.object("ConfigMap", each["configMapRef"]["name"])["data"]
@@ -77,7 +78,7 @@ class Cluster:
         return made
 
     def mounts(self, pod, container, variables):
-        """Where on this machine a container's paths are."""
+        """Return the local path of each mount path of a container."""
         volumes = {each["name"]: each for each in pod["volumes"]}
         self._scratches += 1
         made = {}
@@ -102,7 +103,7 @@ class Cluster:
         return made
 
     def start(self, pod, container, annotations=(), out=None):
-        """A container as a process."""
+        """Start a container as a process."""
         variables = self.variables(pod, container, dict(annotations))
         mounts = self.mounts(pod, container, variables)
         here = self._here(mounts)
@@ -120,10 +121,10 @@ class Cluster:
         )
 
     def _here(self, mounts):
-        """A function of texts, which puts this machine's paths and ports into them."""
+        """Return a function that replaces paths and ports in a text by local ones."""
         ports = "|".join(self.ports)
         paths = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
-        paths = paths or "(?!)"  # which is found nowhere
+        paths = paths or "(?!)"  # matches nothing
         pattern = re.compile(rf"(?<![\w/])({paths})(?![\w.-])|[\w.-]+:({ports})\b")
 
         def found(match):
@@ -137,12 +138,12 @@ class Cluster:
 
 
 class IndexedJob:
-    """Does with pods as processes what the controller of Indexed Jobs does with pods.
+    """A controller of Indexed Jobs whose pods are processes.
 
     Attributes:
-      running: the process of each index, while there is one.
-      failures: of each index.
-      said: what the containers of each index have printed.
+      running: the current process of each index.
+      failures: the number of failures of each index.
+      said: the file with the output of each index.
     """
 
     def __init__(self, cluster, job):
@@ -157,7 +158,7 @@ class IndexedJob:
         self._kept = [self._threads.submit(self._keep, index) for index in indices]
 
     def check(self):
-        """All that has ended has ended well."""
+        """Raise the error of an index that failed for good."""
         for each in self._kept:
             if each.done():
                 each.result()
@@ -170,7 +171,7 @@ class IndexedJob:
         self.running[index].kill()
 
     def close(self):
-        """Ends everything, whatever came before."""
+        """End all processes and threads."""
         self._ends.set()
         for process in list(self.running.values()):
             process.kill()
@@ -203,15 +204,15 @@ class IndexedJob:
 
 
 def expanded(text, variables):
-    """With ``$(NAME)`` as it is; what is not known stays."""
+    """Replace ``$(NAME)`` by the variable's value; keep unknown names."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
 def ended(process):
-    """As a node ends a container: its code."""
+    """End a process by SIGTERM, as a node ends a container; return its exit code."""
     process.send_signal(signal.SIGTERM)
     return process.wait(LIMIT)
 
 
-# Of this machine's own environment.
+# Variables that processes get from this machine's environment.
 _OURS = ("PATH", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")

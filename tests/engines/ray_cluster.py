@@ -1,4 +1,4 @@
-"""A process with a Ray cluster of several nodes on this machine: run by test_ray."""
+"""A process with a local Ray cluster of several nodes: run by test_ray.py."""
 
 import contextlib
 import importlib
@@ -8,7 +8,7 @@ import tempfile
 
 from helpers import talking
 
-# Ray is quiet, asks nobody on the network, and soon notices what is lost.
+# No usage statistics, no metrics, and a quick detection of lost nodes.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -17,18 +17,18 @@ QUIET = {
     "RAY_health_check_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "5",
 }
-# Of this machine alone; Ray would take the machine's own in place of 127.0.0.1.
+# A loopback address: Ray would replace 127.0.0.1 by the machine's own address.
 HERE = "127.0.0.2"
 ALL = {"node_ip_address": HERE, "object_store_memory": 80 << 20}
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test sends."""
 
     def start(self):
-        # Its sockets are here, for their names have at most 107 bytes.
+        # A short path for Ray's sockets, whose names have at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="ray-")
-        # Which Ray reads when it is imported.
+        # Ray reads these when it is imported.
         os.environ |= QUIET | {"RAY_TMPDIR": self._folder}
         self._ray = importlib.import_module("ray")
         kind = importlib.import_module("ray.cluster_utils").Cluster
@@ -41,7 +41,7 @@ class Commands:
         return {"address": self._cluster.address}
 
     def nodes(self, wanted):
-        """These are there beside the head, and no others."""
+        """Replace all nodes except the head by these."""
         for name in list(self._nodes):
             self.remove(name)
         for name, node in wanted.items():
@@ -54,7 +54,7 @@ class Commands:
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def where(self, actor):
-        """The node and the process of an actor; None while it is not there."""
+        """Return the node and the process id of an actor; None if it does not run."""
         ray = self._ray
         try:
             node, _, pid = ray.get(ray.get_actor(actor).where.remote(), timeout=2)
@@ -64,12 +64,12 @@ class Commands:
         return {"pid": pid, "node": names.get(node)}
 
     def groups(self):
-        """Placement groups that are there."""
+        """Return the number of placement groups."""
         table = self._ray.util.placement_group_table().values()
         return {"groups": sum(each["state"] != "REMOVED" for each in table)}
 
     def stop(self):
-        with contextlib.suppress(AttributeError):  # it has not been started
+        with contextlib.suppress(AttributeError):  # `start` failed or was not called
             self._ray.shutdown()
             self._cluster.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)

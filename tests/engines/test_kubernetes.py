@@ -1,4 +1,4 @@
-"""``agn-optax launch run.toml --on kubernetes``: manifests, and pods as processes."""
+"""``agn-optax launch run.toml --on kubernetes``: manifests; pods run as processes."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from helpers.waiting import wait_until
 
 from agn_optax import errors, service
 
-# The oldest that has all fields, and the newest that is known here.
+# The oldest version with all fields used, and the newest with a schema here.
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
 
 
@@ -95,10 +95,10 @@ def form(request):
 
 @functools.cache
 def printed(text):
-    """The files of a run, by their names, and what is run."""
+    """Return the files of a dry run by their names, and the commands."""
     pathlib.Path("run.toml").write_text(text)
     said = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
-    files, _, commands = said.partition("# What is run\n")
+    files, _, commands = said.partition("# Commands\n")
     parts = re.split(r"^# (\w+\.\w+)\n", files, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True)), commands.splitlines()
 
@@ -123,7 +123,7 @@ def one(made, kind):
 
 
 def templates(made):
-    """Every object with pods, as those of a set are, and the template of its pods."""
+    """Yield each workload with its pod template; the jobs of a JobSet one by one."""
     for each in made:
         if each["kind"] in ("StatefulSet", "Job"):
             yield each, each["spec"]["template"]
@@ -141,7 +141,7 @@ def containers(template):
 
 @pytest.fixture
 def schemas(monkeypatch):
-    """They are large, and each is read once."""
+    """Cache the schemas, which are large."""
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", schema)
 
 
@@ -150,7 +150,7 @@ schema = functools.cache(kubernetes_validate.utils.schema_contents)
 
 @pytest.mark.usefixtures("schemas")
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_object_is_one_that_kubernetes_knows(form, version):
+def test_manifests_match_the_schemas_of_kubernetes(form, version):
     made = objects(form)
     for each in made:
         if each["kind"] == "JobSet":
@@ -161,7 +161,7 @@ def test_every_object_is_one_that_kubernetes_knows(form, version):
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_the_schemas_refuse_what_is_wrong():
+def test_schemas_reject_unknown_fields():
     made = objects(FORMS["jobset"])
     one(made, "JobSet")["spec"]["failurePolicy"]["maxRestart"] = 1
     with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
@@ -172,7 +172,7 @@ def test_the_schemas_refuse_what_is_wrong():
         kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
 
 
-def test_what_is_named_is_there(form):
+def test_every_reference_in_the_manifests_exists(form):
     made = objects(form)
     files, commands = printed(form)
     known = {(each["kind"], each["metadata"]["name"]) for each in made}
@@ -202,7 +202,7 @@ def test_what_is_named_is_there(form):
         assert sum(name in line for line in commands) == 1
 
 
-def test_pods_may_no_more_than_they_need(form):
+def test_pods_run_with_least_privileges(form):
     for _, template in templates(objects(form)):
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -218,7 +218,7 @@ def test_pods_may_no_more_than_they_need(form):
 
 
 @pytest.mark.parametrize("name", ["plain", "jobset", "one way", "everything"])
-def test_the_center(name):
+def test_center_has_its_options_storage_probes_and_ports(name):
     made = objects(FORMS[name])
     center = next(template for _, template in templates(made))["spec"]
     (container,) = center["containers"]
@@ -229,11 +229,11 @@ def test_the_center(name):
     if name != "one way":
         assert f"--journal={storage}/journal" in said
     assert storage in [each["mountPath"] for each in container["volumeMounts"]]
-    # Nobody is ended before the service ends itself.
+    # The pod is not killed before the service has ended by itself.
     assert center["terminationGracePeriodSeconds"] > service.LONGEST_GRACE + 1
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in said
-    # It has the time to read its journal before it counts as dead.
+    # It has the time to read its journal before the probe fails.
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
     if name != "jobset":
@@ -242,12 +242,12 @@ def test_the_center(name):
         for each in service_of_it["ports"]:
             assert ports[each["targetPort"]] == each["port"]
         assert ("page" in ports) == (name == "everything")
-        # Its name is the pod's own address, also while workers wait for it.
+        # Its name resolves to the pod's address, also before the pod is ready.
         assert service_of_it["clusterIP"] == "None"
         assert service_of_it["publishNotReadyAddresses"] is True
 
 
-def test_what_a_worker_needs():
+def test_worker_gets_its_resources_and_volumes():
     spec = one(objects(FORMS["everything"]), "Job")["spec"]
     assert spec["activeDeadlineSeconds"] == 3600
     pod = spec["template"]["spec"]
@@ -261,7 +261,7 @@ def test_what_a_worker_needs():
     assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
 
 
-def test_center_asks_for_room_if_nothing_is_said_of_it():
+def test_center_has_default_resource_requests():
     def resources(text):
         center = next(template for _, template in templates(objects(text)))["spec"]
         return center["containers"][0]["resources"]
@@ -276,7 +276,7 @@ def test_center_asks_for_room_if_nothing_is_said_of_it():
 
 
 @pytest.mark.parametrize("name", ["everything", "jobset, everything"])
-def test_nodes_secrets_and_budget_are_as_the_table_says(name):
+def test_tolerations_secrets_and_budget_follow_the_run_file(name):
     made = objects(FORMS[name])
     center, worker = (template["spec"] for _, template in templates(made))
     spot = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
@@ -295,8 +295,8 @@ def test_nodes_secrets_and_budget_are_as_the_table_says(name):
         assert "tolerations" not in template["spec"]
 
 
-def test_center_of_a_set_that_is_told_to_end_is_started_again():
-    """A Job starts nothing again that has ended with 0; a StatefulSet does."""
+def test_center_of_a_jobset_that_is_told_to_end_is_restarted():
+    """A Job does not restart a pod that ended with 0; a StatefulSet does."""
     for name, told in [("jobset", True), ("plain", False)]:
         _, template = next(templates(objects(FORMS[name])))
         (container,) = template["spec"]["containers"]
@@ -305,7 +305,7 @@ def test_center_of_a_set_that_is_told_to_end_is_started_again():
 
 
 @pytest.mark.parametrize("name", ["plain", "jobset"])
-def test_one_lost_worker_is_one_lost_worker(name):
+def test_failure_of_a_worker_ends_no_other_worker(name):
     made = objects(FORMS[name])
     worker = list(templates(made))[-1][0]["spec"]
     assert worker["backoffLimitPerIndex"] == 2
@@ -317,7 +317,7 @@ def test_one_lost_worker_is_one_lost_worker(name):
 
 
 def told(made, annotations):
-    """What the workers' pods find in their environment."""
+    """Return the environment of the workers' pods."""
     template = list(templates(made))[-1][1]
     (container,) = template["spec"]["containers"]
     cluster = Cluster(pathlib.Path(), made, None)
@@ -336,12 +336,12 @@ def environment(monkeypatch):
     return environment
 
 
-def test_who_the_pods_of_a_job_are(environment):
+def test_pods_of_a_job_know_their_rank_and_restarts(environment):
     made = objects(FORMS["plain"])
     for index in range(3):
         found = {"batch.kubernetes.io/job-completion-index": str(index)}
         failures = {"batch.kubernetes.io/job-index-failure-count": "2"} if index else {}
-        # As its controller does.
+        # The Job controller sets this.
         own = {"JOB_COMPLETION_INDEX": str(index)}
         me = environment(told(made, found | failures) | own)
         assert (me.rank, me.workers, me.worker) == (index, 3, f"worker-{index}")
@@ -351,7 +351,7 @@ def test_who_the_pods_of_a_job_are(environment):
         assert me.rule.name == "downpour"
 
 
-def test_who_the_pods_of_a_set_are(here, environment):
+def test_pods_of_a_jobset_know_their_rank_and_coordinator(here, environment):
     (here / "secrets/wandb").mkdir(parents=True)
     (here / "secrets/wandb/key").write_text("a secret")
     made = objects(FORMS["jobset, everything"])
@@ -377,7 +377,7 @@ def test_who_the_pods_of_a_set_are(here, environment):
         assert coordinator.startswith(f"digits-worker-{job}-0.digits:")
 
 
-def test_more_workers_change_no_pod():
+def test_more_workers_leave_pod_templates_unchanged():
     few, more = (objects(FORMS["plain"].replace("= 3", n)) for n in ("= 3", "= 9"))
     job, larger = one(few, "Job")["spec"], one(more, "Job")["spec"]
     assert larger["completions"] == larger["parallelism"] == 9
@@ -388,13 +388,13 @@ def test_more_workers_change_no_pod():
         assert before == after or before["kind"] == "ConfigMap"
 
 
-def test_a_value_is_told_as_it_is():
+def test_environment_values_are_not_expanded():
     text = FORMS["plain"].replace("restarts", 'environment = {A = "$(B) $$"}\nrestarts')
     assert told(objects(text), {})["A"] == "$(B) $$"
 
 
-def test_commands_are_run_as_they_are_written():
-    """Kubernetes makes $ of $$, and of $(NAME) what a variable has."""
+def test_arguments_of_commands_are_not_expanded():
+    """Kubernetes would replace $$ by $, and $(NAME) by the variable's value."""
     words = ["--pattern=$(HOME)/*.py", "--price=5$$"]
     top = f"arguments = {words}\nrestarts"
     made = objects(FORMS["plain"].replace("restarts", top))
@@ -412,8 +412,8 @@ def test_commands_are_run_as_they_are_written():
         (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
         (run(more="[resources.worker]\nprocesses = 2"), "need jobset = true"),
         (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
-        (run("address = '0.0.0.0:1'"), "address of the center is said by"),
-        (run("address-file = 'it'"), "address-file of the center is said by"),
+        (run("address = '0.0.0.0:1'"), "address of the center is set by"),
+        (run("address-file = 'it'"), "address-file of the center is set by"),
         (run("open = true"), "needs insecure = true"),
         (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
         (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
@@ -424,7 +424,7 @@ def test_commands_are_run_as_they_are_written():
                 kubernetes="environment-secrets = {A = 'b/c'}",
                 top="environment = {A = 'a'}",
             ),
-            "A stands in environment and in environment-secrets",
+            "A is both in environment and in environment-secrets",
         ),
         (run(kubernetes="tolerations = [{keys = 'a'}]"), "got 'keys'"),
         (run(kubernetes="tolerations = [{key = 1}]"), "a str as key, got 1"),
@@ -438,14 +438,14 @@ def test_commands_are_run_as_they_are_written():
         (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(text, said):
+def test_bad_run_files_are_rejected_before_anything_is_submitted(text, said):
     pathlib.Path("run.toml").write_text(text)
     wrong = fails("launch", "run.toml", "--on", "kubernetes", code=2)
     assert said in " ".join(wrong.split())
     assert not pathlib.Path("digits-kubernetes").exists()
 
 
-def test_without_kubectl(monkeypatch):
+def test_missing_kubectl_is_reported(monkeypatch):
     pathlib.Path("run.toml").write_text(FORMS["plain"])
     monkeypatch.setenv("PATH", "")
     said = fails("launch", "run.toml", "--on", "kubernetes", code=2)
@@ -455,7 +455,7 @@ def test_without_kubectl(monkeypatch):
 
 @pytest.fixture
 def kubectl(here, monkeypatch):
-    """A command of that name, which submits to a folder."""
+    """A stand-in for kubectl that submits to a folder."""
     folder = here / "cluster"
     folder.mkdir()
     program = here / "bin" / "kubectl"
@@ -476,7 +476,7 @@ def test_files_are_written_and_submitted(here, kubectl):
     assert sorted(each.name for each in (here / "cluster").iterdir()) == names
 
 
-def test_what_kubectl_cannot_do_is_told(here, kubectl):
+def test_failure_of_kubectl_is_reported_once(here, kubectl):
     kubectl.write_text("#!/bin/sh\necho 'no such cluster' >&2\nexit 3\n")
     (here / "run.toml").write_text(FORMS["in the open"])
     result = command("launch", "run.toml", "--on", "kubernetes")
@@ -506,8 +506,8 @@ with service.connect(me.address, me.rule) as center:
 
 
 @pytest.mark.slow
-def test_pods_as_processes(here, kubectl):
-    """What the manifests say runs, and survives what happens to pods."""
+def test_run_survives_kills_of_its_pods(here, kubectl):
+    """The manifests run as processes, and every step counts once despite kills."""
     (here / "run.toml").write_text(FORMS["plain"].replace("workers = 3", "workers = 2"))
     (here / "train.py").write_text(TRAIN)
     said = succeeds("launch", "run.toml", "--on", "kubernetes")
@@ -516,7 +516,7 @@ def test_pods_as_processes(here, kubectl):
     files = list(folder.glob("*.yaml"))
     made = [each for file in files for each in yaml.safe_load_all(file.read_text())]
 
-    # Nothing secret is in them, and nobody has what only others need.
+    # The files have no secrets, and each pod has only the secrets that it needs.
     secrets = {path.name for path in (folder / "secrets" / "digits-workers").iterdir()}
     assert not {"ca.key", "center.key", "tokens", "operator.token"} & secrets
     secrets = {path.name for path in (folder / "secrets" / "digits-center").iterdir()}
@@ -525,7 +525,7 @@ def test_pods_as_processes(here, kubectl):
         assert not any(path.read_text().strip() in file.read_text() for file in files)
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077
 
-    # Run again, it makes what is missing, and changes nothing that is there.
+    # Another launch makes the missing keys, and keeps all others.
     before = {path: path.read_bytes() for path in keys.iterdir()}
     more = command("launch", "run.toml", "--on", "kubernetes", "--workers=3")
     assert more.exit_code == 0, more.output
@@ -566,21 +566,21 @@ def _run(stack, cluster, keys):
 
     def version():
         job.check()
-        time.sleep(0.1)  # a center answers so many calls beside its exchanges
+        time.sleep(0.1)  # the center limits the rate of calls
         with contextlib.suppress(errors.CenterError):
             return observer.status()["version"] or 0
         return 0
 
     def exceeds(before):
-        """What the center has of each worker, once that is more of all of them."""
+        """Return the counts of all workers once each is greater; None before that."""
         job.check()
-        time.sleep(0.1)
+        time.sleep(0.1)  # as in `version`
         with contextlib.suppress(errors.CenterError):
             counts = observer.pull().params
             return counts if (counts > before).all() else None
         return None
 
-    # Workers come first, and wait.
+    # Workers start first, and wait for the center.
     job = IndexedJob(cluster, cluster.object("Job", "digits-workers"))
     stack.callback(job.close)
     assert not is_live()
@@ -593,7 +593,7 @@ def _run(stack, cluster, keys):
     process = start()
     wait_until(is_live, LIMIT)
     assert version() >= 10
-    # Both are back: who is not makes steps that no center has heard of.
+    # Both are back: a worker that is not makes steps that reach no center.
     had = []
     wait_until(lambda: had.append(exceeds(0)) or had[-1] is not None, LIMIT)
     wait_until(lambda: exceeds(had[-1]) is not None, LIMIT)
@@ -605,7 +605,7 @@ def _run(stack, cluster, keys):
     assert job.succeeded == {0, 1}
     assert job.failures == {0: 0, 1: 1}
 
-    # Every step counts once; of the message at which a worker was killed, nobody knows.
+    # Every step counts once; the message in flight at the kill may count or not.
     counts = observer.pull().params.tolist()
     lives = [
         [

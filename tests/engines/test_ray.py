@@ -1,4 +1,4 @@
-"""A run on Ray: on a cluster of several nodes, whose parts are killed."""
+"""Runs on Ray: planned, and on a cluster of several nodes some of which are killed."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from agn_optax.ops.engines import Ray, Resources, Run
 from agn_optax.ops.engines._ray_actors import Supervisor, reserved
 from agn_optax.ops.engines._ray_room import can_hold
 
-# A node of Ray's is there after seconds, and on a busy machine after a minute.
+# A node of Ray starts within seconds, on a busy machine within a minute.
 LIMIT = 240
 pytestmark = pytest.mark.timeout(4 * LIMIT)
 wait_until = functools.partial(waiting.wait_until, limit=LIMIT)
@@ -58,16 +58,16 @@ def here(tmp_path, monkeypatch):
 
 
 def written(
-    folder, address="auto", workers=3, more="", program=HERE / "slots_worker.py"
+    folder, address="auto", workers=3, more="", program=HERE / "element_worker.py"
 ):
     text = RUN.format(program=program, folder=folder, workers=workers, address=address)
     (folder / "run.toml").write_text(more + text)
 
 
-# What is said before anything is started.
+# Before anything is started.
 
 
-def test_what_would_be_run_is_printed(here):
+def test_dry_run_prints_actors_and_commands(here):
     written(here, workers=2)
     said = succeeds("launch", "--dry-run", "run.toml", "--on=ray", "--barrier=2")
     lines = said.splitlines()[1:]
@@ -82,7 +82,7 @@ def test_what_would_be_run_is_printed(here):
     assert not (here / "kept").exists()
 
 
-def test_a_worker_of_several_processes_has_nodes_for_them(here):
+def test_processes_of_a_worker_are_spread_over_nodes(here):
     written(here, more="", workers=1)
     with (here / "run.toml").open("a") as file:
         file.write("[resources.worker]\nprocesses = 2\ngpus = 8\nmemory = '2GiB'\n")
@@ -103,7 +103,7 @@ def test_a_worker_of_several_processes_has_nodes_for_them(here):
         ({"settings": {"give_up": 0.0}}, "give-up in [ray] must be a positive number"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(changes, said):
+def test_bad_settings_are_rejected_before_anything_starts(changes, said):
     settings = {
         "name": "run",
         "program": ["t.py"],
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_said_before_anything_starts(changes, said):
     assert said in str(caught.value)
 
 
-def test_tables_of_its_file(here):
+def test_ray_table_of_the_run_file_is_checked(here):
     written(here)
     path = here / "run.toml"
     path.write_text(path.read_text() + "runtime-env = {env_vars = {A = 'b'}}\n")
@@ -126,7 +126,7 @@ def test_tables_of_its_file(here):
     assert "did you mean 'address'?" in fails("launch", "run.toml", "--on=ray", code=2)
 
 
-def test_a_center_elsewhere_needs_no_storage():
+def test_run_with_an_existing_center_needs_no_storage():
     run = Run(
         name="run",
         program=["t.py"],
@@ -150,13 +150,13 @@ def test_idle_nodes_hold_as_many_processes_as_their_strategy_allows(strategy, mo
     assert held == list(range(1, most + 1))
 
 
-def test_what_no_node_has_is_held_by_none():
+def test_needs_that_no_node_has_cannot_be_held():
     assert not can_hold([{"CPU": 4.0}], {"CPU": 1.0, "TPU": 1.0}, 1, "PACK")
     assert not can_hold([], {"CPU": 1.0}, 1, "STRICT_PACK")
     assert can_hold([{"CPU": 1.0}], {}, 2, "PACK")
 
 
-def test_port_of_a_coordinator_is_given_to_nobody_else():
+def test_reserved_port_is_free_for_the_coordinator_only():
     host = "127.0.0.1"
     with reserved(host) as kept:
         port = kept.getsockname()[1]
@@ -173,19 +173,19 @@ def test_port_of_a_coordinator_is_given_to_nobody_else():
         server.stop(None)
 
 
-def test_driver_that_takes_over_is_shown_what_none_has_shown():
+def test_driver_that_takes_over_gets_only_new_lines():
     said = Supervisor()
     for number in range(3):
         said._hear("center", f"line {number}")
     life, seen = said.shown()
     first = said.look(life, seen, 0)
     assert first.lines == ["line 0", "line 1", "line 2"]
-    said.look(life, first.seen, 0)  # the driver has shown them
+    said.look(life, first.seen, 0)  # acknowledges these lines as shown
     said._hear("center", "line 3")
     assert said.look(*said.shown(), 0).lines == ["line 3"]
 
 
-def test_without_ray_it_says_what_to_install(here, monkeypatch):
+def test_missing_ray_names_the_extra_to_install(here, monkeypatch):
     written(here)
     monkeypatch.setitem(sys.modules, "ray", None)
     said = command("launch", "--dry-run", "run.toml", "--on=ray").stderr
@@ -196,7 +196,7 @@ def test_without_ray_it_says_what_to_install(here, monkeypatch):
 
 
 class Cluster:
-    """A cluster in a process of its own."""
+    """A cluster in a separate process."""
 
     def __init__(self, process):
         self._process = process
@@ -209,7 +209,7 @@ class Cluster:
         return self.ask("where", actor=f"slots-{actor}")
 
     def kill(self, actor):
-        """Kills an actor's process; returns once the next one is there."""
+        """Kill an actor's process; wait until the actor has another one."""
         pid = self.where(actor)["pid"]
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: self.where(actor)["pid"] not in (None, pid))
@@ -226,7 +226,7 @@ def cluster():
 
 @contextlib.contextmanager
 def launched(folder, *options):
-    """A driver, and what it says."""
+    """Run a driver, with its output in files."""
     command, environment = python(
         *(
             "-m",
@@ -252,8 +252,8 @@ def launched(folder, *options):
             process.wait(LIMIT)
 
 
-class Watch:
-    """What a run has done, by the files of its workers."""
+class Progress:
+    """The progress of a run, read from the files of its workers."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -262,7 +262,7 @@ class Watch:
         return text in (self._folder / "said").read_text()
 
     def said_once(self):
-        """No line of the center's program was shown twice."""
+        """Check that no line of the center's program was shown twice."""
         lines = (self._folder / "said").read_text().splitlines()
         own = [line for line in lines if line.startswith("center") and "|" in line]
         served = [line for line in own if "| serving at" in line]
@@ -273,7 +273,7 @@ class Watch:
         return json.loads((self._folder / "summary").read_text())
 
     def done(self, rank):
-        """Slots that were acknowledged."""
+        """Return the acknowledged slots of a worker."""
         path = self._folder / f"done-{rank}"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
@@ -281,7 +281,7 @@ class Watch:
         return len((self._folder / f"tried-{rank}").read_bytes())
 
     def wait_for_more(self, *ranks):
-        """All of these exchange."""
+        """Wait until all these workers have made more exchanges."""
         before = {rank: len(self.done(rank)) for rank in ranks}
         wait_until(lambda: all(len(self.done(r)) > n + 2 for r, n in before.items()))
 
@@ -289,7 +289,7 @@ class Watch:
         return [int(path.read_text()) for path in self._folder.glob("pid-*")]
 
     def check(self, workers):
-        """What was acknowledged is in the center once, and nothing twice."""
+        """Check that every acknowledged step counts once, and none counts twice."""
         kept = self._folder / "kept" / "journal"
         params = jnp.asarray(center.read(kept, rules.downpour()).params)
         as_saved = jax.ShapeDtypeStruct(
@@ -306,7 +306,7 @@ class Watch:
 
 
 def center_process(cluster):
-    """The process that serves, beside the center's actor."""
+    """Return the id of the process that serves, a child of the center's actor."""
     actor = cluster.where("center")["pid"]
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -328,10 +328,10 @@ def is_running(pid):
 
 
 @pytest.mark.slow
-def test_whatever_is_lost_nothing_acknowledged_is(here, cluster):
+def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
     written(here, cluster.address)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         # There is room for the center and two workers.
         wait_until(lambda: watch.said("waits for a node with 1 CPU"))
@@ -348,7 +348,7 @@ def test_whatever_is_lost_nothing_acknowledged_is(here, cluster):
         assert cluster.where("center")["node"] in ("a", "c")
         lost = cluster.where("center")["node"]
         cluster.ask("remove", name=lost)
-        if lost == "c":  # where there was room for everybody
+        if lost == "c":  # without it there is not enough room for all
             cluster.ask("add", name="d", num_cpus=3)
         wait_until(lambda: cluster.where("center")["node"] not in (None, lost))
         watch.wait_for_more(0, 1, 2)
@@ -372,10 +372,10 @@ def test_whatever_is_lost_nothing_acknowledged_is(here, cluster):
 
 
 @pytest.mark.slow
-def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
+def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO})
     written(here, cluster.address, workers=1)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         watch.wait_for_more(0)
         (first,) = watch.pids()
@@ -384,7 +384,7 @@ def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
         wait_until(lambda: not is_running(first))
     with launched(here, "--barrier=2") as changed:
         assert changed.wait(LIMIT) == 2
-    assert watch.said("is there with other settings")
+    assert watch.said("exists with other settings")
     assert cluster.where("center")["pid"] == kept
     with launched(here) as driver:
         watch.wait_for_more(0)
@@ -405,10 +405,10 @@ def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [(), ("--barrier=2",)], ids=["same", "changed"])
-def test_second_launch_is_refused_and_touches_nothing(here, cluster, other):
+def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
     cluster.ask("nodes", wanted={"a": {**TWO, "num_cpus": 3}})
     written(here, cluster.address, workers=1)
-    watch, second = Watch(here), here / "second"
+    watch, second = Progress(here), here / "second"
     second.mkdir()
     (second / "run.toml").write_text((here / "run.toml").read_text())
     with launched(here) as driver:
@@ -426,14 +426,14 @@ def test_second_launch_is_refused_and_touches_nothing(here, cluster, other):
 
 
 @pytest.mark.slow
-def test_center_that_is_drained_serves_again(here, cluster):
+def test_drained_center_serves_again(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO})
     written(here, cluster.address, workers=1)
-    watch = Watch(here)
+    watch = Progress(here)
     with launched(here) as driver:
         watch.wait_for_more(0)
         os.kill(center_process(cluster), signal.SIGTERM)
-        wait_until(lambda: watch.said("somebody drained it; it serves again"))
+        wait_until(lambda: watch.said("it serves again"))
         watch.wait_for_more(0)
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
@@ -443,7 +443,7 @@ def test_center_that_is_drained_serves_again(here, cluster):
 
 
 @pytest.mark.slow
-def test_workers_run_as_room_comes_free(here, cluster):
+def test_waiting_workers_run_as_room_comes_free(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO, "b": ONE})  # the center, and two workers
     program = here / "short.py"
     program.write_text("import os; print('done by', os.environ['AGN_OPTAX_WORKER'])")
@@ -452,13 +452,13 @@ def test_workers_run_as_room_comes_free(here, cluster):
         assert driver.wait(LIMIT) == 0
     said = (here / "said").read_text()
     assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
-    programs = Watch(here).summary()["programs"]
+    programs = Progress(here).summary()["programs"]
     assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["worker", "center"])
-def test_what_no_node_has_is_given_up_after_a_time(here, cluster, task):
+def test_needs_that_no_node_has_are_given_up_after_a_timeout(here, cluster, task):
     cluster.ask("nodes", wanted={"a": TWO})
     written(here, cluster.address, workers=2)
     text = (here / "run.toml").read_text().replace("center-needs", "# center-needs")
@@ -473,10 +473,10 @@ def test_what_no_node_has_is_given_up_after_a_time(here, cluster, task):
 
 
 @pytest.mark.slow
-def test_a_worker_of_two_processes_starts_again_as_a_whole(here, cluster):
+def test_worker_of_two_processes_restarts_as_a_whole(here, cluster):
     cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
-    more = "restarts = 1\nstop-grace = 2\n"  # its others do not hear SIGTERM
-    written(here, cluster.address, 1, more, HERE / "joined_worker.py")
+    more = "restarts = 1\nstop-grace = 2\n"  # the other process ignores SIGTERM
+    written(here, cluster.address, 1, more, HERE / "two_process_worker.py")
     with (here / "run.toml").open("a") as file:
         file.write("[resources.worker]\nprocesses = 2\n")
     with launched(here) as driver:
@@ -490,7 +490,7 @@ def test_a_worker_of_two_processes_starts_again_as_a_whole(here, cluster):
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_for_good_ends_all(here, cluster):
+def test_program_that_fails_for_good_ends_all(here, cluster):
     cluster.ask("nodes", wanted={"a": {**TWO, "num_cpus": 3}})
     program = here / "fails.py"
     program.write_text(
@@ -501,7 +501,7 @@ def test_a_program_that_fails_for_good_ends_all(here, cluster):
     written(here, cluster.address, workers=2, program=program)
     with launched(here) as driver:
         assert driver.wait(LIMIT) == 3
-    programs = {each["name"]: each for each in Watch(here).summary()["programs"]}
+    programs = {each["name"]: each for each in Progress(here).summary()["programs"]}
     assert programs["worker-1"]["returncode"] == 3
     assert programs["worker-0"]["stopped"]
     assert programs["center"]["stopped"]
@@ -509,7 +509,7 @@ def test_a_program_that_fails_for_good_ends_all(here, cluster):
 
 
 @pytest.mark.slow
-def test_the_actors_of_a_program_of_ones_own(here, cluster):
+def test_example_with_its_own_actors_runs(here, cluster):
     cluster.ask("nodes", wanted={"a": {"num_cpus": 3}})
     command, environment = python(ROOT / "examples/on_ray.py", "--folder", here)
     environment["RAY_ADDRESS"] = cluster.address

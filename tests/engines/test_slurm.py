@@ -1,4 +1,4 @@
-"""Jobs of SLURM: what scripts say, and that they really run."""
+"""Jobs of SLURM: the content of their scripts, and runs on a small cluster."""
 
 import json
 import os
@@ -46,7 +46,7 @@ ARRAY = "--array=0-1"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """A folder with a run."""
+    """A current directory with the file of a run."""
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -57,19 +57,19 @@ def here(tmp_path, monkeypatch):
 
 
 def planned(*arguments):
-    """Scripts by their names, and the commands after them."""
+    """Return the scripts of a dry run by their names, and the commands."""
     said = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
     files, name = {}, ""
     for line in said.splitlines(keepends=True):
-        if line.startswith("# ") and line.strip().endswith((".sh", "What is run")):
+        if line.startswith("# ") and line.strip().endswith((".sh", "Commands")):
             name = line[2:].strip()
             files[name] = ""
         else:
             files[name] += line
-    return files, files.pop("What is run").split("\n")[:-1]
+    return files, files.pop("Commands").split("\n")[:-1]
 
 
-def test_scripts_are_shells_and_have_no_secret(here):
+def test_scripts_are_valid_shell_and_have_no_secrets(here):
     files, commands = planned()
     assert list(files) == ["prepare.sh", "workers.sh", "center.sh", "end.sh"]
     for text in [*files.values(), *commands]:
@@ -99,7 +99,7 @@ def test_scripts_are_shells_and_have_no_secret(here):
     assert not kept.exists()
 
 
-def test_what_the_table_says(here):
+def test_slurm_table_of_the_run_file_is_applied(here):
     (here / "run.toml").write_text(
         RUN.replace("cpus = 2", "cpus = 2\nprocesses = 3\ngpus = 4")
         + 'qos = "low"\naccount = "a"\nconstraint = "x&y"\npython = "python3"\n'
@@ -125,8 +125,8 @@ def test_what_the_table_says(here):
     assert '    true && scontrol requeue "$job"\n' in workers
 
 
-def test_a_worker_names_its_task_and_never_the_whole_array(here):
-    """The last task of an array has the array's id as its own SLURM_JOB_ID."""
+def test_worker_script_names_its_task_not_the_array(here):
+    """The SLURM_JOB_ID of the last task of an array is that of the array."""
     files, _ = planned()
     array = (here / "run.toml").read_text()
     (here / "run.toml").write_text(array.replace("cpus = 2", "processes = 2"))
@@ -137,7 +137,7 @@ def test_a_worker_names_its_task_and_never_the_whole_array(here):
     assert '\njob="$SLURM_JOB_ID"\n' in files["center.sh"]
 
 
-def test_certificates_travel_by_their_paths(here):
+def test_certificates_are_passed_by_path(here):
     (here / "run.toml").write_text(
         ('tls-ca = "/keys/ca.pem"\n' + RUN).replace("insecure = true", "")
     )
@@ -150,13 +150,13 @@ def test_certificates_travel_by_their_paths(here):
 
 
 def around_another_center(text, address):
-    """The run, with no center of its own."""
+    """Return the run's file with an existing center instead of its own."""
     text = text.replace("center-restarts = 3\n", f'center = "{address}"\n')
     begin, end = text.index("[rule]"), text.index("[resources.worker]")
     return text[:begin] + text[end:]
 
 
-def test_a_center_that_is_there_needs_an_array_only(here):
+def test_run_with_an_existing_center_is_an_array_only(here):
     (here / "run.toml").write_text(around_another_center(RUN, "host:9"))
     files, commands = planned()
     assert list(files) == ["prepare.sh", "workers.sh"]
@@ -170,20 +170,24 @@ def test_a_center_that_is_there_needs_an_array_only(here):
     [
         ('storage = "kept"\n', "", "jobs of SLURM need storage"),
         ("insecure = true", "", "workers and center need TLS"),
-        ("insecure = true", 'insecure = true\njournal = "j"', "journal is in the"),
+        (
+            "insecure = true",
+            'insecure = true\njournal = "j"',
+            "journal of a run on SLURM",
+        ),
         ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
         ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(here, old, new, said):
+def test_bad_run_files_are_rejected_before_anything_is_submitted(here, old, new, said):
     assert old in RUN
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
     message = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
     assert said in " ".join(message.split())
 
 
-def test_a_machine_without_slurm(here, monkeypatch):
+def test_missing_sbatch_is_reported(here, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "there is no sbatch" in " ".join(
         fails("launch", "run.toml", "--on=slurm", code=2).split()
@@ -192,7 +196,7 @@ def test_a_machine_without_slurm(here, monkeypatch):
 
 
 def run_as_task(here, setup, **environment):
-    """Runs the script of worker 1 here, as SLURM does; its program says that it ran."""
+    """Run the script of worker 1 here, as SLURM would; its program prints one line."""
     (here / "train.py").write_text("print('it ran')\n")
     text = around_another_center(RUN, "127.0.0.1:9")
     text = text.replace('["echo set up"]', json.dumps(setup))
@@ -219,14 +223,14 @@ def run_as_task(here, setup, **environment):
         (["set -e; false"], 1, "false"),
     ],
 )
-def test_line_of_setup_that_fails_ends_the_task(here, setup, code, line):
+def test_failed_line_of_setup_ends_the_task(here, setup, code, line):
     (here / "returns.sh").write_text("return 9\n")
     done = run_as_task(here, setup)
     assert done.returncode == code
     said = f"setup failed on n1, exit code {code}: {line}"
     assert said in done.stderr
     assert "it ran" not in done.stdout
-    assert "scontrol" not in done.stderr  # it would be there next time, too
+    assert "scontrol" not in done.stderr  # no requeue: it would fail again
     assert (here / "kept/states/worker-1").read_text() == f"7_1 {code} {said}\n"
 
 
@@ -241,14 +245,14 @@ def test_line_of_setup_that_fails_ends_the_task(here, setup, code, line):
         ["set -eu"],
     ],
 )
-def test_setup_that_succeeds_is_followed_by_the_program(here, setup):
+def test_program_runs_after_setup_that_succeeds(here, setup):
     (here / "sloppy.sh").write_text("false\ntrue\n")
     done = run_as_task(here, setup)
     assert (done.returncode, done.stdout) == (0, "it ran\n"), done.stderr
     assert (here / "kept/states/worker-1").read_text() == "7_1 0 done\n"
 
 
-def test_worker_that_is_done_is_not_run_again(here):
+def test_finished_worker_does_not_run_again(here):
     assert "it ran" in run_as_task(here, []).stdout
     again = run_as_task(here, [])
     assert (again.returncode, again.stdout) == (
@@ -259,7 +263,7 @@ def test_worker_that_is_done_is_not_run_again(here):
     assert "it ran" in run_as_task(here, [], SLURM_ARRAY_JOB_ID="8").stdout
 
 
-def test_what_is_prepared_is_for_its_owner_and_tokens_are_kept(here):
+def test_prepared_files_are_private_and_tokens_are_kept(here):
     files, _ = planned()
     subprocess.run(["/bin/bash"], input=files["prepare.sh"], text=True, check=True)
     keys = here / "kept/keys"
@@ -332,7 +336,7 @@ def launched(*arguments):
 
 
 def read(path):
-    """What a file says; nothing while it is not there."""
+    """Return the text of a file; an empty text if it does not exist."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -344,7 +348,7 @@ def lines_of(path):
 
 
 def serving(folder):
-    """The process that serves a center with its files in a folder."""
+    """Return the id of the process that serves a center with files in this folder."""
     for each in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = each.read_bytes().split(b"\0")
@@ -355,8 +359,8 @@ def serving(folder):
     raise AssertionError("no center is served")
 
 
-class Said:
-    """What workers have written down."""
+class WorkerOutput:
+    """The lines that workers have written to files."""
 
     def __init__(self, here):
         self._here = here
@@ -367,7 +371,7 @@ class Said:
         return [(int(r), what, int(n)) for r, what, n in map(str.split, lines)]
 
     def steps(self, worker):
-        """Those that were acknowledged last."""
+        """Return the last step that the worker has recorded."""
         return max((n for _, _, n in self.lines(worker)), default=0)
 
     def has(self, worker, what, restarts=0):
@@ -375,16 +379,16 @@ class Said:
 
 
 @pytest.mark.slow
-def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
+def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     (here / "train.py").write_text(TRAIN)
-    # Nobody is given up meanwhile: who is not there any more has left.
+    # A long lease: a worker missing from the center has left by itself.
     here_alone = f"DNS:{socket.gethostname()}"
     certificate, private = certificates.make(here, names=here_alone)
     tls = f'tls-certificate = "{certificate}"\ntls-key = "{private}"\nlease = 600'
     run = f'tls-ca = "{certificate}"\n' + RUN.replace("insecure = true", tls)
     run = run.replace('["a b"]', f'["{here}"]').replace('"kept"', '"kept here"')
     (here / "run.toml").write_text(run)
-    kept, said = here / "kept here", Said(here)
+    kept, said = here / "kept here", WorkerOutput(here)
     address, key = kept / "center", kept / "keys/operator.token"
     files, _ = planned()
     jobs = launched()
@@ -401,12 +405,12 @@ def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
         before = {each: said.steps(each) for each in workers}
         wait_until(lambda: all(said.steps(w) > n for w, n in before.items()))
 
-    # SLURM queues a worker again, while the array grows.
+    # SLURM requeues a worker while the array grows.
     goes_on("worker-0", "worker-1")
     cluster("scontrol", "requeue", f"{jobs['workers']}_1")
     grown = launched("--workers=4")
     assert list(grown) == ["workers"]
-    assert "more --workers" in fails(
+    assert "a larger --workers" in fails(
         "launch", "run.toml", "--on=slurm", "--workers=4", code=2
     )
     assert len({token for _, _, token in lines_of(kept / "keys/tokens")}) == 5
@@ -416,7 +420,7 @@ def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
     assert started == left > 0
     goes_on("worker-1")
 
-    # One is cancelled, which sends what it has, and leaves.
+    # A cancelled worker sends its last steps, and leaves.
     cluster("scancel", f"{grown['workers']}_2")
     wait_until(lambda: said.has("worker-2", "leaves"))
     wait_until(lambda: f"{grown['workers']}_2" not in cluster.queue)
@@ -428,13 +432,13 @@ def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
         assert names == {"worker-0", "worker-1", "worker-3"}
         assert center.pull().params[2] == said.steps("worker-2")
 
-    # The center is killed, and comes back at another port.
+    # The center is killed, and restarts at another port.
     before = address.read_text()
     os.kill(serving(kept), signal.SIGKILL)
     wait_until(lambda: read(address) not in ("", before))
     goes_on("worker-0", "worker-1", "worker-3")
 
-    # It ends when no worker is left, those included that have come later.
+    # The center ends when all workers have ended, also those added later.
     (here / "enough").touch()
     wait_until(lambda: not cluster.queue)
     assert not address.exists()
@@ -473,9 +477,9 @@ with service.told_to_end() as told:
 
 
 @pytest.mark.slow
-def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
+def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
     (here / "train.py").write_text(SPANNING)
-    # No name server knows the nodes of this cluster.
+    # The names of this cluster's nodes cannot be resolved.
     port = f'environment = {{AGN_OPTAX_COORDINATOR = "{ports.free_address()}"}}\n'
     text = port + RUN.replace("workers = 2", "workers = 1").replace(
         '"a b"', f'"{here}"'
@@ -485,7 +489,7 @@ def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
     jobs = launched()
     first = [here / f"worker-0.{process}.0" for process in range(2)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in first))
-    # As SLURM does when the time limit is near.
+    # SLURM sends this signal when the time limit is near.
     cluster("scancel", "--batch", "--signal=USR1", f"{jobs['workers']}_0")
     wait_until(lambda: not cluster.queue)
     assert [path.read_text() for path in first] == ["2 2 told"] * 2
@@ -494,7 +498,7 @@ def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
 
 
 @pytest.mark.slow
-def test_what_slurm_refuses_leaves_no_job_behind(here, cluster):
+def test_submission_that_slurm_rejects_leaves_no_jobs(here, cluster):
     text = RUN.replace('partition = "main"', 'worker-options = ["--partition=none"]')
     (here / "run.toml").write_text(text)
     said = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
@@ -505,7 +509,7 @@ def test_what_slurm_refuses_leaves_no_job_behind(here, cluster):
 
 
 @pytest.mark.slow
-def test_tokens_that_were_made_before_must_all_be_there(here, cluster):
+def test_missing_files_of_given_tokens_are_reported(here, cluster):
     (here / "tokens").write_text(f"chief worker-0 {'a' * 64}\n")
     (here / "worker-0.token").write_text("a" * 64)
     text = RUN.replace("insecure = true", 'insecure = true\ntokens = "tokens"')
@@ -533,9 +537,7 @@ if me == "worker-2":  # the last one, whose id is that of the array
 
 
 @pytest.mark.slow
-def test_failure_of_the_last_task_is_its_own_and_the_exit_code_of_the_run(
-    here, cluster
-):
+def test_failure_of_the_last_task_ends_only_it_and_sets_the_exit_code(here, cluster):
     (here / "train.py").write_text(LIVES)
     text = around_another_center(RUN, "127.0.0.1:9").replace("a b", str(here))
     (here / "run.toml").write_text(text.replace("workers = 2", "workers = 3"))
@@ -551,7 +553,7 @@ def test_failure_of_the_last_task_is_its_own_and_the_exit_code_of_the_run(
         return sorted((here / "lives").read_text().split())
 
     assert lives() == ["worker-0", "worker-1", "worker-2", "worker-2"]
-    # Somebody has all of it run again, which those that are done do not.
+    # The whole array is requeued; finished workers do not run again.
     cluster("scontrol", "requeue", said["jobs"]["workers"])
     wait_until(lambda: lives().count("worker-2") == 3)
     wait_until(lambda: not cluster.queue)
@@ -576,7 +578,7 @@ with service.connect(me.address, me.rule) as center:
 
 
 @pytest.mark.slow
-def test_run_by_hand_ends_by_itself_and_says_which_worker_failed(here, cluster):
+def test_run_submitted_by_hand_reports_which_worker_failed(here, cluster):
     (here / "train.py").write_text(DIES)
     files, commands = planned("--restarts=0")
     kept = here / "kept"

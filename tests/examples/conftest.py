@@ -12,7 +12,7 @@ def idx_bytes(array):
 
 @pytest.fixture
 def write_mnist(tmp_path):
-    """Writes (images, labels) of both splits as the four files, some gzipped."""
+    """A function that writes two splits as the four files of MNIST, some gzipped."""
 
     def write(train, t10k):
         folder = tmp_path / "my-mnist"

@@ -1,4 +1,4 @@
-"""Rules while workers come and go: what docs/autoscaling.md says of them, in small."""
+"""Rules while workers join and leave: a small run behind docs/autoscaling.md."""
 
 import pathlib
 import sys
@@ -11,14 +11,14 @@ import autoscaling
 pytestmark = pytest.mark.slow
 
 
-def test_every_rule_in_small(capsys):
+def test_small_run_prints_a_row_for_every_rule(capsys):
     assert autoscaling.main(["--workers=1,2", "--rounds=1", "--seeds=1"]) == 0
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.split() == ["1", "workers", "2", "workers"]
     assert [row[: row.index("  ")] for row in rows] == list(autoscaling.CASES)
 
 
-def test_a_rate_that_follows_stands_more_workers():
+def test_rate_divided_by_staleness_stays_stable_with_four_workers():
     data = autoscaling.datasets.digits()
     plain, follows = (
         autoscaling.errors_of(autoscaling.CASES[name], data, [2, 4], 15, seed=0)

@@ -1,4 +1,4 @@
-"""The loaders of the examples: what they read, and what they refuse."""
+"""The loaders of the examples: the data they read, and the files they reject."""
 
 import pathlib
 import struct
@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import datasets
 
 
-def test_digits_are_whole_and_split():
+def test_digits_are_complete_and_split():
     data = datasets.digits()
     assert len(data.train.labels) + len(data.test.labels) == 1797
     assert data.train.images.shape[1:] == data.test.images.shape[1:] == (8, 8, 1)
@@ -24,7 +24,7 @@ def test_digits_are_whole_and_split():
     assert both.sum() * 16 == 561718  # of all pixels, as scikit-learn ships them
 
 
-def test_mnist(write_mnist):
+def test_mnist_files_are_read(write_mnist):
     rng = np.random.default_rng(0)
     train = rng.integers(0, 256, (7, 5, 4)), rng.integers(0, 10, 7)
     t10k = rng.integers(0, 256, (3, 5, 4)), rng.integers(0, 10, 3)
@@ -39,7 +39,7 @@ def test_mnist(write_mnist):
     ("code", "dtype"), [(0x08, "u1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4")]
 )
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
-def test_read_idx(code, dtype, shape, tmp_path):
+def test_idx_file_is_read(code, dtype, shape, tmp_path):
     array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     path = tmp_path / "file"
     header = struct.pack(f">2xBB{len(shape)}I", code, len(shape), *shape)
@@ -50,23 +50,23 @@ def test_read_idx(code, dtype, shape, tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no idx file"),
-        (b"\x89PNG\r\n", "no idx file: it begins with 89 50 4e 47"),
-        (b"\0\0\x07\x01\0\0\0\1a", "no idx file"),
+        (b"", "not an idx file"),
+        (b"\x89PNG\r\n", "not an idx file: it begins with 89 50 4e 47"),
+        (b"\0\0\x07\x01\0\0\0\1a", "not an idx file"),
         (b"\0\0\x08\x03\0\0\0\1", "ends within its header of 16 bytes"),
         (b"\0\0\x08\x01\0\0\0\3ab", r"has 10 bytes, expected 11 for \[3\]"),
         (b"\0\0\x08\x01\0\0\0\1ab", r"has 10 bytes, expected 9 for \[1\]"),
         (b"\0\0\x08\x02\xff\xff\xff\xff\xff\xff\xff\xff", "expected"),
     ],
 )
-def test_read_idx_refuses(raw, message, tmp_path):
+def test_bad_idx_file_is_rejected(raw, message, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message):
         datasets.read_idx(path)
 
 
-def test_mnist_refuses_images_without_as_many_labels(write_mnist):
+def test_mnist_rejects_unequal_numbers_of_images_and_labels(write_mnist):
     images = np.zeros((3, 2, 2))
     folder = write_mnist((images, np.zeros(2)), (images, np.zeros(3)))
     with pytest.raises(ValueError, match=r"got \[3, 2, 2\] and \[2\]"):

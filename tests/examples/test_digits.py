@@ -1,4 +1,4 @@
-"""The main job, small: real data, real processes, a real death, and a real picture."""
+"""The main example in small: real data, real processes, one killed, and a plot."""
 
 import pathlib
 import re
@@ -20,17 +20,17 @@ pytestmark = [
 
 
 def run_demo(*arguments):
-    """The runs by their names, a list of all seeds."""
+    """Run the demo; return for each method its runs, one per seed."""
     quick = ("--mbit", 2000)
     return results.by_method(digits.main([str(x) for x in (*quick, *arguments)]))
 
 
-def check_exchanges(run, wanted, lives=2):
-    """As many as wanted, and those under way when the last wanted one was made."""
+def check_exchanges(run, wanted, extra=2):
+    """Check the exchanges: as many as wanted, or up to one more from each process."""
     made = {name: len(reports) for name, reports in run.exchanges.items()}
     assert set(made) == {"fast", "slow"}
-    assert wanted <= sum(made.values()) <= wanted + lives
-    # Messages and centers of 139,000 parameters and some, in float32.
+    assert wanted <= sum(made.values()) <= wanted + extra
+    # Messages and centers of about 139,000 parameters, in float32.
     size = 2 * 4 * sum(x.size for x in jax.tree.leaves(run.center)) / 1e6
     assert run.megabytes[-1] == pytest.approx(size * sum(made.values()))
     assert size > 1.1
@@ -41,17 +41,17 @@ def check_exchanges(run, wanted, lives=2):
 
 
 def check_rounds(run, wanted):
-    """What nobody waits for: a message is as stale as there were others in its round.
+    """Check asynchronous exchanges, one after every 10 steps of 32 samples.
 
-    Rounds have 10 steps of 32 samples.
+    The staleness of a message is the number of other messages applied meanwhile.
     """
-    check_exchanges(run, wanted, lives=3 if run.method.kills else 2)
+    check_exchanges(run, wanted, extra=3 if run.method.kills else 2)
     assert run.samples[-1] == len(run.staleness) * 10 * 32
     assert min(run.staleness) >= 0
     assert max(run.staleness) >= 1
 
 
-def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
+def test_demo_trains_on_digits_and_survives_a_killed_worker(tmp_path, capsys):
     names = ["averaging", "one worker", "AGN, one killed"]
     options = ["--steps", 60, "--seeds", 1, "--output", tmp_path, "--methods", *names]
     runs = {name: run for name, (run,) in run_demo(*options).items()}
@@ -60,9 +60,9 @@ def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
         assert runs[name].accuracy[-1] > 0.8  # 94 % and more in the large
     assert runs["one worker"].samples[-1] == 2 * 60 * 32
 
-    # Everybody sends a gradient at every step, and knows the center as it is.
+    # Every worker sends a gradient at every step, and none is stale.
     every_step = runs["averaging"]
-    check_exchanges(every_step, wanted=2 * 60, lives=0)
+    check_exchanges(every_step, wanted=2 * 60, extra=0)
     assert {len(reports) for reports in every_step.exchanges.values()} == {60}
     assert set(every_step.staleness) == {0}
     assert every_step.samples[-1] == 2 * 60 * 32
@@ -71,11 +71,11 @@ def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
     check_rounds(killed, wanted=36)
     died, back = killed.death_and_return
     assert 9 <= died <= back
-    assert {name: len(lives) for name, lives in killed.starts.items()} == {
+    assert {name: len(starts) for name, starts in killed.starts.items()} == {
         "fast": 2,
         "slow": 1,
     }
-    assert [report.life for report in killed.exchanges["fast"]][-1] == 1
+    assert [report.restarts for report in killed.exchanges["fast"]][-1] == 1
 
     output = capsys.readouterr().out
     news = [line for line in output.splitlines() if "agn-optax:" in line]
@@ -90,8 +90,8 @@ def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
     assert saved == {"agn-one-killed", "averaging", "one-worker"}
 
 
-def test_trains_on_idx_files_with_two_seeds(tmp_path, write_mnist, capsys):
-    """Images of MNIST's size, in which the class is where the bright square is."""
+def test_demo_trains_on_idx_files_with_two_seeds(tmp_path, write_mnist, capsys):
+    """The class of each image, of MNIST's size, is the position of a bright square."""
     rng = np.random.default_rng(0)
 
     def draw(n):
@@ -116,7 +116,7 @@ def test_trains_on_idx_files_with_two_seeds(tmp_path, write_mnist, capsys):
     assert (output / "digits.png").exists()
 
 
-def test_workers_share_the_data_and_no_row_of_it():
+def test_shares_of_workers_are_disjoint_and_complete():
     shares = [digits.share(10, rank, 3) for rank in range(3)]
     assert sorted(np.concatenate(shares)) == list(range(10))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -130,17 +130,17 @@ def test_workers_share_the_data_and_no_row_of_it():
     [
         ({"AGN": 1.0, "EASGD": 3.0}, "95 % with 1/12 to 1/4 of the bytes of"),
         ({"AGN": 10.0}, "95 % with 0.83 of the bytes of averaging at every step"),
-        ({"AGN": 1.0, "EASGD": 13.0}, "1/12 of the bytes .* every step, not EASGD$"),
-        ({"AGN": 13.0}, "95 %: averaging at every step is ahead in bytes"),
+        ({"AGN": 1.0, "EASGD": 13.0}, "1/12 of the bytes .* every step, except EASGD$"),
+        ({"AGN": 13.0}, "95 %: averaging at every step is cheapest in bytes"),
     ],
 )
-def test_the_title_says_who_is_ahead(costs, said):
+def test_title_compares_the_methods_with_averaging_at_every_step(costs, said):
     assert re.search(
         said, results.conclusion(95.0, {"averaging": 12.0, **costs}, "bytes")
     )
 
 
-def test_the_level_is_one_that_all_reach_and_its_cost_is_the_first_time():
+def test_common_level_is_reached_by_all_and_costs_its_first_time():
     method = digits.METHODS["AGN"]
     runs = [
         results.Run(method, seed, 1, accuracy=accuracy, seconds=[0.0, 1.0, 2.0])
@@ -155,14 +155,14 @@ def test_the_level_is_one_that_all_reach_and_its_cost_is_the_first_time():
 @pytest.mark.parametrize(
     "option", ["--workers", "--period", "--steps", "--batch", "--seeds"]
 )
-def test_refuses_zero(option, capsys):
+def test_options_of_zero_are_rejected(option, capsys):
     with pytest.raises(SystemExit) as refused:
         digits.main([option, "0"])
     assert refused.value.code == 2
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_refuses_a_folder_without_the_files(tmp_path):
+def test_folder_without_the_files_is_rejected(tmp_path):
     output = tmp_path / "output"
     with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte"):
         digits.main(["--mnist", str(tmp_path), "--output", str(output)])
@@ -171,7 +171,7 @@ def test_refuses_a_folder_without_the_files(tmp_path):
 
 @pytest.fixture
 def run_with(tmp_path, monkeypatch):
-    """Runs the demo with another program in place of its workers."""
+    """A function that runs the demo with another program as its workers."""
 
     def run(program):
         worker = tmp_path / "worker.py"
@@ -189,7 +189,7 @@ def run_with(tmp_path, monkeypatch):
     return run
 
 
-def test_a_failure_of_a_worker_is_one_of_the_demo(run_with, capsys):
+def test_failed_worker_fails_the_demo(run_with, capsys):
     with pytest.raises(
         SystemExit, match=r"worker '(fast|slow)' has failed with exit status 1"
     ):
@@ -197,7 +197,7 @@ def test_a_failure_of_a_worker_is_one_of_the_demo(run_with, capsys):
     assert "ValueError: this went wrong" in capsys.readouterr().out
 
 
-def test_an_interrupt_ends_all(run_with):
+def test_interrupt_ends_the_demo(run_with):
     with pytest.raises(KeyboardInterrupt):
         run_with(
             "import json, os, signal, sys\n"
@@ -207,7 +207,7 @@ def test_an_interrupt_ends_all(run_with):
         )
 
 
-def test_a_checkpoint_is_the_center(tmp_path):
+def test_checkpoint_equals_the_center(tmp_path):
     center = {"w": jax.numpy.arange(3.0)}
     result = results.Run(digits.METHODS["AGN"], seed=0, center=center)
     read = results.save_and_read_back(result, tmp_path)

@@ -1,4 +1,4 @@
-"""Numbers of papers: what the programs of examples/reproduce/ print, in small."""
+"""Results of papers: the programs of examples/reproduce/, in small."""
 
 import pathlib
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def table(out):
-    """The rows after the first, by their first words; numbers at their ends."""
+    """Return the words of each row after the first."""
     return [row.split() for row in out.splitlines()[1:]]
 
 
@@ -28,7 +28,7 @@ def test_easgd_is_stable_up_to_its_bound(capsys):
         assert step_first < 1e-3
 
 
-def test_signs_never_arrive_without_error_feedback(capsys):
+def test_signs_do_not_converge_without_error_feedback(capsys):
     assert error_feedback.main(["--steps=300"]) == 0
     rows = table(capsys.readouterr().out)
     assert [" ".join(row[:2]) for row in rows] == [*error_feedback.PROBLEMS]
@@ -38,25 +38,25 @@ def test_signs_never_arrive_without_error_feedback(capsys):
         assert fed_back < 0.01 * at_first
 
 
-def test_signs_stay_on_their_line():
-    """As the source says: the sum of the parameters is what it was."""
+def test_signs_keep_the_sum_of_the_parameters():
+    """Without error feedback the sum stays at its first value, 2."""
     for problem in error_feedback.PROBLEMS:
         x = error_feedback.trained(problem, error_feedback.CODECS["signs"], steps=50)
         assert float(x.sum()) == pytest.approx(2.0, abs=1e-4)
 
 
 @pytest.mark.timeout(900)
-def test_asyncdiloco(capsys):
+def test_asyncdiloco_reproduces_its_comparisons(capsys):
     assert asyncdiloco.main(["--points=12800", "--phases=12", "--every=1"]) == 0
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.split() == ["phases", *map(str, range(13))]
     found = {row[:35].strip(): row[35:].split() for row in rows}
     assert list(found) == list(asyncdiloco.METHODS)
-    # The notebook's check: in every printed digit.
-    assert found["rounds, SGD"] == found["buffered by 4, SGD, endless grace"]
+    # The notebook's check: equal in every printed digit.
+    assert found["rounds, SGD"] == found["buffered by 4, SGD, infinite grace"]
     last = {name: float(losses[-1]) for name, losses in found.items()}
     delayed, plain = "one by one, delayed Nesterov", "one by one, Nesterov"
     assert last[delayed] < last[plain] - 0.02
-    # One by one it is as good as in rounds.
+    # One by one, the loss is as good as in rounds.
     assert last[delayed] == pytest.approx(last["rounds, Nesterov"], abs=0.02)
     assert float(found[delayed][0]) - last[delayed] > 0.05

@@ -1,4 +1,4 @@
-"""The transformer on a mesh, small: real text, all modes, in two processes."""
+"""The transformer on a mesh, in small: real text, all modes, in two processes."""
 
 import importlib.util
 import pathlib
@@ -20,8 +20,8 @@ def rows(output):
     return {line[1].strip(): [x.strip() for x in line[2:6]] for line in lines}
 
 
-def test_trains_in_every_mode_and_in_two_processes(tmp_path):
-    """The same script: the first process alone says something and draws the plot."""
+def test_example_trains_in_every_mode_in_two_processes(tmp_path):
+    """Both processes run the same script; only the first one prints and plots."""
     text = ["--megabytes", 0.2, "--learning-rate", 0.01]
     arguments = [*SMALL, *text, "--towers", 2, "--output", tmp_path]
     first, second = support.run_processes(PROGRAM, arguments, count=2)
@@ -36,7 +36,7 @@ def test_trains_in_every_mode_and_in_two_processes(tmp_path):
     assert (tmp_path / "towers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_refuses_what_cannot_be(capsys, monkeypatch):
+def test_period_of_zero_is_rejected(capsys, monkeypatch):
     monkeypatch.syspath_prepend(PROGRAM.parent)
     spec = importlib.util.spec_from_file_location("towers_example", PROGRAM)
     program = importlib.util.module_from_spec(spec)

@@ -18,12 +18,12 @@ import two_hosts
 from agn_optax import errors
 
 PROGRAM = two_hosts.__file__
-LIMIT = 800  # seconds, on a busy machine
+LIMIT = 800  # s, for a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Host:
-    """A process of the program, and what it says."""
+    """A process of the program, and its output."""
 
     def __init__(self, *arguments):
         self.popen = subprocess.Popen(  # noqa: S603 our own program
@@ -44,7 +44,7 @@ class Host:
         self._lines.put(None)
 
     def says(self, pattern):
-        """Waits for a line; its match."""
+        """Wait for a line that matches; return the match."""
         while (line := self._lines.get(timeout=LIMIT)) is not None:
             self.text += line
             if match := re.search(pattern, line):
@@ -52,7 +52,7 @@ class Host:
         raise AssertionError(f"{pattern!r} was not said:\n{self.text}")
 
     def ends(self):
-        """Waits for the end; the exit status."""
+        """Wait for the end; return the exit status."""
         while (line := self._lines.get(timeout=LIMIT)) is not None:
             self.text += line
         return self.popen.wait(LIMIT)
@@ -73,7 +73,7 @@ def hosts():
         yield start
 
 
-def test_two_train_to_the_end_and_a_third_one_is_interrupted(hosts):
+def test_two_hosts_finish_while_a_third_one_is_interrupted(hosts):
     common = ("--steps=305", "--report=100")
     first = hosts("--serve", "127.0.0.1:0", "--hosts=3", "--name=anna", *common)
     third = ("--steps=1000000", "--report=10", "--name=carl")
@@ -84,18 +84,18 @@ def test_two_train_to_the_end_and_a_third_one_is_interrupted(hosts):
     third.popen.send_signal(signal.SIGINT)
     for host, status in ((third, 130), (second, 0), (first, 0)):
         assert host.ends() == status, host.text
-    assert third.text.endswith("carl was interrupted, and has left\n")
+    assert third.text.endswith("carl was interrupted and has left the center\n")
     for name, host in (("anna", first), ("bert", second)):
         assert f"{name} trains on Towers(1 x 2 cpu)" in host.text
         assert f"{name}: step 300/305" in host.text
-    assert re.search(r"when it left: [\d.]+%", second.text), second.text
+    assert re.search(r"when this host left: [\d.]+%", second.text), second.text
     found = re.search(r"of the center: ([\d.]+)% after (\d+) exchanges", first.text)
     assert float(found[1]) > 88
-    # 30 full rounds of both, and those that had begun; and at least two of the third.
+    # The first two hosts: 30 full periods and a partial one. The third: at least two.
     assert int(found[2]) >= 2 * 31 + 2
 
 
-def test_says_that_there_is_no_center():
+def test_unreachable_center_is_reported():
     args = two_hosts.parse(["--center", "127.0.0.1:1", "--give-up", "0.1"])
     with pytest.raises(errors.CenterUnreachableError, match=r"127\.0\.0\.1:1"):
         two_hosts.run(args)
@@ -110,7 +110,7 @@ def test_says_that_there_is_no_center():
         ([], "one of the arguments --serve --center is required"),
     ],
 )
-def test_refuses_what_cannot_be(arguments, message, capsys):
+def test_bad_options_are_rejected(arguments, message, capsys):
     with pytest.raises(SystemExit):
         two_hosts.parse(arguments)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Gives every parser, and a live center, what is nearly right: ``make fuzz``."""
+"""Feed every parser, and a live center, mutated input: ``make fuzz``."""
 
 import argparse
 import logging
@@ -7,7 +7,7 @@ import time
 
 from fuzz import live, parsers
 
-# How much longer they take than the others.
+# Relative time per input of the slow parsers.
 _SLOW = {
     "contribution": 20,
     "description": 4,
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--kind", choices=live.KINDS, help="of centers; all of them")
     parser.add_argument("--only", choices=[*parsers.PARSERS, "live"])
     options = parser.parse_args()
-    logging.disable()  # of what a journal leaves out
+    logging.disable()  # journals would report every damaged record
     found = 0
     for name, count in shares(options.count).items():
         if options.only in (None, name):
@@ -49,7 +49,7 @@ def _talk(kind, seed, count):
 
 
 def shares(count):
-    """So many inputs among all parsers, fewer for those that take longer."""
+    """Divide ``count`` inputs among all parsers, fewer for slow ones."""
     weights = {name: 1 / _SLOW.get(name, 1) for name in parsers.PARSERS}
     whole = sum(weights.values())
     return {name: max(1, round(count * w / whole)) for name, w in weights.items()}

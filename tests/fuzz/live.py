@@ -1,10 +1,12 @@
-"""A center that runs, given what is nearly right by every way there is.
+"""Fuzzing of a live center with mutated conversations over every transport.
 
-Others must be answered meanwhile, and afterwards nothing of it may be left.
+A well-behaved worker must be answered meanwhile, and afterwards the center must hold no
+more memory, threads or files than before.
 """
 
 import array
 import contextlib
+import fcntl
 import os
 import pathlib
 import secrets
@@ -19,21 +21,19 @@ import grpc
 import jax
 import numpy as np
 from chaos import model
-from chaos.processes import Held, Spares
+from chaos.processes import ProcessPool, Resources
 from fuzz import mutate
-from helpers import certificates, sessions
+from helpers import certificates, links, sessions
 
 from agn_optax import service
-from agn_optax.service import _address
+from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import _memory, _socket
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._packets import Parcel, of_bytes
+from agn_optax.service import sockets
 
 LEASE = 1.0  # seconds
 SLOTS = 64
-LIMIT = 20.0  # seconds that nobody waits for an answer
-_READS = 0.02  # seconds that an enemy reads
+LIMIT = 20.0  # s, timeout for an answer
+_READS = 0.02  # s, timeout of the enemy's reads
 _CALLS = ["Describe", "Alive", "Leave", "Status"]
 _STREAMS = ["Exchange", "Exchange", "Initialize", "Pull"]
 
@@ -42,9 +42,9 @@ class Kind(NamedTuple):
     """A kind of center.
 
     Attributes:
-      codec: by which contributions travel, and answers perhaps.
-      options: of its command, beside the rule.
-      secure: whether it speaks TLS and knows its callers by tokens.
+      codec: name of the rule's codec, see `chaos.model.CODECS`.
+      options: options of its command, besides the rule.
+      secure: whether it uses TLS and tokens.
     """
 
     codec: str = "none"
@@ -62,32 +62,32 @@ KINDS = {
 
 
 class Result(NamedTuple):
-    """What came of it.
+    """The result of fuzzing.
 
     Attributes:
-      before, after: what the center held.
-      answers: that a well-behaved worker got meanwhile.
-      slowest: seconds that it waited for one.
+      before, after: memory, threads and files of the center.
+      answers: number of answers that a well-behaved worker got meanwhile.
+      slowest: its longest wait for an answer, in seconds.
     """
 
-    before: Held
-    after: Held
+    before: Resources
+    after: Resources
     answers: int
     slowest: float
 
 
 def fuzz(seed, count, warm=200, kind="plain"):
-    """Sends ``count`` conversations, after some that warm the center up.
+    """Send ``count`` conversations, after ``warm`` others that warm the center up.
 
     Raises:
-      AssertionError: the center is not what it was.
+      AssertionError: the center holds more than before, or did not answer others.
     """
     kind, own = KINDS[kind], {}
     with (
-        Spares(workers=0, centers=0) as spares,
+        ProcessPool(workers=0, centers=0) as spares,
         tempfile.TemporaryDirectory(prefix="agn-optax-fuzz-") as folder,
     ):
-        # Rounds would wait for those who never answer: that is what leases are for.
+        # A short lease, so that rounds do not wait for workers that never answer.
         options = [*kind.options, "--address=127.0.0.1:0", f"--lease={LEASE}"]
         if kind.secure:
             more, own = _secured(pathlib.Path(folder))
@@ -104,7 +104,7 @@ def fuzz(seed, count, warm=200, kind="plain"):
 
 
 def _secured(folder):
-    """Options of a center that asks who calls, and what its callers connect with."""
+    """Return options of a center with TLS and tokens, and settings of its clients."""
     certificate, key = certificates.make(folder)
     token, tokens = secrets.token_hex(16), folder / "tokens"
     tokens.touch(mode=0o600)
@@ -121,8 +121,8 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         service.connect(address, rule, timeout=LIMIT, **own) as other,
     ):
         friend.initialize(model.params(SLOTS), worker="friend")
-        enemy = _Enemy(other, rng, **own)
-        friendly = _Friend(friend)
+        enemy = _MutatingClient(other, rng, **own)
+        friendly = _GoodWorker(friend)
         enemy.talk(warm)
         before = _settled(pid)
         enemy.talk(count)
@@ -133,8 +133,8 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         return Result(before, after, friendly.answers, friendly.slowest)
 
 
-class _Friend:
-    """A worker that goes on exchanging, on a thread of its own."""
+class _GoodWorker:
+    """A well-behaved worker that keeps exchanging in a separate thread."""
 
     def __init__(self, center):
         self.answers, self.slowest, self._failure = 0, 0.0, None
@@ -169,15 +169,15 @@ class _Friend:
             self._failure = error
 
 
-class _Enemy:
-    """Says what is nearly right."""
+class _MutatingClient:
+    """A client that sends mutated messages."""
 
     def __init__(self, center, rng, tls=None, token=None):
         self._rng, self._tls, self._token = rng, tls, token
         connection = center._connection
         said = connection.describe()
         self._offers = {offer.transport: offer for offer in said.offers}
-        travels = _trees.travelling(center.rule, model.params(SLOTS))
+        travels = center._remote.travels()
         self._whole, self._schema = travels.center, travels.message
         self._leaves = said.schema
         if tls is None:
@@ -189,19 +189,19 @@ class _Enemy:
     def talk(self, count):
         ways = [self._call, self._stream, self._direct, self._direct]
         for _ in range(count):
-            # Who is refused, or finds it cut off, is not surprised.
+            # Rejected calls and closed connections are expected.
             with contextlib.suppress(OSError, grpc.RpcError):
                 self._rng.choice(ways)()
 
     def _conversation(self):
-        """What a worker would say, in packets: some changed, away, or twice."""
+        """Return the packets of a worker, some of them changed, missing or moved."""
         name = f"enemy {self._rng.randrange(20)}"
         join = pb.Join(
-            protocol=_address.PROTOCOL,
+            protocol=addresses.PROTOCOL,
             worker=name,
             incarnation=str(self._rng.randrange(3)),
         )
-        said = [(pb.Frame(join=join), None, None)]
+        packets = [links.as_bytes(pb.Frame(join=join))]
         for sequence in (1, 2):
             message = pb.Message(
                 sequence=sequence,
@@ -211,26 +211,23 @@ class _Enemy:
                 has_anchor=self._rng.random() < 0.5,
                 anchor_version=self._rng.choice([0, 1, 1 << 40]),
             )
-            said.append((pb.Frame(message=message), self._schema, self._tree()))
-            said.append((pb.Frame(acknowledge=sequence), None, None))
+            frame = pb.Frame(message=message)
+            packets.append(links.as_bytes(frame, self._schema, self._tree()))
+            packets.append(links.as_bytes(pb.Frame(acknowledge=sequence)))
         segment = pb.Segment(number=1, size=self._rng.choice([4096, 1 << 40, 0]))
-        said.append((pb.Frame(attach=segment), None, None))
+        packets.append(links.as_bytes(pb.Frame(attach=segment)))
         lent = pb.Frame(message=message, segment=1, answer_segment=2)
-        said.append((lent, None, None))
+        packets.append(links.as_bytes(lent))
         if self._rng.random() < 0.1:
             zeros = [np.zeros(each.shape, each.dtype) for each in self._whole.leaves]
-            said.insert(0, (pb.Frame(parameters=pb.Parameters()), self._whole, zeros))
+            frame = pb.Frame(parameters=pb.Parameters())
+            packets.insert(0, links.as_bytes(frame, self._whole, zeros))
         if self._rng.random() < 0.1:
             leaves = mutate.mutated(self._rng, [self._leaves])
-            start = pb.Start(protocol=_address.PROTOCOL, schema_size=len(leaves))
+            start = pb.Start(protocol=addresses.PROTOCOL, schema_size=len(leaves))
             start.schema_hash = self._rng.choice([self._whole.hash, b""])
             start.worker = self._rng.choice(["friend", name])
-            described = [np.frombuffer(leaves, np.uint8)]
-            said.insert(0, (pb.Frame(start=start), of_bytes(len(leaves)), described))
-        packets = [
-            b"".join(Parcel(frame, schema, arrays or []).pieces())
-            for frame, schema, arrays in said
-        ]
+            packets.insert(0, links.around(pb.Frame(start=start), leaves))
         count = self._rng.randrange(1, len(packets) + 1)
         if self._rng.random() < 0.3:
             self._rng.shuffle(packets)
@@ -241,7 +238,7 @@ class _Enemy:
         return chosen
 
     def _tree(self):
-        """A contribution: of zeros, or of whatever bytes its leaves may have."""
+        """Return the leaves of a contribution: zeros, or random bytes."""
         if self._rng.random() < 0.5:
             return [np.zeros(leaf.shape, leaf.dtype) for leaf in self._schema.leaves]
         return [
@@ -252,7 +249,7 @@ class _Enemy:
         ]
 
     def _metadata(self):
-        """A token: its own, where there are any, or another; or none."""
+        """Return metadata with the right token or a mutated one; or None."""
         token = self._token
         if token is None or self._rng.random() < 0.2:
             return None
@@ -261,14 +258,14 @@ class _Enemy:
         return [("authorization", f"Bearer {token}")]
 
     def _call(self):
-        path = f"/{_address.SERVICE}/{self._rng.choice(_CALLS)}"
+        path = f"/{addresses.SERVICE}/{self._rng.choice(_CALLS)}"
         sample = pb.LeaveRequest(worker="enemy 1", incarnation="1").SerializeToString()
         data = mutate.mutated(self._rng, [b"", b"\x08\x02", sample])
         call = self._channel.unary_unary(path)
         call(data, timeout=LIMIT, metadata=self._metadata())
 
     def _stream(self):
-        path = f"/{_address.SERVICE}/{self._rng.choice(_STREAMS)}"
+        path = f"/{addresses.SERVICE}/{self._rng.choice(_STREAMS)}"
         packets = self._conversation()
         call = self._channel.stream_stream(path)(
             iter(packets), timeout=LIMIT, metadata=self._metadata()
@@ -293,12 +290,12 @@ class _Enemy:
             end.settimeout(_READS)
             end.connect(where)
             if self._tls is not None and self._rng.random() < 0.7:
-                end.settimeout(LIMIT)  # of a handshake
+                end.settimeout(LIMIT)  # for the handshake
                 context = self._tls.context(serves=False)
                 end = context.wrap_socket(end, server_hostname="127.0.0.1")
                 closing.enter_context(end)
                 end.settimeout(_READS)
-            greeting = _socket.GREETING + offer.key
+            greeting = sockets.GREETING + offer.key
             if self._rng.random() < 0.1:
                 greeting = mutate.mutated(self._rng, [greeting])
             end.sendall(greeting)
@@ -314,9 +311,9 @@ class _Enemy:
                 pass
 
     def _send_file(self, end, packet):
-        """With a descriptor of what may be no segment, or of one that is not whole."""
+        """Send a packet with a descriptor of another file or of an invalid segment."""
         if self._rng.random() < 0.5:
-            file, _ = _memory.create(self._rng.choice([4096, 1 << 16]))
+            file = _segment(self._rng.choice([4096, 1 << 16]))
         elif self._rng.random() < 0.5:
             file = os.memfd_create("fuzz")
         else:
@@ -329,13 +326,26 @@ class _Enemy:
             os.close(file)
 
 
+def _segment(size):
+    """Return the descriptor of memory that a worker may share with a center."""
+    file = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, size)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
 def _settled(pid, before=None):
-    """What a process holds when it has let go of what it lets go of."""
+    """Return what a process holds once it has released its resources.
+
+    Without ``before``, wait until threads and files no longer change; with it, until
+    the process holds no more than before.
+    """
     end = time.monotonic() + LIMIT
-    held = Held.by(pid)
+    held = Resources.by(pid)
     while time.monotonic() < end:
-        time.sleep(0.2)
-        last, held = held, Held.by(pid)
+        time.sleep(0.2)  # only time can show that nothing changes any more
+        last, held = held, Resources.by(pid)
         if before is None and held[1:] == last[1:]:
             return held
         if before is not None and not held.is_more_than(before):

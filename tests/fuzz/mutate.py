@@ -1,4 +1,4 @@
-"""Bytes that are nearly right: what seeds make of samples."""
+"""Mutations of sample bytes, determined by a seed."""
 
 import random
 
@@ -10,7 +10,7 @@ _MOST = 6  # changes of one input
 
 
 def mutated(rng, samples):
-    """One of the samples with some changes, now and then none."""
+    """Return one of the samples with up to six changes."""
     data = bytearray(rng.choice(samples))
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3, _MOST])):
         _CHANGES[rng.randrange(len(_CHANGES))](rng, data, samples)
@@ -63,7 +63,7 @@ def _again(rng, data, samples):
 
 
 def _deep(rng, data, samples):
-    """The same many times, as only an enemy nests."""
+    """Insert an opening bracket many times: nesting too deep for honest input."""
     at = _at(rng, data)
     data[at:at] = rng.choice([b"[", b"(", b'{"list":[']) * rng.choice([10, 3000])
 

@@ -1,4 +1,4 @@
-"""Whatever reads what others have written, and what it may say of it."""
+"""All parsers of foreign input, with samples and the errors that they may raise."""
 
 import contextlib
 import datetime
@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from helpers import shared
 
 from agn_optax import LocalCenter, errors, service
+from agn_optax.center import Submission
 from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _options, _rules
@@ -57,12 +58,12 @@ DESCRIPTION = pb.Description(
 
 
 class Parser(NamedTuple):
-    """Something that reads.
+    """A parser to be fuzzed.
 
     Attributes:
-      samples: what it was made for.
-      read: reads bytes; raises AssertionError if what it makes of them is wrong.
-      refuses: what else it may raise.
+      samples: valid inputs.
+      read: parses bytes; raises AssertionError if the result is wrong.
+      refuses: the exceptions that it may raise.
     """
 
     samples: list[bytes]
@@ -71,11 +72,11 @@ class Parser(NamedTuple):
 
 
 def fuzz(parser, seed, name, count):
-    """Reads ``count`` mutated inputs.
+    """Parse ``count`` mutated inputs.
 
     Returns:
-      How many were refused, and for each that was neither read nor refused its number
-      and what came of it.
+      The number of rejected inputs; and number, bytes and error of each input that
+      raised any other exception.
     """
     rng = mutate.generator(seed, name)
     refused, found = 0, []
@@ -90,7 +91,7 @@ def fuzz(parser, seed, name, count):
     return refused, found
 
 
-# What travels.
+# Messages of the wire protocol.
 
 
 def _packet(control, tree=None):
@@ -149,15 +150,15 @@ def _leaves(tree):
 
 
 def _read_description(data):
-    """What a center says, from a beginning with how long the schema is."""
+    """Parse a description; the first byte is the size of the schema before it."""
     size = min(data[0], len(data) - 1) if data else 0
     said = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
     remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
     remote._learn(_connection.description_in(said))
 
 
-class _Failed(NamedTuple):
-    """A call that failed, as gRPC has it."""
+class _FailedCall(NamedTuple):
+    """A failed call with the interface of gRPC."""
 
     metadata: Any
     status: Any
@@ -174,10 +175,10 @@ class _Failed(NamedTuple):
 
 
 def _read_status(data):
-    """The kind, the code and the details of a call that failed."""
+    """Parse the kind, the code and the details of a failed call."""
     kind, _, details = data.partition(b"|")
     codes = list(grpc.StatusCode)
-    failed = _Failed(
+    failed = _FailedCall(
         [(_status._KIND, kind.decode(errors="replace"))],
         codes[len(data) % len(codes)],
         details.decode(errors="replace") or None,
@@ -204,12 +205,12 @@ def _read_request(data):
     assert data.endswith(b"\r\n\r\n")
 
 
-# What codecs have written, in leaves of which all bits may come.
+# Contributions in the formats of all codecs, with arbitrary bits in their leaves.
 
 
 @functools.cache
 def _coded(name):
-    """A center with that codec, its worker, and how a contribution travels."""
+    """Return a center with that codec, a session, its numbers and the wire schema."""
     rule = model.rule("downpour", name)
     center = LocalCenter(rule, {"w": np.zeros(200, np.float32)})
     schema = _trees.travelling(rule, center.pull().params).message
@@ -220,10 +221,13 @@ _CODECS = list(model.CODECS)
 
 
 def _read_contribution(data):
-    """The first byte names a codec; a center stays finite, whatever comes of it."""
+    """Exchange a contribution, and check that the center stays finite.
+
+    The first byte selects the codec.
+    """
     name = _CODECS[data[0] % len(_CODECS)] if data else "none"
     center, session, numbers, schema = _coded(name)
-    # A packet of another size is refused before.
+    # The reader of packets rejects any other size earlier.
     data = data[1:].ljust(schema.size, b"\0")
     leaves, at = [], 0
     for leaf in schema.leaves:
@@ -232,7 +236,7 @@ def _read_contribution(data):
         at += leaf.nbytes
     version = center.version
     answer = session.exchange(
-        next(numbers), _trees.build(schema, leaves), anchor_version=version
+        Submission(next(numbers), _trees.build(schema, leaves), anchor_version=version)
     )
     assert answer.refused or answer.version == version + 1
     for public in (False, True):
@@ -240,7 +244,7 @@ def _read_contribution(data):
 
 
 def _contributions():
-    """One of each codec, of which a part is not zero."""
+    """Yield a nonzero contribution of each codec."""
     params = {"w": np.linspace(-1, 1, 200, dtype=np.float32)}
     for number, codec in enumerate(model.CODECS.values()):
         sent, _ = codec.encode(params, codec.init(params))
@@ -248,7 +252,7 @@ def _contributions():
         yield bytes([number]) + b"".join(leaves)
 
 
-# What people write.
+# Text that users write.
 
 
 def _read_address(data):
@@ -274,7 +278,7 @@ def _read_config(data):
     _FILE.write_bytes(data)
     values = _options.read(_FILE, RuleOptions, CenterOptions)
     rule = _options.filled(RuleOptions(), values)
-    if rule.rule_from is None:  # which would be run
+    if rule.rule_from is None:  # else a module would be imported
         _rules.make(rule)
     _center_options.settings(_options.filled(CenterOptions(), values))
 
@@ -295,7 +299,7 @@ def _read_token(data):
     assert not why_no_token(_token._in_file(_FILE))
 
 
-# Of a worker "anna", until 2126; nobody has ever trusted it.
+# Certificate and key of a worker "anna", valid until 2126, trusted nowhere.
 PEM = b"""\
 -----BEGIN CERTIFICATE-----
 MIIBpzCCAUygAwIBAgIUZ093LnQiO5xCdzWv78+t5+NVRrAwCgYIKoZIzj0EAwIw
@@ -328,7 +332,7 @@ def _read_certificate(data):
     assert found.begins.tzinfo is found.ends.tzinfo is datetime.UTC
 
 
-# What was on disk.
+# Files of a center on disk.
 
 
 def _records_of(count):
@@ -349,7 +353,7 @@ _SNAPSHOT = b"".join(_records.encode(0, {"version": 0}, [TREE["a"]])[0])
 
 
 def _check_record(record):
-    """It is what was written, whatever was done to others."""
+    """Check that a record is unchanged."""
     assert record.about["ledger"] == {"w": record.number}
     np.testing.assert_array_equal(record.arrays[0], TREE["a"] + record.number)
 
@@ -380,7 +384,10 @@ def _line(kind, number):
 
 
 def _read_folder(data):
-    """One file of a directory is what it was not: a prefix is left, or an error."""
+    """Load a directory with one mutated file: a prefix of the journal, or an error.
+
+    The first byte selects the file.
+    """
     which, data = data[:1], data[1:]
     files = {b"j": "journal-000000000000", b"s": "snapshot-000000000000", b"l": "lock"}
     for name, kept in (

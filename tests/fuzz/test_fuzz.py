@@ -1,4 +1,4 @@
-"""A little of `make fuzz`: what is nearly right is read or refused, and hurts none."""
+"""A short run of `make fuzz`: mutated input is parsed or rejected, without harm."""
 
 import logging
 import sys
@@ -13,22 +13,22 @@ SEED, COUNT = 0, 600
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """A journal says what it leaves out, which here is hundreds of times."""
+    """Disable the log, in which journals would report hundreds of damaged records."""
     monkeypatch.setattr(logging.getLogger("agn_optax"), "disabled", True)
 
 
 @pytest.mark.parametrize("name", parsers.PARSERS)
-def test_what_is_nearly_right_is_read_or_refused(name):
+def test_mutated_input_is_parsed_or_rejected(name):
     parser = parsers.PARSERS[name]
     for sample in parser.samples:
         parser.read(sample)
     refused, found = parsers.fuzz(parser, SEED, name, COUNT)
     assert not found, found[:3]
-    if parser.refuses and name != "record":  # a record that is none is just not there
+    if parser.refuses and name != "record":  # a damaged record counts as missing
         assert 0 < refused < COUNT
 
 
-def test_the_same_seed_is_the_same_input():
+def test_same_seed_gives_the_same_input():
     samples = parsers.PARSERS["packets"].samples
     one, other = (
         [mutate.mutated(rng, samples) for _ in range(50)]
@@ -40,6 +40,6 @@ def test_the_same_seed_is_the_same_input():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 @pytest.mark.parametrize("kind", live.KINDS)
-def test_a_center_is_hurt_by_nothing(kind):
+def test_live_center_survives_mutated_conversations(kind):
     result = live.fuzz(SEED, 150, warm=100, kind=kind)
     assert result.answers > 5

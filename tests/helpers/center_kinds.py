@@ -9,8 +9,10 @@ KINDS = ["local", "server", "shards", "site"]
 
 
 @contextlib.contextmanager
-def made(kind, rule, params=None, **settings):
-    """A center as a worker sees it: embedded, served, in two shards, in a tree."""
+def made(kind, rule, params=None, *, messages=None, **settings):
+    """Yield a center as a worker sees it: embedded, served, in two shards or a site."""
+    limits = agn_optax.center if kind == "local" else service
+    settings["limits"] = limits.Limits(messages=messages)
     with contextlib.ExitStack() as stack:
 
         def serve(rule, params=None, **settings):
@@ -31,9 +33,9 @@ def made(kind, rule, params=None, **settings):
             if params is not None:
                 center.initialize(params, worker="")
             yield center
-        else:  # a site whose parent it meets rarely
-            parent = agn_optax.LocalCenter(rule, params)
-            server = serve(rule, params, parent=parent, parent_period=1000, **settings)
+        else:  # a site that rarely exchanges with its parent
+            above = service.Parent(agn_optax.LocalCenter(rule, params), period=1000)
+            server = serve(rule, params, parent=above, **settings)
             if params is not None:
                 assert server.uplink.ready.wait(20)
             yield connect(server.address, rule)

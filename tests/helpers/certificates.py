@@ -13,7 +13,7 @@ _KEY = ("-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 
 def make(folder, names=HERE, subject="/CN=*/OU=chief"):
-    """A certificate that vouches for itself, and its key: two files of PEM."""
+    """Make a self-signed certificate and its key: two PEM files."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     _openssl(
         *("req", "-x509", *_KEY, "-days", "2", "-subj", subject),
@@ -24,7 +24,7 @@ def make(folder, names=HERE, subject="/CN=*/OU=chief"):
 
 
 class Authority:
-    """Who vouches for others; ``ca`` is its certificate."""
+    """A certificate authority; ``ca`` is the path of its certificate."""
 
     def __init__(self, folder, name="authority"):
         self._folder = pathlib.Path(folder, name)
@@ -38,12 +38,12 @@ class Authority:
         )
 
     def issue(self, subject, names=HERE, days=2, ca=None):
-        """A `Tls` with a new certificate, for either end; days < 0: out of date."""
+        """Return a `Tls` with a new certificate for either end; days < 0: expired."""
         made = self._folder / f"{len(list(self._folder.iterdir()))}"
         key, request, certificate, extra = (
             made.with_suffix(suffix) for suffix in (".key", ".csr", ".pem", ".ext")
         )
-        # With all that Python 3.13 and newer ask for.
+        # With the extensions that Python 3.13 and newer require.
         extra.write_text(
             f"subjectAltName={names}\nsubjectKeyIdentifier=hash\n"
             "authorityKeyIdentifier=keyid\n"

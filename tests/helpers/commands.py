@@ -1,4 +1,4 @@
-"""What the tests of the command line need: to run it, here and elsewhere."""
+"""Helpers that run the command line, in this process and in others."""
 
 import os
 import pathlib
@@ -12,12 +12,13 @@ from agn_optax import service
 from agn_optax.ops.cli import _app
 
 ROOT = pathlib.Path(__file__).parents[2]
-PATIENCE = 60.0  # for what takes seconds, on a busy machine
+PATIENCE = 60.0  # s, generous: no test should come near it
 
 
-def command(*arguments):
-    """Runs the command in this process."""
-    return CliRunner().invoke(_app.app, [str(each) for each in arguments])
+def command(*arguments, charset="utf-8"):
+    """Run the command in this process, with an encoding of its output."""
+    runner = CliRunner(charset=charset)
+    return runner.invoke(_app.app, [str(each) for each in arguments])
 
 
 def succeeds(*arguments):
@@ -28,7 +29,7 @@ def succeeds(*arguments):
 
 
 def fails(*arguments, code):
-    """Exits with the code, and says why on stderr; no traceback."""
+    """Run a command that exits with the code and no traceback; return its stderr."""
     result = command(*arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == code, result.output
@@ -36,9 +37,9 @@ def fails(*arguments, code):
 
 
 def serve(address, rule, *arguments, then=None, **connection):
-    """Runs ``agn-optax serve`` in this process until a client with the rule was there.
+    """Run ``agn-optax serve`` in this process until a client with the rule connected.
 
-    The client is connected in another thread, as signals are this one's business.
+    The client is connected in another thread, because this one handles signals.
     """
     raised = []
 
@@ -53,11 +54,14 @@ def serve(address, rule, *arguments, then=None, **connection):
             raised.append(error)
         finally:
             if not returned.is_set():
-                # To this thread: the system may choose any that has not blocked it.
+                # Signal this thread: the system could choose any thread that does not
+                # block it.
                 signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     returned = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # should serve not take it
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # in case serve does not handle it
     visitor = threading.Thread(target=visit)
     visitor.start()
     try:
@@ -73,6 +77,6 @@ def serve(address, rule, *arguments, then=None, **connection):
 
 
 def python(*arguments):
-    """A command line, and an environment, that find this checkout."""
+    """Return a command line and an environment that find this checkout."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""A network that can break: TCP proxies between workers and their center."""
+"""A network that can fail: TCP proxies between workers and their center."""
 
 import contextlib
 import dataclasses
@@ -10,18 +10,18 @@ import time
 from agn_optax.service.center_pb2 import Offer
 
 TRANSPORTS = ["grpc", "socket"]
-_TICK = 0.02  # seconds between two pieces of what is slowed down
+_TICK = 0.02  # s, between two pieces of a slowed transfer
 
 
 class Proxy:
-    """Forwards TCP connections, and does to them what networks do.
+    """Forward TCP connections and simulate network faults.
 
     Args:
-      bandwidth: bytes a second that all connections share in either direction.
-      records: whether what clients say is kept, so that it can be said again.
+      bandwidth: bytes per second that all connections share in each direction.
+      records: whether data from clients is kept, so that it can be replayed.
 
     Attributes:
-      there, back: the two ways, which may be held, slowed down, or cut in time.
+      there, back: the two directions, which can be held, slowed down, or cut.
     """
 
     def __init__(self, bandwidth=None, records=False):
@@ -33,32 +33,32 @@ class Proxy:
         self._open = True
 
     def forward(self, target, at=("127.0.0.1", 0)):
-        """Listens, and returns the port."""
+        """Listen, and return the port."""
         listener = socket.create_server(at)
         self._listeners.append(listener)
         self._begin(self._accept, listener, target)
         return listener.getsockname()[1]
 
     def cut(self):
-        """Breaks all connections and takes no new ones."""
+        """Break all connections and accept no new ones."""
         self._open = False
         self.cut_once()
 
     def cut_once(self):
-        """Breaks all connections; new ones are taken."""
+        """Break all connections; new ones are accepted."""
         with self._lock:
             for pair in self._pairs:
                 _shut(*pair.ends)
 
     def strand(self, *, there=True, back=True):
-        """Swallows what goes over the connections of now, for good; others work."""
+        """Drop all data on the current connections forever; new connections work."""
         with self._lock:
             for pair in self._pairs:
                 client, server = pair.ends
                 self._stranded.update([client] * there + [server] * back)
 
     def close_half(self, *, there):
-        """One end of each connection hears that the other has said its last."""
+        """Shut down one direction of each connection; one end sees the end of data."""
         self.strand(there=there, back=not there)
         with self._lock:
             for pair in self._pairs:
@@ -66,7 +66,7 @@ class Proxy:
                     pair.ends[there].shutdown(socket.SHUT_WR)
 
     def replay(self, seconds=1.0):
-        """Says again, over new connections, what clients said over those of now."""
+        """Send again, over new connections, what clients sent on current ones."""
         with self._lock:
             known = [pair for pair in self._pairs if pair.said is not None]
             said = [(pair.target, bytes(pair.said)) for pair in known]
@@ -74,7 +74,7 @@ class Proxy:
             self._begin(self._say, target, data, seconds)
 
     def forget(self):
-        """What was said is not to be said again."""
+        """Delete recorded data, so that it is not replayed."""
         with self._lock:
             for pair in self._pairs:
                 pair.said = None
@@ -117,10 +117,10 @@ class Proxy:
                 return
             try:
                 server = socket.create_connection(target)
-            except OSError:  # as whoever calls finds
+            except OSError:  # the client sees a closed connection
                 client.close()
                 continue
-            for end in (client, server):  # what it adds is what it is told to add
+            for end in (client, server):  # so that only configured delays apply
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             pair = _Pair((client, server), target, bytearray())
             with self._lock:
@@ -164,11 +164,11 @@ class Proxy:
 
 
 class Network(Proxy):
-    """Between the workers of a server in this process and that.
+    """A proxy between the workers of a server in this process and the server.
 
-    With "socket" for ``transport`` exchanges go through it on direct connections. With
-    ``bandwidth``, in bytes a second, it is slow: all connections share that much in
-    either direction.
+    With "socket" for ``transport``, exchanges go through it on direct connections. With
+    ``bandwidth``, in bytes per second, it is slow: all connections share it in each
+    direction.
     """
 
     def __init__(self, server, transport="grpc", bandwidth=None):
@@ -186,22 +186,22 @@ class Network(Proxy):
 
 @dataclasses.dataclass(eq=False)
 class _Pair:
-    """A connection: its client's end and its server's."""
+    """A connection: its client's end and its server's end."""
 
     ends: tuple
     target: tuple
-    said: bytearray | None  # by the client
-    ended: int = 0  # ways
+    said: bytearray | None  # data sent by the client
+    ended: int = 0  # number of directions that have ended
 
 
 class Way:
     """One direction of all connections of a proxy.
 
     Attributes:
-      gate: closed, it holds what comes; nothing is lost.
+      gate: while it is cleared, data is held but not lost.
       delay: seconds that each piece takes.
-      rate: bytes a second of each connection; None for no bound.
-      left: bytes that still go through before a connection is cut; None for no end.
+      rate: bytes per second of each connection; None for no limit.
+      left: bytes that still pass before a connection is cut; None for no cut.
     """
 
     def __init__(self, bandwidth=None):
@@ -233,7 +233,7 @@ class Way:
             sink.sendall(view[:size])
             view = view[size:]
             if rate is not None:
-                due += _TICK  # a sleep that ends late shortens the next one
+                due += _TICK  # a late wake-up shortens the next sleep
                 time.sleep(max(0.0, due - time.monotonic()))
 
 
@@ -244,19 +244,19 @@ def _shut(*ends):
 
 
 class _Link:
-    """One direction of a slow network, with room for all that waits to be carried."""
+    """One direction of a slow network, with unlimited buffers."""
 
     def __init__(self, bandwidth):
         self._bandwidth = bandwidth
         self._lock = threading.Lock()
-        self._free = 0.0  # when all that it has taken is through
+        self._free = 0.0  # time when all accepted data has passed
 
     def carry(self, arriving):
-        """Yields what arrives when it is through, after all that came before.
+        """Yield arriving data once it has passed, after all earlier data.
 
-        What arrives is taken at once, by a thread of its own. So the link is as fast as
-        it should be however late a busy machine lets somebody run, who then finds that
-        more has come through meanwhile.
+        A separate thread accepts data at once, so the link has its nominal speed
+        however late a busy machine wakes the reader, which then finds that more has
+        passed.
         """
         carried = queue.SimpleQueue()
         taking = threading.Thread(target=self._take, args=(arriving, carried))
@@ -278,7 +278,7 @@ class _Link:
 
 @contextlib.contextmanager
 def answered_by(answer):
-    """An address at which ``answer`` has every connection, on a thread of its own."""
+    """Yield an address; ``answer`` gets each connection in a new thread."""
 
     def serve():
         with contextlib.suppress(OSError):
@@ -298,7 +298,7 @@ def answered_by(answer):
 
 
 def joined(near, far):
-    """Passes on what comes, both ways, until both have ended."""
+    """Forward data both ways until both ends have closed."""
     back = threading.Thread(target=_copy, args=(far, near))
     back.start()
     _copy(near, far)

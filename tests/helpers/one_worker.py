@@ -1,7 +1,7 @@
-"""A process of one worker, of which every number counts: run by test_operations.
+"""A process of one worker whose numbers are deterministic, run by test_operations.
 
-It trains by itself as long as it can, so what it gets is a matter of what the center
-has applied, and of nothing else: not of when a center was there.
+It is the only worker and repeats each exchange until a center responds, so its result
+depends only on what the center applied, and not on when the center was reachable.
 """
 
 import pathlib
@@ -26,7 +26,7 @@ def params():
 
 
 def train(center, steps, seen):
-    """What the worker and the center have in the end; ``seen(step)`` may wait."""
+    """Return the last parameters of worker and center; ``seen(step)`` may wait."""
     worker = agn_optax.Worker(
         center, optax.adam(0.02), period=PERIOD, name="w", patience=0
     )
@@ -47,7 +47,7 @@ def train(center, steps, seen):
             try:
                 own, state = worker.exchange(own, state)
                 break
-            except errors.CenterUnreachableError:  # with patience 0: say it again
+            except errors.CenterUnreachableError:  # with patience 0, retry here
                 continue
         seen(number)
     last = center.pull()
@@ -60,7 +60,7 @@ def train(center, steps, seen):
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test can send."""
 
     def train(self, address, steps, progress):
         def seen(number):

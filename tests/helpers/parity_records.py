@@ -1,4 +1,4 @@
-"""TensorFlow 1.14's recorded trajectories: what they are of, and how they go again."""
+"""Trajectories recorded with TensorFlow 1.14, and functions that replay them."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def rule_of(record):
 
 
 def curvature_of(record):
-    """Of the loss; 0 where that is linear."""
+    """Return the curvature of the loss; 0 if it is linear."""
     if record["loss"]["kind"] == "linear":
         return 0.0
     assert record["loss"]["kind"] == "quadratic"
@@ -53,7 +53,7 @@ def curvature_of(record):
 
 @functools.cache
 def local_step(tx, curvature):
-    """Compiled once for all workers of one rule and inner optimizer."""
+    """Compile a step once for all workers of one rule and inner optimizer."""
 
     def gradient(x, feed):
         return curvature * (x - feed) if curvature else feed
@@ -68,7 +68,7 @@ def local_step(tx, curvature):
 
 
 class Participant:
-    """One worker of a record, and its loop."""
+    """One worker of a record, with its training loop."""
 
     def __init__(self, center, record, number):
         self.worker = agn_optax.Worker(
@@ -85,14 +85,14 @@ class Participant:
         self._loop = self.worker.start()
 
     def step(self, event):
-        """The parameters after the local step of an event, and its exchange if due."""
+        """Return the params after an event's local step, and its exchange if due."""
         loop = self._local_step(*self._loop, self._feeds[event])
         self._loop = self.worker.exchange(*loop)
         return jax.tree.map(np.array, self._loop[0])  # the next exchange donates them
 
 
 def replay(record, center, workers):
-    """After every event: the parameters of the worker whose it was, and the center."""
+    """Yield, after every event, the parameters of its worker and the center."""
     join_at = record.get("join_at", [0] * len(workers))
     for event, number in enumerate(record["order"]):
         for worker, begin in zip(workers, join_at, strict=True):
@@ -103,7 +103,7 @@ def replay(record, center, workers):
 
 
 def assert_as_recorded(record, replayed):
-    """To 1e-5; says which event went elsewhere."""
+    """Compare to 1e-5; the message names the event that differs."""
     for i, ((params, center), event) in enumerate(
         zip(replayed, record["events"], strict=True)
     ):

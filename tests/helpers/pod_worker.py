@@ -1,9 +1,9 @@
-"""One process of a worker whose towers span several: run by test_pods.
+"""One process of a worker whose towers span several processes, run by test_pods.
 
 python pod_worker.py RULE DEVICES HEARTBEAT-TIMEOUT [overlap]
 
-It is told who it is as any worker is (`service.environment`), makes as many steps as
-each line of stdin says, and then says how far it is.
+It reads its rank from the environment as any worker does (`service.environment`), makes
+as many steps as each line of stdin says, and then prints its progress.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import zlib
 import jax
 import numpy as np
 import optax
+import pytest
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.worker import _processes
-from helpers import problem
+from helpers import problem, tuning
 
 RULES = {
     "agn": agn_optax.rules.agn(optax.adam(0.05)),
@@ -27,7 +27,7 @@ RULES = {
 
 
 def batch_of(rank, step, process=0, processes=1):
-    """The rows of a worker's batch that one of its processes feeds."""
+    """Return the rows of a worker's batch that one of its processes feeds."""
     rng = np.random.default_rng([rank, step])
     x = rng.normal(size=(8, 3)).astype(np.float32)
     rows = 8 // processes
@@ -36,7 +36,7 @@ def batch_of(rank, step, process=0, processes=1):
 
 
 class Loop:
-    """A worker over towers, as docs/pods.md has it."""
+    """A worker over towers, as in docs/pods.md."""
 
     def __init__(self, center, rank, *, devices, name, part=(0, 1), **how):
         self.rank, self.part = rank, part
@@ -72,7 +72,7 @@ class Loop:
         return loss
 
     def say(self):
-        """Steps, exchanges, and the bits of what this process has."""
+        """Print steps, exchanges, and a checksum of the arrays of this process."""
         bits = 0
         for leaf in jax.tree.leaves(self.loop):
             bits = zlib.crc32(np.asarray(leaf.addressable_data(0)).tobytes(), bits)
@@ -82,12 +82,12 @@ class Loop:
 
 
 def is_refused(processes):
-    """Whether a worker of so many processes may not be in this one's job."""
+    """Return whether a worker of this many processes is rejected in this job."""
     os.environ["AGN_OPTAX_PROCESSES"] = processes
     try:
         service.environment()
     except errors.InvalidArgumentError as error:
-        return "job of jax.distributed with 2: with one of these, all" in str(error)
+        return "job of jax.distributed with 2: if one of these ends" in str(error)
     return False
 
 
@@ -102,8 +102,8 @@ def main():
         lambda: service.connect(env.address, rule, timeout=20.0), rule
     )
     part = jax.process_index(), jax.process_count()
-    assert is_refused("1")  # in a job with processes of other workers
-    _processes._PAUSE = 0.05  # seconds
+    assert is_refused("1")  # the job would have processes of several workers
+    tuning.set_broadcast_pause(pytest.MonkeyPatch(), 0.05)
     with contextlib.closing(center):
         loop = Loop(
             center,

@@ -1,18 +1,18 @@
-"""Ports that are known before anybody listens there, or that are listened at again."""
+"""Free ports, known before a server listens there."""
 
 import random
 import socket
 
 HOST = "127.0.0.1"
-# Systems give away higher ones (Linux from 32768 on, others from 49152 on), to whoever
-# connects, or listens at port 0: nobody takes one of these by chance meanwhile.
+# Systems assign higher ports to clients and to port 0 (Linux from 32768 on, others from
+# 49152 on), so no process takes one of these by chance meanwhile.
 _FIRST, _LAST = 15_000, 32_000
-# Tests that run beside each other begin with the same seed.
+# Tests that run in parallel have the same random seed.
 _random = random.SystemRandom()
 
 
 def in_a_row(count):
-    """So many that are free, each one more than the last."""
+    """Return free consecutive ports."""
     while True:
         first = _random.randrange(_FIRST, _LAST - count)
         found = list(range(first, first + count))

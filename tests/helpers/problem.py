@@ -1,4 +1,4 @@
-"""A small regression: what the tests of towers train, and its one-device reference."""
+"""A small regression that the tests of towers train, and its one-device reference."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 
 import agn_optax
 
-ROWS = 16  # of a batch, over all towers
+ROWS = 16  # rows of a batch, over all towers
 
 
 def params(dtype="float32"):
@@ -50,7 +50,7 @@ def train_step(tx):
 
 
 def train(towers, tx, all_batches, params, step=None):
-    """Every worker's parameters and the state, after one step for each batch."""
+    """Return the state of all towers and the last metrics after a step per batch."""
     step = towers.step(train_step(tx)) if step is None else step
     state = towers.create(lambda p: (p, tx.init(p)), params)
     for batch in all_batches:
@@ -59,7 +59,7 @@ def train(towers, tx, all_batches, params, step=None):
 
 
 def reference(tx, all_batches, params, workers):
-    """The same on one device: workers by vmap, each with all rows of its towers."""
+    """Train the same on one device: workers under vmap, each with its towers' rows."""
     state = (params, tx.init(params))
     state = jax.tree.map(lambda x: jnp.stack([x] * workers), state)
     step = jax.jit(jax.vmap(train_step(tx), axis_name="workers"))
@@ -70,7 +70,7 @@ def reference(tx, all_batches, params, workers):
 
 
 def of_workers(towers, tree):
-    """The rows of the first tower of every worker."""
+    """Return the rows of the first tower of every worker."""
     return jax.tree.map(lambda x: x[:: towers.size // towers.workers], tree)
 
 

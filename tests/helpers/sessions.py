@@ -1,13 +1,16 @@
-"""Exchanges with a center by the names of workers, whose sessions are remembered."""
+"""Exchanges with a center by worker name; sessions are remembered."""
 
 import weakref
 
+from agn_optax.center import Submission
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._session import RemoteSession
 from agn_optax.service.security._access import EVERYBODY
 
-_sessions = weakref.WeakKeyDictionary()  # by center: session and exchanges of a worker
+_sessions = (
+    weakref.WeakKeyDictionary()
+)  # by center and worker: session and number of exchanges
 
 
 def join(center, worker, *args, **kwargs):
@@ -17,13 +20,13 @@ def join(center, worker, *args, **kwargs):
 
 
 def exchange(center, contribution, *, anchor_version, worker, steps=0):
-    """The next exchange of a worker, which joins if it has not; not of two threads."""
+    """Make the next exchange of a worker, which joins if needed; single-threaded."""
     known = _sessions.setdefault(center, {})
     if worker not in known:
         join(center, worker)
     session, done = known[worker]
     answer = session.exchange(
-        done + 1, contribution, anchor_version=anchor_version, steps=steps
+        Submission(done + 1, contribution, anchor_version=anchor_version, steps=steps)
     )
     known[worker][1] = done + 1
     return answer
@@ -34,12 +37,12 @@ def leave(center, worker):
 
 
 def wait_for_farewells(monkeypatch):
-    """Give a farewell 20 seconds: a worker whose farewell is missed keeps its lease."""
+    """Allow 20 seconds for leaving: if that call is lost, a worker keeps its lease."""
     monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
 
 
 def offer(server, transport, caller=EVERYBODY):
-    """Of a way beside gRPC, as a caller is told of it: with its key."""
+    """Return the offer of a transport besides gRPC, with its key, or None."""
     request = pb.DescribeRequest(protocol=_address.PROTOCOL)
     said = server._servicer.describe(request, caller)
     offers = pb.Description.FromString(said.description).offers

@@ -1,7 +1,7 @@
 """Rules and optimizers, one object for each setting.
 
-What workers and centers compile is kept by rule and by inner optimizer, so tests that
-share these share their programs, and do not compile each its own.
+Workers and centers cache compiled programs by rule and inner optimizer, so tests that
+use these objects share their programs.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A SLURM of a test's own: one controller and two nodes, all of them this machine."""
+"""A SLURM cluster for tests: one controller and two nodes on this machine."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 
 def why_not():
-    """Why there can be none here; "" if it can."""
+    """Return why SLURM cannot run here, or "" if it can."""
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} of slurm-wlm and munge are not installed"
@@ -56,10 +56,10 @@ def why_not():
 
 
 class Cluster:
-    """One that runs; its folder is removed with it.
+    """A running cluster; its folder is deleted with it.
 
     Attributes:
-      environment: for whoever calls its commands.
+      environment: environment variables for its commands.
     """
 
     def __init__(self, folder):
@@ -68,8 +68,8 @@ class Cluster:
         self._started = []
 
     def __call__(self, *command):
-        """What one of SLURM's commands prints."""
-        done = subprocess.run(  # noqa: S603 SLURM's own
+        """Return the output of one of SLURM's commands."""
+        done = subprocess.run(  # noqa: S603 a command of SLURM
             command,
             env=self.environment,
             capture_output=True,
@@ -82,12 +82,12 @@ class Cluster:
 
     @property
     def queue(self):
-        """States of jobs, by their ids, such as ``3`` or ``4_1``."""
+        """The states of jobs by their ids, such as ``3`` or ``4_1``."""
         said = self("squeue", "--noheader", "--array", "--format=%i %T")
         return dict(line.split() for line in said.splitlines())
 
     def processes(self):
-        """Ids of processes of this cluster: daemons, steps and tasks."""
+        """Return the ids of the processes of this cluster: daemons, steps and tasks."""
         mine = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         found = []
         for each in pathlib.Path("/proc").glob("[0-9]*"):
@@ -97,14 +97,14 @@ class Cluster:
         return sorted(set(found) - {os.getpid()})
 
     def logs(self):
-        """The ends of what the daemons have said."""
+        """Return the ends of the logs of the daemons."""
         return "\n".join(
             f"{path.name}: {path.read_text()[-2000:]}"
             for path in sorted(self.folder.glob("*.log"))
         )
 
     def start(self):
-        """Returns when both nodes take jobs."""
+        """Start the daemons; return when both nodes accept jobs."""
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir()
         (self.folder / "key").write_bytes(os.urandom(1024))
@@ -129,7 +129,7 @@ class Cluster:
         wait_until(self._is_up)
 
     def stop(self):
-        """Ends it, and whatever it runs."""
+        """Stop the cluster and all its jobs."""
         with contextlib.suppress(AssertionError):
             self("scancel", "--user=root")
             wait_until(lambda: not self.queue, limit=25)
@@ -147,7 +147,7 @@ class Cluster:
     def _start(self, *command):
         with (self.folder / f"{command[0]}-{len(self._started)}.log").open("w") as log:
             self._started.append(
-                subprocess.Popen(  # noqa: S603 SLURM's own
+                subprocess.Popen(  # noqa: S603 a command of SLURM
                     command,
                     env=self.environment,
                     stdin=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ class Cluster:
     def _is_up(self):
         assert all(each.poll() is None for each in self._started), self.logs()
         said = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%T"],  # noqa: S607 of PATH
+            ["sinfo", "--noheader", "--Node", "--format=%T"],  # noqa: S607 from PATH
             env=self.environment,
             capture_output=True,
             text=True,
@@ -170,10 +170,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster():
-    """One that is taken down whole; skips the test where there can be none."""
+    """Yield a cluster and stop it at the end; skip the test without SLURM."""
     if why := why_not():
         pytest.skip(f"no SLURM here: {why}")
-    # Paths of sockets are short.
+    # Paths of sockets must be short.
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
         made = Cluster(pathlib.Path(folder))
         try:

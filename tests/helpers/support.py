@@ -1,4 +1,4 @@
-"""What several test files need: optimizers, trees, gradients and loops."""
+"""Helpers of several test files: optimizers, trees, gradients and loops."""
 
 import contextlib
 import functools
@@ -14,16 +14,27 @@ import optax
 import pytest
 
 import agn_optax
-from agn_optax.round._placement import _stays_on_host
-from agn_optax.service.transports import _memory
+from agn_optax.center import Submission
 from helpers import ports, shared
 
-# JAX 0.10.0 takes to the device whatever a program leaves in the host's memory.
+
+def leaves_on_the_host():
+    """Return whether this JAX leaves outputs of programs in host memory.
+
+    JAX 0.10.0 moves them to the device.
+    """
+    program = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))
+    compiled = program.lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    return compiled.output_shardings.memory_kind == "pinned_host"
+
+
 needs_host = pytest.mark.skipif(
-    not _stays_on_host(), reason="this JAX leaves nothing on the host"
+    not leaves_on_the_host(), reason="this JAX leaves nothing on the host"
 )
+# Sealed memory files, which two processes of a user may share, are a part of Linux.
+SHARES_MEMORY = hasattr(os, "memfd_create")
 shares = pytest.mark.skipif(
-    not _memory.IS_SUPPORTED, reason="no processes share memory on this system"
+    not SHARES_MEMORY, reason="no processes share memory on this system"
 )
 MEMORIES = ["device", pytest.param("host", marks=needs_host)]
 
@@ -38,13 +49,13 @@ INNERS = {
 
 @functools.cache
 def each_inner(names=tuple(INNERS)):
-    """Several inner optimizers at once: each trains the subtree of its name."""
+    """Return several inner optimizers in one: each trains the subtree of its name."""
     return optax.partition(
         {name: INNERS[name]() for name in names}, {name: name for name in names}
     )
 
 
-# Rule records, with an inner optimizer for those that want a center optimizer.
+# The rules, with a center optimizer for those that take one.
 RULES = {
     "agn": lambda: shared.agn(shared.adam(0.05)),
     "agn_window": shared.agn_window,
@@ -67,12 +78,12 @@ DROP_INS = {
     "easgd_rho": functools.partial(agn_optax.easgd, rho=0.1),
 }
 
-# Of a few dozen steps, relative to values of about 1.
+# Relative and absolute tolerance after a few dozen steps, for values of about 1.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-2}
 
 
 def tree(dtype="float32", seed=0):
-    """Nested, with a scalar, an empty leaf and a None; every leaf is compiled often."""
+    """Return a small nested tree with a scalar, an empty leaf and a None."""
     rng = np.random.default_rng(seed)
     leaf = lambda *shape: jnp.asarray(  # noqa: E731
         np.asarray(rng.normal(size=shape)).astype(jnp.dtype(dtype))
@@ -85,13 +96,13 @@ def tree(dtype="float32", seed=0):
 
 
 def each_tree(names=tuple(INNERS), dtype="float32"):
-    """What `each_inner` trains: a leaf for each."""
+    """Return the parameters of `each_inner`: a leaf for each optimizer."""
     rng = np.random.default_rng(0)
     return {name: jnp.asarray(rng.normal(size=(3, 2)), dtype) for name in names}
 
 
 def feeds(like, steps, seed=1, workers=()):
-    """``steps`` targets for every leaf, numpy [steps, *workers, ...]."""
+    """Return ``steps`` targets for every leaf, as numpy [steps, *workers, ...]."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda x: rng.normal(size=(steps, *workers, *x.shape)).astype(x.dtype),
@@ -100,7 +111,7 @@ def feeds(like, steps, seed=1, workers=()):
 
 
 def gradient(params, feed):
-    """Of a quadratic with its minimum at ``feed``."""
+    """Return the gradient of a quadratic with its minimum at ``feed``."""
     return jax.tree.map(lambda x, f: (x - f) * jnp.asarray(0.7, x.dtype), params, feed)
 
 
@@ -110,7 +121,7 @@ def step(tx, params, state, feed):
 
 
 def run(tx, params, all_feeds, state=None):
-    """Every step's parameters (stacked), the last ones, and the last state."""
+    """Return every step's parameters (stacked), the last ones, and the last state."""
     state = tx.init(params) if state is None else state
     (params, state), trajectory = trajectories(tx)((params, state), all_feeds)
     return trajectory, params, state
@@ -118,7 +129,7 @@ def run(tx, params, all_feeds, state=None):
 
 @functools.lru_cache(maxsize=32)
 def trajectories(tx):
-    """A loop, compiled once for all runs of the same optimizer."""
+    """Compile a loop once for all runs of the same optimizer."""
 
     def body(carry, feed):
         params, state = step(tx, *carry, feed)
@@ -129,18 +140,18 @@ def trajectories(tx):
 
 @functools.lru_cache(maxsize=32)
 def local_step(tx):
-    """A step, compiled once for all runs of the same optimizer."""
+    """Compile a step once for all runs of the same optimizer."""
     return jax.jit(functools.partial(step, tx))
 
 
 @functools.lru_cache(maxsize=32)
 def exchange_of(split):
-    """The same for an exchange."""
+    """Compile an exchange once for all runs of the same optimizer."""
     return jax.jit(split.exchange)
 
 
 def run_split(split, params, all_feeds, period, state=None):
-    """The split form's loop, with one period or the periods of all rounds."""
+    """Run the split form's loop, with one period or with a period for each round."""
     local, exchange = local_step(split), exchange_of(split)
     state = split.init(params) if state is None else state
     steps = jax.tree.leaves(all_feeds)[0].shape[0]
@@ -154,12 +165,17 @@ def run_split(split, params, all_feeds, period, state=None):
 
 
 def at(all_feeds, i):
-    """Those of one step."""
+    """Return the feeds of one step."""
     return jax.tree.map(lambda f: f[i], all_feeds)
 
 
+def submissions(*contributions):
+    """Return contributions as the first messages of as many workers."""
+    return [Submission(1, each, anchor_version=0) for each in contributions]
+
+
 def run_worker(worker, params, state, all_feeds):
-    """A worker's loop with a center outside the program."""
+    """Run a worker's loop with a center outside the program."""
     local = local_step(worker.tx)
     for i in range(jax.tree.leaves(all_feeds)[0].shape[0]):
         params, state = worker.exchange(*local(params, state, at(all_feeds, i)))
@@ -168,14 +184,16 @@ def run_worker(worker, params, state, all_feeds):
 
 @contextlib.contextmanager
 def held():
-    """A function that keeps the first device busy with an array until the block ends.
+    """Yield a function that keeps the first device busy with an array until the end.
 
     Its program loops until it finds a number in memory that it shares with the host, so
-    no test has to guess how long a computation takes. Who waits for it all the same
-    waits a minute.
+    no test has to guess how long a computation takes. Code that blocks on the array
+    before the end waits for a minute.
     """
     memory = np.zeros(32, np.int32)
-    aligned = -memory.ctypes.data // 4 % 16  # what is not aligned to 64 bytes is copied
+    aligned = (
+        -memory.ctypes.data // 4 % 16
+    )  # JAX copies arrays that are not aligned to 64 bytes
     ended = memory[aligned : aligned + 16]
     words = jax.device_put(ended, jax.devices()[0], may_alias=True)
     assert words.unsafe_buffer_pointer() == ended.ctypes.data
@@ -200,7 +218,7 @@ def held():
 
 @jax.jit
 def _until(ended, x):
-    """``x``, once ``ended`` says so."""
+    """Return ``x`` once ``ended`` is set."""
     _, product = jax.lax.while_loop(
         lambda carry: ended[carry[0] % ended.size] == 0,
         lambda carry: (carry[0] + 1, carry[1] @ carry[1]),
@@ -211,7 +229,7 @@ def _until(ended, x):
 
 @contextlib.contextmanager
 def nothing_compiles():
-    """Nothing is traced, lowered or compiled within, on any thread."""
+    """Assert that nothing is traced, lowered or compiled in any thread."""
     compiled = []
 
     def listen(event, seconds, **details):
@@ -226,8 +244,19 @@ def nothing_compiles():
     assert not compiled, compiled
 
 
+def find_state(opt_state):
+    """Return the one `ExchangeState` of an optimizer state, inside any wrappers."""
+
+    def is_found(node):
+        return isinstance(node, agn_optax.ExchangeState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_found)
+    (found,) = filter(is_found, nodes)
+    return found
+
+
 def assert_close(actual, expected, dtype=None, tolerance=None):
-    """To ``tolerance``, or as near as ``dtype`` comes, which is that of each leaf."""
+    """Compare to ``tolerance``, or to that of ``dtype`` or of each leaf's dtype."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual),
@@ -245,7 +274,7 @@ def assert_close(actual, expected, dtype=None, tolerance=None):
 
 
 def assert_identical(actual, expected):
-    """Bit for bit, dtypes included."""
+    """Compare bit for bit, including dtypes."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual),
@@ -259,7 +288,7 @@ def assert_identical(actual, expected):
 
 
 def run_processes(program, arguments, count, timeout=800):
-    """What the processes of one `jax.distributed` job say, when all have ended."""
+    """Run the processes of one `jax.distributed` job and return their outputs."""
     job = {
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": ports.free_address(),

@@ -1,6 +1,7 @@
-"""Processes that take commands: one JSON line each over stdin, one back over stdout.
+"""Processes that take commands: one JSON line each on stdin, and one back on stdout.
 
-The order of what several processes do is then exact, and JAX starts once in each.
+The order of events in several processes is then exact, and JAX starts only once in each
+process.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import numpy as np
 
 
 class Process:
-    """The test's end. Made, it starts; `ask` waits for it, with a timeout."""
+    """The test's end of a started process; `ask` waits for it, with a timeout."""
 
     def __init__(self, program, timeout=120):
         self._timeout = timeout
@@ -32,7 +33,7 @@ class Process:
         self._reader.start()
 
     def tell(self, **command):
-        """Gives a command; `answer` waits for what comes of it."""
+        """Send a command; `answer` waits for its result."""
         self._popen.stdin.write(json.dumps(command) + "\n")
         self._popen.stdin.flush()
 
@@ -48,11 +49,11 @@ class Process:
         return self.answer()
 
     def answers_already(self):
-        """Whether there is an answer to be had."""
+        """Return whether an answer is available."""
         return not self._said.empty()
 
     def kill(self):
-        """By SIGKILL; returns when nothing of it is left."""
+        """Kill the process by SIGKILL and release its resources."""
         self._popen.kill()
         self._popen.wait(self._timeout)
         self._reader.join(self._timeout)
@@ -68,7 +69,7 @@ class Process:
 
 @contextlib.contextmanager
 def processes(program, count):
-    """``count`` of them in a list, killed at the end; also those put in later."""
+    """Yield a list of ``count`` processes; all in the list are killed at the end."""
     made = []
     try:
         made.extend(Process(program) for _ in range(count))
@@ -79,9 +80,9 @@ def processes(program, count):
 
 
 def obey(commands):
-    """The process's end: calls ``commands[do](**arguments)`` until stdin ends."""
+    """Serve in the process: call ``commands[do](**arguments)`` until stdin ends."""
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output goes to stderr
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -93,7 +94,7 @@ def obey(commands):
 
 
 def as_hex(arrays):
-    """Float32 arrays by name, to be sent without a loss."""
+    """Encode float32 arrays by name without loss."""
     return {
         name: [list(x.shape), np.asarray(x, np.float32).tobytes().hex()]
         for name, x in arrays.items()

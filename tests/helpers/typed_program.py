@@ -1,6 +1,6 @@
-"""A user's program, for a type checker as strict as they come: test_packaging.py.
+"""A user's program for a strict type checker, used by test_packaging.py.
 
-It runs, too: what it says of types is true.
+It also runs, so the calls that it types are valid.
 """
 
 # mypy: disallow-untyped-calls, warn-return-any
@@ -69,9 +69,17 @@ def with_a_center(where: center.Center) -> int:
         assert_type(own.staleness, int | None)
     snapshot: center.Snapshot = where.pull()
     assert saved.params is params
-    assert_type(snapshot.applied, bool)
     version: int = snapshot.version
     return version
+
+
+def of_an_exchange(session: center.Session, message: center.Submission) -> bool:
+    answer = session.exchange(message)
+    assert_type(answer, center.Answer)
+    assert_type(answer.snapshot, center.Snapshot)
+    assert_type(session.collect(message.sequence), center.Answer | None)
+    assert_type(answer.applied, bool)
+    return answer.applied
 
 
 def served() -> int:
@@ -81,7 +89,9 @@ def served() -> int:
         service.connect("127.0.0.1:1", rule, timeout=0.5)
     except errors.AgnOptaxError as error:
         assert_type(error, errors.AgnOptaxError)
-    with service.serve(rule, mode=mode, refuse=center.Refuse(norm=10.0)) as server:
+    with service.serve(
+        rule, mode=mode, limits=service.Limits(messages=center.Refuse(norm=10.0))
+    ) as server:
         assert_type(server, service.Server)
         assert_type(server.address, str)
         with service.connect(server.address, rule) as remote:
@@ -97,13 +107,13 @@ def embedded() -> int:
 
 
 def wrong() -> None:
-    """Each of these is refused, and a type checker says so before."""
+    """Make calls that fail and that a type checker rejects."""
     rule = rules.downpour()
     where = agn_optax.LocalCenter(rule, jnp.zeros(3))
     for call in (
         lambda: agn_optax.Worker(rule, optax.sgd(0.1), period=1),  # type: ignore[arg-type]
         lambda: agn_optax.Worker(where, optax.sgd(0.1)),  # type: ignore[call-arg]
-        lambda: agn_optax.LocalCenter(rule, refuse=10.0),  # type: ignore[arg-type]
+        lambda: center.Limits(messages=10.0),  # type: ignore[arg-type]
         lambda: center.Synchronous(late="never"),  # type: ignore[arg-type]
         lambda: rules.easgd(),  # type: ignore[call-arg]
     ):

@@ -1,17 +1,18 @@
-"""Waiting for what is to come, however busy the machine is."""
+"""Wait for conditions with generous timeouts, and run calls on other threads."""
 
+import concurrent.futures
 import threading
 import time
 
-LIMIT = 60  # seconds that nothing takes
-BUSY = 5.0  # seconds that a busy machine may add to what is promised
+LIMIT = 60  # s, generous: no test should come near it
+BUSY = 5.0  # s, that a busy machine may add to an expected time
 
 
 def wait_until(condition, limit=LIMIT, pause=0.002):
-    """Returns as soon as ``condition()`` holds, which is asked after each pause."""
+    """Return as soon as ``condition()`` holds; it is checked after each pause."""
     end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, "it does not come"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(pause)
 
 
@@ -26,3 +27,19 @@ def returned(monkeypatch, owner, name):
 
     monkeypatch.setattr(owner, name, noted)
     return event
+
+
+def in_background(call, name):
+    """Run ``call`` on a new daemon thread with a name, and return its future."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,7 +1,7 @@
-"""Laws 11 to 13: codecs that lose nothing, and those that keep what they lose.
+"""Laws 11 to 13: lossless codecs, and codecs that keep a residual.
 
-Gradients are multiples of a power of two, and so is all that is made of them: sums are
-exact, whatever the program, and numbers can be compared bit for bit.
+Gradients, and all numbers computed from them, are multiples of a power of two: sums are
+exact in every program, and numbers can be compared bit for bit.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ from helpers.support import assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules
-from agn_optax.center import Journal, Synchronous
+from agn_optax.center import Journal, Limits, PackedCenter, Synchronous
 
 PERIOD = 2
 WORKERS = 2
@@ -34,8 +34,8 @@ RULES = {
 }
 
 
-def as_bytes():
-    """Loses nothing, and sends arrays of other shapes and of another dtype."""
+def lossless_codec():
+    """Return a lossless codec that sends arrays of other shapes and another dtype."""
 
     def encode(leaf):
         data = jax.lax.bitcast_convert_type(leaf, jnp.uint8)  # [..., itemsize]
@@ -56,7 +56,7 @@ def as_bytes():
 
 
 def dyadic(like, *shape, seed=1):
-    """Multiples of 1/128, as leaves of ``like`` with dimensions before theirs."""
+    """Return multiples of 1/128, shaped like ``like`` with leading dimensions."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda x: (rng.integers(-300, 301, (*shape, *x.shape)) / 128).astype(x.dtype),
@@ -75,12 +75,12 @@ def step(tx, params, state, grads):
 
 @functools.lru_cache(maxsize=32)
 def local_step(tx):
-    """A step, compiled once for all workers with one rule."""
+    """Compile a step once for all workers of a rule."""
     return jax.jit(functools.partial(step, tx))
 
 
 def train(tx):
-    """A drop-in's loop, for any way of having workers."""
+    """Return a drop-in's loop, to be mapped over workers in any way."""
 
     def one(params, grads):
         def body(carry, grads):
@@ -93,7 +93,7 @@ def train(tx):
 
 
 # Every placement returns parameters, the codec's state and the center: of one worker,
-# or of several, on the first dimension.
+# or of several with a leading dimension.
 
 
 def drop_in(rule, params, grads):
@@ -144,7 +144,7 @@ def embedded(rule, params, grads, **settings):
     return params, state.codec_state, center.pull().params
 
 
-# The answer is there after one local step, or is waited for: at any speed the same.
+# A worker waits for the response after one local step, so timing changes nothing.
 overlapping = functools.partial(embedded, overlap=True, patience=1)
 
 
@@ -221,16 +221,16 @@ def without_codec(place, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @placements
-def test_11_a_codec_that_loses_nothing_changes_nothing(place, rule):
-    """Sums are exact, so that one program may stand for the others that lose nothing.
+def test_11_lossless_codec_changes_nothing(place, rule):
+    """Every placement gives the numbers of one program without a codec.
 
-    An overlapping worker adopts its answers later, which makes other numbers.
+    An overlapping worker adopts responses later, so it is compared with another one.
     """
     if place is overlapping:
         plain = overlapping
     else:
         plain = over_vmap if place in MANY else drop_in
-    params, _, center = place(RULES[rule](codec=as_bytes()), PARAMS, GRADS)
+    params, _, center = place(RULES[rule](codec=lossless_codec()), PARAMS, GRADS)
     assert_identical(
         jax.tree.map(np.asarray, (params, center)),
         jax.tree.map(np.asarray, without_codec(plain, rule)),
@@ -238,7 +238,7 @@ def test_11_a_codec_that_loses_nothing_changes_nothing(place, rule):
 
 
 def observed(codec):
-    """Keeps in its state, too: the last message, and all that went in and out."""
+    """Wrap a codec to keep the last message and the sums of its input and output."""
 
     def init(params):
         zeros, own = jax.tree.map(jnp.zeros_like, params), codec.init(params)
@@ -317,10 +317,10 @@ def trained(place, codec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", OBSERVED)
-def test_12_an_encoded_message_is_the_same_in_every_placement(codec):
-    """Given the same contribution, bit for bit: random numbers follow from that, too.
+def test_12_encoded_messages_are_equal_in_every_placement(codec):
+    """Equal contributions draw equal random numbers and give equal bits.
 
-    Of one worker; and of several, who contribute other bits and draw other numbers.
+    This is shown for one worker, and for several with different contributions.
     """
     for group in ([drop_in, split, scanned, embedded], MANY):
         first, *others = [trained(place, codec) for place in group]
@@ -333,8 +333,8 @@ def double(tree):
 
 
 @placements
-def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
-    """And that is all progress, each of it once, also where exchanges overlap."""
+def test_13_sent_plus_residual_is_what_was_contributed(place):
+    """All progress is contributed exactly once, also with overlap."""
     _, state, center = double(trained(place, "error_feedback"))
     residual, sent = state["own"].residual, state["sent"]
     assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
@@ -365,7 +365,7 @@ def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
     ],
     ids=str,
 )
-def test_13_of_numbers_of_any_size(codec, dtype):
+def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
     rng = np.random.default_rng(0)
     like = {"w": jnp.zeros((4, 7), dtype), "none": None, "s": jnp.zeros((), dtype)}
     like["empty"] = jnp.zeros((0, 3), dtype)
@@ -408,11 +408,11 @@ def test_13_of_numbers_of_any_size(codec, dtype):
     ],
     ids=str,
 )
-def test_13_a_narrow_center_rounds_what_it_decodes_once(codec, is_exact, dtype):
-    """The residual is of the message in float32; the center takes it in its own dtype.
+def test_13_narrow_center_rounds_decoded_messages_once(codec, is_exact, dtype):
+    """The residual is that of the float32 message; the center decodes to its own dtype.
 
-    So it misses half a last place of that dtype, and nothing where the decoded numbers
-    have few digits.
+    The center thus misses at most half a unit in the last place of that dtype, and
+    nothing if the decoded numbers have few digits.
     """
     rng = np.random.default_rng(0)
     center = {"w": jnp.zeros((4, 7), dtype), "s": jnp.zeros((), dtype)}
@@ -434,7 +434,7 @@ def test_13_a_narrow_center_rounds_what_it_decodes_once(codec, is_exact, dtype):
             *map(jax.tree.leaves, (owed, taken, double(state.residual))), strict=True
         ):
             lost = np.abs(owes - takes - rest)
-            # And float32's own, of all that is added up.
+            # The constant allows for the float32 rounding of the sums.
             most = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(takes) + 1e-6
             assert (lost <= most).all()
             missed = max(missed, lost.max())
@@ -450,8 +450,8 @@ ANSWERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ANSWERS)
-def test_12_a_public_center_is_the_same_in_every_placement(rule):
-    """Also where a worker adopts the one before, or where nobody reads the anchor."""
+def test_12_broadcast_params_are_equal_in_every_placement(rule):
+    """Some workers adopt an earlier version, and some rules have no anchor."""
     rule = RULES[rule](codec=two_way(ANSWERS[rule]()))
     for group in ([drop_in, split, scanned, embedded], [over_vmap, synchronous]):
         first, *others = [place(rule, PARAMS, GRADS) for place in group]
@@ -463,9 +463,11 @@ def test_12_a_public_center_is_the_same_in_every_placement(rule):
         )
 
 
-def test_11_answers_that_lose_nothing_change_nothing():
+def test_11_lossless_downlink_codec_changes_nothing():
     for place in (drop_in, embedded, over_vmap):
-        rule = shared.downpour(codec=codecs.two_way(codecs.identity(), as_bytes()))
+        rule = shared.downpour(
+            codec=codecs.two_way(codecs.identity(), lossless_codec())
+        )
         params, _, center = place(rule, PARAMS, GRADS)
         plain = place(shared.downpour(), PARAMS, GRADS)
         assert_identical(
@@ -473,7 +475,7 @@ def test_11_answers_that_lose_nothing_change_nothing():
         )
 
 
-def test_what_an_answer_lost_is_in_the_next_one():
+def test_downlink_codec_sends_lost_differences_later():
     rule = shared.downpour(
         codec=codecs.two_way(codecs.identity(), codecs.top_k(1, block=4))
     )
@@ -490,7 +492,7 @@ def test_what_an_answer_lost_is_in_the_next_one():
     np.testing.assert_array_equal(center.pull(public=True).params, -sent)
 
 
-def test_a_newcomer_starts_from_the_public_center():
+def test_new_worker_starts_from_the_broadcast_params():
     rule = shared.downpour(codec=two_way(codecs.quantize(2)))
     center = agn_optax.LocalCenter(rule, PARAMS)
     worker = agn_optax.Worker(center, INNER, period=PERIOD)
@@ -505,7 +507,7 @@ def test_a_newcomer_starts_from_the_public_center():
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [drop_in, split, embedded])
 @pytest.mark.parametrize("codec", CODECS)
-def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
+def test_10_codecs_preserve_dtypes_and_leaves(place, codec):
     like = {**tree("bfloat16"), "none": None}
     rule = shared.diloco(shared.sgd(0.5), codec=CODECS[codec]())
     params, _, center = place(rule, like, dyadic(like, 2 * PERIOD, 1))
@@ -517,8 +519,8 @@ def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
 @pytest.mark.parametrize("stop", [2, 3])  # at the end of a round, and within one
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("codec", ["error_feedback", "two_way"])
-def test_9_a_residual_survives_a_restart(stop, overlap, codec):
-    """And so does the public center."""
+def test_9_residual_is_restored(stop, overlap, codec):
+    """The broadcast parameters are restored, too."""
     rule = shared.agn(shared.sgd(0.5), codec=CODECS[codec]())
     grads = of_worker(GRADS, 0)
     settings = {"period": PERIOD, "overlap": overlap, "patience": 1}
@@ -544,7 +546,7 @@ def test_9_a_residual_survives_a_restart(stop, overlap, codec):
 
 
 @pytest.mark.parametrize("codec", ["error_feedback", "two_way"])
-def test_a_journal_repeats_what_was_sent(codec, tmp_path):
+def test_journal_replays_encoded_messages(codec, tmp_path):
     rule = shared.downpour(codec=CODECS[codec]())
     center = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path / "a"))
     worker = agn_optax.Worker(center, INNER, period=PERIOD)
@@ -559,32 +561,32 @@ def test_a_journal_repeats_what_was_sent(codec, tmp_path):
         again.close()
 
 
-class Unreachable(agn_optax.LocalCenter):
-    """A center that answers every other time."""
+class HalfReachableCenter(agn_optax.LocalCenter):
+    """A center whose sessions respond every other time."""
 
     def join(self, *args, **kwargs):
         self.heard = []
-        return Refusing(super().join(*args, **kwargs), self.heard)
+        return HalfReachableSession(super().join(*args, **kwargs), self.heard)
 
 
-class Refusing:
-    """A session that writes down what is sent, and loses half of it."""
+class HalfReachableSession:
+    """A session that records the messages and loses the response of every other."""
 
     def __init__(self, session, heard):
         self.worker, self.leave = session.worker, session.leave
         self._session, self._heard = session, heard
 
-    def exchange(self, sequence, contribution, **about):
-        self._heard.append(jax.tree.map(np.array, contribution))
+    def exchange(self, submission):
+        self._heard.append(jax.tree.map(np.array, submission.contribution))
         if len(self._heard) % 2:
             raise errors.CenterUnreachableError("nobody answers")
-        return self._session.exchange(sequence, contribution, **about)
+        return self._session.exchange(submission)
 
 
 @pytest.mark.parametrize("codec", ["error_feedback", "stochastic", "random_k"])
-def test_a_message_that_is_repeated_is_encoded_once(codec):
+def test_repeated_message_is_encoded_once(codec):
     rule = shared.downpour(codec=CODECS[codec]())
-    center = Unreachable(rule, PARAMS)
+    center = HalfReachableCenter(rule, PARAMS)
     worker = agn_optax.Worker(center, INNER, period=PERIOD, patience=0)
     local = local_step(worker.tx)
     loop = worker.start()
@@ -611,7 +613,7 @@ def a_worker(center, overlap):
 
 
 @overlaps
-def test_a_message_that_is_not_finite_leaves_the_residual_as_it_was(overlap):
+def test_non_finite_message_leaves_the_residual_unchanged(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = agn_optax.LocalCenter(rule, PARAMS)
     worker = a_worker(center, overlap)
@@ -626,11 +628,11 @@ def test_a_message_that_is_not_finite_leaves_the_residual_as_it_was(overlap):
 
 
 @overlaps
-def test_13_a_refused_message_gives_back_what_it_had(overlap):
-    """Of one that came late, say, of which nothing is wrong; and it is sent later."""
+def test_13_rejected_message_is_restored_to_the_residual(overlap):
+    """A message rejected only for its staleness is sent again with a later one."""
     rule = observed_rule("error_feedback")
     refuse = agn_optax.center.Refuse(staleness=0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop = worker.start()
     for i in range(3):
@@ -647,15 +649,15 @@ def test_13_a_refused_message_gives_back_what_it_had(overlap):
 
 
 def first(count, begin=0):
-    """Gradients of a worker's steps."""
+    """Return the gradients of a worker's steps."""
     return jax.tree.map(lambda g: g[begin : begin + count, 0], GRADS)
 
 
 @overlaps
-def test_what_is_refused_twice_is_forgotten(overlap):
+def test_message_rejected_twice_is_discarded(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     refuse = agn_optax.center.Refuse(norm=1000.0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop, norms = worker.start(), []
     for i in range(4):
@@ -667,7 +669,7 @@ def test_what_is_refused_twice_is_forgotten(overlap):
 
 
 @pytest.mark.parametrize("rule", ["agn_window", "easgd"])
-def test_a_cast_travels_in_shards_of_a_mesh(rule):
+def test_cast_codec_works_with_a_sharded_center_on_a_mesh(rule):
     rule = RULES[rule](codec=codecs.cast("bfloat16"))
     shards = agn_optax.Placement(shard_axis="workers")
     assert_identical(
@@ -676,7 +678,7 @@ def test_a_cast_travels_in_shards_of_a_mesh(rule):
     )
 
 
-def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
+def test_block_codec_is_rejected_with_a_sharded_center_on_a_mesh():
     rule = shared.downpour(codec=codecs.quantize())
     shards = agn_optax.Placement(shard_axis="workers")
     with pytest.raises(errors.InvalidArgumentError, match="more than one element"):
@@ -685,11 +687,14 @@ def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_packed_center_gives_the_same_numbers(codec):
+def test_packed_center_gives_the_same_numbers(codec):
     rule = shared.agn(shared.adam(0.5), codec=CODECS[codec]())
-    params = {"b": jnp.ones(4), "w": jnp.ones((3, 2))}  # no scalars, which are not
+    params = {
+        "b": jnp.ones(4),
+        "w": jnp.ones((3, 2)),
+    }  # without scalars, which are not packed
     plain = agn_optax.LocalCenter(rule, params)
-    packed = agn_optax.LocalCenter(rule, params, packs=True)
+    packed = PackedCenter(rule, params)
     assert (packed.core.store.packing is not None) == ("cast" in codec)
     for center in (plain, packed):
         worker = agn_optax.Worker(center, INNER, period=PERIOD, name="worker")
@@ -708,8 +713,8 @@ def test_a_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
         (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
-        (lambda: two_way(codecs.low_rank(2)), "alike only to the last place"),
-        (lambda: two_way(two_way(codecs.sign())), "give the codec without error_fee"),
+        (lambda: two_way(codecs.low_rank(2)), "alike only up to rounding"),
+        (lambda: two_way(two_way(codecs.sign())), "Give the codec without error_fee"),
         (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
         (lambda: two_way("int8"), "must be a floating dtype, got int8"),
         (lambda: two_way(8), "must be a floating dtype or None, got 8"),
@@ -721,16 +726,16 @@ def test_a_packed_center_gives_the_same_numbers(codec):
                 axis_name="workers",
                 placement=agn_optax.Placement(shard_axis="workers"),
             ),
-            "answers in differences, which are taken where one center is whole",
+            "differences need one center, whole",
         ),
     ],
 )
-def test_bad_input(call, message):
+def test_invalid_codec_input_is_rejected(call, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         call()
 
 
-def test_a_contribution_of_another_codec_is_refused():
+def test_contribution_of_another_codec_is_rejected():
     center = agn_optax.LocalCenter(
         shared.downpour(codec=codecs.quantize()), jnp.ones(3)
     )
@@ -748,7 +753,7 @@ def test_a_contribution_of_another_codec_is_refused():
     assert exchange(center, right, anchor_version=0, worker="w").version == 1
 
 
-def test_rules_of_other_codecs_are_other_rules():
+def test_rule_difference_names_different_codecs():
     print_ = rules.fingerprint(shared.downpour(codec=codecs.quantize()))
     said = rules.difference(print_, shared.downpour())
     assert said == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"

@@ -1,4 +1,4 @@
-"""Law 14: all fragments at once = no fragments; and what fragments by turns keep."""
+"""Law 14: all fragments at once equal no fragments; further laws of fragments."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from agn_optax import codecs, errors
 PERIOD = 4
 STEPS = 2 * PERIOD + 3
 WORKERS = 2
-TURNS = agn_optax.Fragments(2)  # of a period of 4: after 2 steps, and after 4
+TURNS = agn_optax.Fragments(2)  # with a period of 4: after 2 steps, and after 4
 AT_ONCE = agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
 ONE = agn_optax.Fragments(1)
 LATE = agn_optax.Fragments(2, delay=1, mixing=0.5)
@@ -48,7 +48,7 @@ def split(rule, fragments):
 
 @functools.cache
 def train(tx):
-    """A drop-in's loop: the last parameters, the center, and all parameters."""
+    """Return a drop-in's loop: last parameters, center, and all parameters."""
 
     def one(params, targets):
         def body(carry, target):
@@ -73,8 +73,8 @@ def steps_of(params, count=STEPS, **options):
         ("diloco", "float32", ONE),
     ],
 )
-def test_14_all_at_once_is_no_fragments(rule, dtype, fragments):
-    """To rounding, as these are other programs."""
+def test_14_all_fragments_at_once_equal_no_fragments(rule, dtype, fragments):
+    """They are equal up to rounding, because the programs differ."""
     params = tree(dtype)
     targets = steps_of(params)
     expected = train(drop_in(rule, None))(params, targets)
@@ -85,7 +85,7 @@ def test_14_all_at_once_is_no_fragments(rule, dtype, fragments):
 
 
 def run_turns(tx, fragments, params, targets):
-    """The split form's loop."""
+    """Run the loop of the split form."""
     local, exchange = programs(tx)
     state = tx.init(params)
     for i in range(jax.tree.leaves(targets)[0].shape[0]):
@@ -145,7 +145,7 @@ def trees_copy(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-def test_a_fragment_moves_alone_and_when_it_is_due():
+def test_only_the_due_fragment_is_exchanged():
     params = tree()
     tx = agn_optax.exchange_every(
         shared.sgd(0.1), shared.downpour(), PERIOD, fragments=TURNS
@@ -175,7 +175,7 @@ def test_a_fragment_moves_alone_and_when_it_is_due():
     assert [int(own.exchanges) for own in state.fragments] == [2, 2]
 
 
-def test_a_period_that_is_a_schedule():
+def test_fragment_offsets_scale_with_a_period_schedule():
     """Offsets keep their share of each round: 1 and 2 of 2 steps, 3 and 6 of 6."""
     params = tree()
     lengths = jnp.array([2, 6, 4, 4])
@@ -194,7 +194,7 @@ def test_a_period_that_is_a_schedule():
 
 
 def total(params, center):
-    """Σ_i x_i + c, with the workers on the first dimension."""
+    """Return Σ_i x_i + c; the first dimension is that of the workers."""
     return jax.tree.map(lambda x, c: np.sum(x, 0) + np.asarray(c)[0], params, center)
 
 
@@ -282,12 +282,12 @@ def test_6_vmap_and_shard_map_agree(name):
     expected = over_vmap(tx)(params, targets)
     actual = over_shard_map(tx)(params, targets)
     assert_close(actual, expected)
-    _, center = actual  # one for all of them, also where each is eager
+    _, center = actual  # one center for all workers, also with eager updates
     for leaf in jax.tree.leaves(center):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
 
-def test_6_workers_of_one_kind_at_once_are_those_of_no_fragments():
+def test_6_fragments_at_once_equal_no_fragments_with_several_workers():
     params = tree()
     targets = steps_of(params, workers=(WORKERS,))
     expected, actual = (
@@ -298,14 +298,14 @@ def test_6_workers_of_one_kind_at_once_are_those_of_no_fragments():
 
 
 @pytest.mark.parametrize("name", ["agn", "diloco", "diloco late", "diloco eager"])
-def test_9_a_state_that_is_restored_goes_on_bit_for_bit(name):
+def test_9_restored_state_continues_bit_for_bit(name):
     rule, fragments = name.split()[0], EVERY[name]
     tx, params = drop_in(rule, fragments), tree()
     targets = steps_of(params)
     local = jax.jit(functools.partial(step, tx))
     loop = params, tx.init(params)
     for i in range(STEPS):
-        if i == PERIOD + 3:  # with a message in flight, where there is a delay
+        if i == PERIOD + 3:  # with a message in flight if there is a delay
             saved = jax.tree.map(np.asarray, loop)
         loop = local(*loop, at(targets, i))
     again = jax.tree.map(jnp.asarray, saved)
@@ -316,7 +316,7 @@ def test_9_a_state_that_is_restored_goes_on_bit_for_bit(name):
 
 @pytest.mark.parametrize("fragments", [AT_ONCE, TURNS])
 @pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.low_rank(1)])
-def test_13_each_fragment_owes_what_its_codec_lost(codec, fragments):
+def test_13_fragment_residual_is_what_its_codec_lost(codec, fragments):
     rule = shared.downpour(codec=codecs.error_feedback(codec))
     tx = agn_optax.phases(shared.sgd(0.25), rule, fragments=fragments)
     params = {"a": jnp.zeros((6, 4)), "b": jnp.zeros((4, 6)), "c": jnp.zeros(3)}
@@ -326,7 +326,7 @@ def test_13_each_fragment_owes_what_its_codec_lost(codec, fragments):
         loop = step(tx, *loop, at(targets, i))
     contributed = jax.tree.map(lambda a, x: a - x, params, loop[0])
     for p in range(2):
-        _, loop = None, tx.exchange(*loop, fragment=p)
+        loop = tx.exchange(*loop, fragment=p)
         sent = jax.tree.map(
             lambda a, c: a - c, params, agn_optax.center_params(loop[1])
         )
@@ -340,7 +340,7 @@ def test_13_each_fragment_owes_what_its_codec_lost(codec, fragments):
         assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(residual))
 
 
-def test_11_a_codec_that_loses_nothing_changes_nothing():
+def test_11_lossless_codec_changes_nothing():
     params = tree()
     targets = steps_of(params)
     plain = train(drop_in("diloco", TURNS))(params, targets)
@@ -353,7 +353,7 @@ def test_11_a_codec_that_loses_nothing_changes_nothing():
 
 
 def quadratic(fragments, targets, *, rule=None, inner=0.1, workers=1):
-    """Numbers of every step, of a fragment that is all there is."""
+    """Return parameters and center after every step, with a single fragment."""
     tx = agn_optax.phases(
         shared.sgd(inner), rule or shared.diloco(shared.sgd(0.5)), fragments=fragments
     )
@@ -369,8 +369,8 @@ def quadratic(fragments, targets, *, rule=None, inner=0.1, workers=1):
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.25])
-def test_the_equation_of_streaming_diloco(mixing):
-    """Of one fragment, with a period of 3, an offset of 2 and a delay of 1."""
+def test_delay_and_mixing_match_the_equation_of_streaming_diloco(mixing):
+    """There is one fragment, with a period of 3, an offset of 2 and a delay of 1."""
     fragments = agn_optax.Fragments(1, offsets=(2,), delay=1, mixing=mixing)
     targets = [0.0, 0.5, -0.5, 1.0, 0.0, 0.25]
     x = c = 1.0
@@ -386,8 +386,8 @@ def test_the_equation_of_streaming_diloco(mixing):
     np.testing.assert_allclose(quadratic(fragments, targets), expected, rtol=1e-5)
 
 
-def test_eager_updates_are_own_ones_now_and_the_others_later():
-    """Two workers with a period of 3, an offset of 2 and a delay of 1."""
+def test_eager_update_applies_own_message_first_and_others_later():
+    """There are two workers with a period of 3, an offset of 2 and a delay of 1."""
     fragments = agn_optax.Fragments(1, offsets=(2,), delay=1, eager=True)
     tx = agn_optax.phases(
         shared.sgd(0.1),
@@ -417,8 +417,8 @@ def test_eager_updates_are_own_ones_now_and_the_others_later():
         np.testing.assert_allclose(agn_optax.center_params(state), [c, c], rtol=1e-5)
 
 
-def test_an_eager_worker_alone_has_no_delay():
-    """What it adopts at once is all that there is to adopt."""
+def test_eager_updates_of_a_single_worker_have_no_delay():
+    """A single worker adopts its own message at once, and there are no others."""
     params = tree()
     targets = steps_of(params, 2 * PERIOD + 2)
     now = train(drop_in("diloco", TURNS))(params, targets)
@@ -429,8 +429,8 @@ def test_an_eager_worker_alone_has_no_delay():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_a_message_that_lands_at_once_is_an_exchange(rule):
-    """The two halves are the whole, whatever is exchanged."""
+def test_send_and_receive_without_steps_between_equal_an_exchange(rule):
+    """Both halves of a delayed exchange together equal a whole one, for every rule."""
     late = agn_optax.Fragments(2, delay=1)
     params = tree()
     made = []
@@ -446,7 +446,7 @@ def test_a_message_that_lands_at_once_is_an_exchange(rule):
     assert_close(made[1], made[0], tolerance=1e-6)
 
 
-def test_a_landing_without_a_message_does_nothing():
+def test_receiving_without_a_message_in_flight_changes_nothing():
     tx = split("diloco", LATE)
     params = tree()
     local, exchange = programs(tx)
@@ -455,7 +455,7 @@ def test_a_landing_without_a_message_does_nothing():
     assert_identical(exchange(*loop, landing=0), expected)
 
 
-def test_a_message_in_flight_lands_before_the_next_departs():
+def test_message_in_flight_is_received_before_the_next_is_sent():
     tx = split("diloco", LATE)
     params = tree()
     local, exchange = programs(tx)
@@ -468,11 +468,11 @@ def test_a_message_in_flight_lands_before_the_next_departs():
     assert bool(loop[1].fragments[0].in_flight.is_sent)
 
 
-# A mesh: what is in flight is nothing that local steps need.
+# On a mesh, local steps do not depend on a message in flight.
 
 
-def needs(program, of):
-    """Of each scan of a program, whether it needs a result of an operation."""
+def scans_that_need(program, of):
+    """Return, for each scan of a program, if it needs a result of an operation."""
     tainted, found = set(), []
     for equation in program.eqns:
         reads = {id(atom) for atom in equation.invars if not hasattr(atom, "val")}
@@ -489,7 +489,9 @@ def round_of_a_mesh(fragments):
         shared.sgd(0.1), shared.diloco(), axis_name="workers", fragments=fragments
     )
 
-    def local_step(params, state, target):  # whose fragments need each other
+    def local_step(
+        params, state, target
+    ):  # the gradient of a fragment depends on the other
         def loss(params):
             off = jax.tree.map(lambda x, f: (x - f).sum(), params, target)
             return (off["a"] * off["b"]) ** 2
@@ -509,34 +511,34 @@ def round_of_a_mesh(fragments):
     return jax.jit(mapped), (params, tx.init(params), targets)
 
 
-def test_local_steps_do_not_need_what_is_in_flight():
-    """So that what a mesh sends may overlap them: from departure until landing."""
+def test_local_steps_do_not_depend_on_a_message_in_flight():
+    """A mesh may thus send the message while local steps run."""
 
     def scans(fragments):
         function, arguments = round_of_a_mesh(fragments)
         (call,) = jax.make_jaxpr(function)(*arguments).eqns
         (mapped,) = call.params["jaxpr"].eqns
-        return needs(mapped.params["jaxpr"], {"psum", "psum_invariant"})
+        return scans_that_need(mapped.params["jaxpr"], {"psum", "psum_invariant"})
 
-    # Scans of 2, 1 and 1 steps: up to the departure, the landing and the end.
+    # Scans of 2, 1 and 1 steps end with the send, the receive and the period.
     assert scans(agn_optax.Fragments(1, offsets=(2,), delay=1)) == [False, False, True]
     # Without a delay the steps after an exchange wait for it.
     assert scans(agn_optax.Fragments(1, offsets=(2,))) == [False, True]
 
 
-def test_the_compiled_round_sends_a_fragment_at_a_time():
-    from traffic import traffic  # noqa: PLC0415 as what is compiled is seldom read
+def test_compiled_round_sends_one_fragment_at_a_time():
+    from traffic import traffic  # noqa: PLC0415 it is rarely needed
 
     function, arguments = round_of_a_mesh(agn_optax.Fragments(2, delay=1))
     text = function.lower(*arguments).compile().as_text()
     sent = traffic(text)
     assert sent.kinds == {"all-reduce": 2}
-    assert sent.bytes_sent == 2 * 32 * 4  # of two workers: what a message has
+    assert sent.bytes_sent == 2 * 32 * 4  # the size of a message for two workers
     sizes = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce\(", text)
     assert sorted(sizes) == ["32", "8,4"]
 
 
-# What cannot be is refused, by name.
+# Invalid settings and calls are rejected.
 
 
 @pytest.mark.parametrize(
@@ -553,7 +555,7 @@ def test_the_compiled_round_sends_a_fragment_at_a_time():
         (lambda: agn_optax.Fragments(2, eager=True), "eager updates need a delay"),
         (lambda: agn_optax.Fragments(2, delay=4).due(1, 4), "delay=4.* period of 4"),
         (lambda: agn_optax.Fragments(2, (1, 9)).due(1, 4), r"\(1, 9\) and a period"),
-        (lambda: agn_optax.Fragments(9).divide(tree()), "3 leaves, which cannot be 9"),
+        (lambda: agn_optax.Fragments(9).divide(tree()), "3 leaves, too few for 9"),
         (
             lambda: agn_optax.Fragments(["layers"]).divide(tree()),
             "found in the path 'scale'",
@@ -564,22 +566,22 @@ def test_the_compiled_round_sends_a_fragment_at_a_time():
         ),
     ],
 )
-def test_fragments_that_cannot_be(made, says):
+def test_invalid_fragments_are_rejected(made, says):
     with pytest.raises((errors.InvalidArgumentError, errors.InvalidTypeError)) as error:
         made()
     assert re.search(says, str(error.value))
 
 
-def test_what_does_not_go_with_fragments():
+def test_settings_that_fragments_do_not_support_are_rejected():
     make = functools.partial(agn_optax.phases, shared.sgd(0.1))
     shards = agn_optax.Placement(shard_axis="workers")
     refused = pytest.raises
-    with refused(errors.InvalidArgumentError, match="'easgd' moves worker and center"):
+    with refused(errors.InvalidArgumentError, match="'easgd', mixing=0.5: the rule"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, mixing=0.5))
-    with refused(errors.InvalidArgumentError, match="'easgd' adopts it in its own way"):
+    with refused(errors.InvalidArgumentError, match="'easgd': eager updates adopt"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
     median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
-    with refused(errors.InvalidArgumentError, match="of rule 'average' no message"):
+    with refused(errors.InvalidArgumentError, match="'average' with median: "):
         make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
     with refused(
         errors.InvalidArgumentError, match="one center, whole on every device"
@@ -597,7 +599,7 @@ def test_what_does_not_go_with_fragments():
         agn_optax.exchange_every(INNER, shared.downpour(), 3, fragments=late)
 
 
-def test_calls_that_cannot_be():
+def test_invalid_exchange_arguments_are_rejected():
     tx, whole, params = split("diloco", TURNS), split("diloco", None), tree()
     state = tx.init(params)
     for which in ({"fragment": 2}, {"landing": -1}, {"fragment": 0, "landing": 0}):
@@ -612,11 +614,11 @@ def test_calls_that_cannot_be():
     for other in (whole, split("diloco", agn_optax.Fragments(3))):
         with pytest.raises(errors.TreeMismatchError, match="fragments"):
             other.exchange(params, state)
-    with pytest.raises(errors.TreeMismatchError, match="and here delay=1"):
+    with pytest.raises(errors.TreeMismatchError, match="but here delay=1"):
         split("diloco", LATE).exchange(params, state)
 
 
-def test_a_rule_that_does_not_take_a_part_is_refused_by_name():
+def test_rule_that_fails_on_a_part_of_the_tree_is_rejected():
     def update(updates, state, params=None):
         del params
         return jax.tree.map(lambda u, w: -u * w, updates, WEIGHTS), state
@@ -632,7 +634,7 @@ def test_a_rule_that_does_not_take_a_part_is_refused_by_name():
 WEIGHTS = {"a": 1.0, "b": 2.0}
 
 
-# What else a state is asked.
+# Other functions of a state with fragments.
 
 
 def test_slots_and_measures_of_fragments():
@@ -654,7 +656,7 @@ def test_slots_and_measures_of_fragments():
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 
-def test_fragments_by_path():
+def test_fragments_are_selected_by_path():
     params = {"embed": jnp.ones(3), "layers": [jnp.ones(2), jnp.ones(2)], "s": None}
     fragments = agn_optax.Fragments([r"layers/0", r"layers", "."])
     parts = fragments.divide(params)
@@ -665,7 +667,7 @@ def test_fragments_by_path():
     assert_identical(agn_optax.center_params(state), params)
 
 
-def test_within_a_mask_and_a_chain():
+def test_fragments_work_within_mask_and_chain():
     params = {"a": jnp.ones(3), "frozen": jnp.ones(2), "b": jnp.ones(4)}
     tx = optax.chain(
         optax.clip(1.0),
@@ -690,7 +692,7 @@ def test_within_a_mask_and_a_chain():
         pytest.param({"memory": "host"}, marks=needs_host),
     ],
 )
-def test_towers_with_a_center_elsewhere(placement):
+def test_fragments_on_towers_are_equal_for_every_placement(placement):
     towers = agn_optax.Towers(4, workers=WORKERS)
     found = []
     for place in (None, agn_optax.Placement(**placement)):

@@ -1,4 +1,4 @@
-"""Workers without a center that all have: each has its own, and they meet in pairs."""
+"""Gossip: workers with a center each, which exchange messages in pairs."""
 
 import functools
 
@@ -9,20 +9,26 @@ import numpy as np
 import optax
 import pytest
 from helpers import problem, shared
-from helpers.support import assert_close, assert_identical, feeds, needs_host, step
+from helpers.support import (
+    assert_close,
+    assert_identical,
+    feeds,
+    find_state,
+    needs_host,
+    step,
+)
 from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
 from agn_optax.round import OwnCenter
-from agn_optax.round._forms import find_state
 
 P = jax.sharding.PartitionSpec
 PLAIN, FAST = shared.sgd(1.0), shared.sgd(0.7, momentum=0.5)
 SIZE = 3
 
 
-# Who meets whom, by turns, spelt out.
+# The partner of each worker, for each number of workers and each exchange.
 WAYS = {
     2: [[1, 0]],
     3: [[0, 2, 1], [2, 1, 0], [1, 0, 2]],
@@ -45,7 +51,7 @@ def begun(tx, workers, params):
 
 
 def trained(tx, workers, targets, params=None):
-    """Parameters and state of all workers, [workers, ...]."""
+    """Return parameters and state of all workers, [workers, ...]."""
 
     @jax.jit
     def run(carry, targets):
@@ -57,7 +63,7 @@ def trained(tx, workers, targets, params=None):
 
 
 def with_numpy(targets, gossip, rate, momentum, period, how="mean"):
-    """The same with plain momentum at the centers, one worker after the other."""
+    """Compute the same in NumPy, with plain momentum at the centers."""
     steps, workers, _ = targets.shape
     x = np.zeros((workers, SIZE))
     c, v = x.copy(), x.copy()
@@ -67,7 +73,9 @@ def with_numpy(targets, gossip, rate, momentum, period, how="mean"):
             continue
         met = np.array(WAYS[workers][done // period % len(WAYS[workers])])
         message = c - x
-        alone = (met == np.arange(workers))[:, None]  # and has no other message
+        alone = (met == np.arange(workers))[
+            :, None
+        ]  # a worker without a partner has only its own message
         both = message + np.where(alone, 0, message[met])
         message = both / np.where(alone, 1, 2) if how == "mean" else both
         v = momentum * v + message + gossip * (c - (c + c[met]) / 2)
@@ -87,7 +95,7 @@ def with_numpy(targets, gossip, rate, momentum, period, how="mean"):
     ],
     ids=["gossip averaging", "NoLoCo", "NoLoCo that pulls less", "downpour"],
 )
-def test_it_is_what_a_loop_over_pairs_makes(rule, numbers, workers):
+def test_gossip_matches_the_numpy_reference(rule, numbers, workers):
     targets = feeds(jnp.zeros(SIZE), 12, workers=(workers,))
     gossip, rate, momentum = numbers
     params, state = trained(make(rule, gossip, 2), workers, targets)
@@ -99,8 +107,8 @@ def test_it_is_what_a_loop_over_pairs_makes(rule, numbers, workers):
 
 @pytest.mark.parametrize("rule", ["agn", "average", "diloco", "downpour", "easgd"])
 @pytest.mark.parametrize("gossip", [0.3, 1.0])
-def test_two_workers_that_meet_have_one_center(rule, gossip):
-    """So they are two workers of a mesh."""
+def test_gossip_of_two_workers_equals_a_common_center(rule, gossip):
+    """The two workers always meet, so they behave as on a mesh."""
     settings = {"agn": [FAST], "easgd": [0.3]}.get(rule, [])
     rule = getattr(shared, rule)(*settings)
     targets = feeds(jnp.zeros(SIZE), 9, workers=(2,))
@@ -111,12 +119,14 @@ def test_two_workers_that_meet_have_one_center(rule, gossip):
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_news_reach_everyone_in_as_many_exchanges_as_doublings(workers):
+def test_gossip_reaches_all_workers_in_log2_exchanges(workers):
     targets = feeds(jnp.zeros(SIZE), 1, workers=(workers,))
     still = optax.set_to_zero()
     tx = make(shared.average(), inner=still)
     params, state = begun(tx, workers, jnp.zeros(SIZE))
-    params = jnp.asarray(targets[0])  # what each has learnt before it meets another
+    params = jnp.asarray(
+        targets[0]
+    )  # parameters of each worker before the first exchange
     step = jax.jit(jax.vmap(tx.update, axis_name="workers"))
     for meeting in range(1, workers.bit_length()):
         updates, state = step(params, state, params)
@@ -127,15 +137,15 @@ def test_news_reach_everyone_in_as_many_exchanges_as_doublings(workers):
 
 @pytest.mark.parametrize("workers", [3, 4, 6])
 @pytest.mark.parametrize("rule", [shared.average(), shared.diloco(FAST)])
-def test_all_come_to_the_minimum_and_together(rule, workers):
-    """Once they learn from the same, and whatever led them apart before."""
+def test_gossip_workers_converge_to_the_same_minimum(rule, workers):
+    """They first train on different data, and then on the same."""
     apart = feeds(jnp.zeros(SIZE), 100, workers=(workers,))
     same = np.broadcast_to(np.float32([1, -2, 3]), (800, workers, SIZE))
     params, _ = trained(make(rule, period=4), workers, np.concatenate([apart, same]))
     assert_close(params, same[0], tolerance=1e-3)
 
 
-def test_vmap_shard_map_pmap_and_towers_agree():
+def test_gossip_agrees_in_vmap_shard_map_pmap_and_towers():
     tx = make(shared.diloco(FAST), period=2, inner=shared.adam(0.05))
     targets = feeds(jnp.zeros(SIZE), 8, workers=(4,))
     expected, state = trained(tx, 4, targets)
@@ -162,7 +172,7 @@ def test_vmap_shard_map_pmap_and_towers_agree():
     )
     assert_close(jax.jit(sharded)(targets), expected)
 
-    towers = agn_optax.Towers(8, workers=4)  # of two towers each
+    towers = agn_optax.Towers(8, workers=4)  # two towers for each worker
     tx = optax.chain(agn_optax.all_reduce("towers"), tx)
     on_all = towers.step(lambda carry, feed: (step(tx, *carry, feed[0]), None))
     rows = towers.create(lambda: (jnp.zeros(SIZE), tx.init(jnp.zeros(SIZE))))
@@ -170,7 +180,7 @@ def test_vmap_shard_map_pmap_and_towers_agree():
         rows, _ = on_all(rows, towers.shard(np.repeat(feed, 2, axis=0)))
     assert_close(problem.of_workers(towers, rows[0]), expected)
     assert towers.towers_agree(rows)
-    # Nobody has the center; their mean is what there is to evaluate.
+    # There is no common center; the mean of all centers is the one to evaluate.
     mean = jax.tree.map(lambda c: c.mean(axis=0), state.center.center)
     assert_close(towers.center_params(rows[1]), mean)
     first = towers.unreplicate(rows)
@@ -178,8 +188,8 @@ def test_vmap_shard_map_pmap_and_towers_agree():
     assert_close(agn_optax.center_params(first[1]), mean)
 
 
-def test_of_replicated_parameters_each_worker_makes_a_center_of_its_own():
-    """In a shard_map that checks what varies."""
+def test_gossip_makes_a_center_per_worker_of_replicated_params():
+    """It runs in a shard_map that checks varying axes."""
     tx = make(shared.diloco(FAST), period=2)
     targets = feeds(jnp.zeros(SIZE), 6, workers=(4,))
     expected, _ = trained(tx, 4, targets)
@@ -197,8 +207,8 @@ def test_of_replicated_parameters_each_worker_makes_a_center_of_its_own():
 
 
 @pytest.mark.parametrize("gossip", [0.1, 1.0])
-def test_a_message_much_smaller_than_the_center_is_not_lost(gossip):
-    """Of one's own all bits count, whatever is said of centers."""
+def test_gossip_keeps_messages_much_smaller_than_the_center(gossip):
+    """A worker's own message is not rounded away beside the difference of centers."""
     tx = make(shared.agn(shared.adam(0.01)), gossip, inner=optax.set_to_zero())
     params, state = begun(tx, 2, jnp.linspace(1.0, 4.0, 200))
     signs = jnp.where(jnp.arange(200) % 2 == 0, 1.0, -1.0)
@@ -208,7 +218,7 @@ def test_a_message_much_smaller_than_the_center_is_not_lost(gossip):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_wide_numbers_and_strict_promotion(workers):
+def test_gossip_keeps_float64_under_strict_promotion(workers):
     tx = make(shared.diloco(FAST))
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         params, state = begun(tx, workers, jnp.zeros(SIZE))
@@ -222,7 +232,7 @@ def test_wide_numbers_and_strict_promotion(workers):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("workers", [2, 8])
-def test_each_sends_one_model_and_nothing_is_of_all(workers, dtype):
+def test_gossip_sends_one_model_and_has_no_global_collective(workers, dtype):
     towers = agn_optax.Towers(workers, workers=workers)
     split = agn_optax.phases(
         shared.sgd(0.1),
@@ -236,12 +246,12 @@ def test_each_sends_one_model_and_nothing_is_of_all(workers, dtype):
     program = exchange.lower(state, None).compile()
     sent = traffic(program)
     assert set(sent.kinds) == {"collective-permute"}
-    ways = max(1, workers.bit_length() - 1)  # of which an exchange takes one
+    ways = max(1, workers.bit_length() - 1)  # an exchange takes one of them
     assert sent.bytes_sent == ways * 300 * 4
     assert "conditional" in program.as_text() or ways == 1
 
 
-def test_what_two_say_of_a_message_is_said_of_both():
+def test_gossip_sums_the_weights_of_both_partners():
     heard = optax.GradientTransformationExtraArgs(
         lambda params: {"workers": jnp.int32(0), "weight": jnp.float32(0)},
         lambda updates, state, params=None, *, workers, weight, **_: (
@@ -264,7 +274,7 @@ def test_what_two_say_of_a_message_is_said_of_both():
         np.testing.assert_array_equal(state.center_state["workers"], 2)
 
 
-def test_fragments_meet_each_by_turns():
+def test_gossip_exchanges_fragments_in_turns():
     options = {"period": 3, "fragments": agn_optax.Fragments(2)}
     params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
     targets = feeds(params, 12, workers=(2,))
@@ -277,7 +287,7 @@ def test_fragments_meet_each_by_turns():
 
 
 @needs_host
-def test_centers_may_wait_on_the_host():
+def test_gossip_centers_can_be_in_host_memory():
     towers = agn_optax.Towers(4, workers=4)
     data = problem.batches(6)
     found = []
@@ -291,7 +301,7 @@ def test_centers_may_wait_on_the_host():
         assert leaf.sharding.memory_kind == "pinned_host"
 
 
-def test_the_rows_of_a_state_go_on_as_they_were(tmp_path):
+def test_restored_gossip_state_continues_bit_for_bit(tmp_path):
     towers = agn_optax.Towers(4, workers=4)
     tx = make(shared.diloco(FAST), period=2)
     data = problem.batches(9)
@@ -309,7 +319,7 @@ def test_the_rows_of_a_state_go_on_as_they_were(tmp_path):
     assert_identical(back, state)
 
 
-def test_an_elastic_load_goes_on_from_the_mean_of_the_centers(tmp_path):
+def test_elastic_load_of_gossip_starts_from_the_mean_of_centers(tmp_path):
     tx = make(shared.diloco(FAST), period=2)
     many, few = agn_optax.Towers(4, workers=4), agn_optax.Towers(3, workers=3)
     state, _ = problem.train(many, tx, problem.batches(5), problem.params())
@@ -328,7 +338,7 @@ def test_an_elastic_load_goes_on_from_the_mean_of_the_centers(tmp_path):
     assert_close(trace, jnp.full(3, before.mean()))
 
 
-def test_flax_serializes_the_rows():
+def test_flax_serializes_gossip_state():
     towers = agn_optax.Towers(2, workers=2)
     tx = make(shared.diloco(FAST), period=2)
     state, _ = problem.train(towers, tx, problem.batches(3), problem.params())
@@ -337,7 +347,7 @@ def test_flax_serializes_the_rows():
     assert_identical(back, state)
 
 
-def test_what_would_be_exchanged_is_measured():
+def test_gossip_measure_returns_the_distance():
     split = agn_optax.phases(
         shared.sgd(0.1),
         shared.diloco(FAST),
@@ -350,7 +360,7 @@ def test_what_would_be_exchanged_is_measured():
     assert_close(found["distance"], jnp.full(2, 0.5 * SIZE**0.5))
 
 
-def test_workers_of_several_axes_are_those_of_one_mesh():
+def test_gossip_over_several_mesh_axes_equals_one_axis():
     tx = make(shared.diloco(FAST), axis_name=("hosts", "workers"))
     params = jnp.zeros((2, 4, SIZE))
     both = [
@@ -358,7 +368,7 @@ def test_workers_of_several_axes_are_those_of_one_mesh():
         for each in (tx.init, tx.update)
     ]
     state = both[0](params)
-    with pytest.raises(errors.InvalidArgumentError, match="one of these is of a vmap"):
+    with pytest.raises(errors.InvalidArgumentError, match="over the other axes"):
         both[1](params, state, params)
     targets = feeds(jnp.zeros(SIZE), 4, workers=(8,))
     expected, _ = trained(make(shared.diloco(FAST)), 8, targets)
@@ -381,7 +391,7 @@ def test_workers_of_several_axes_are_those_of_one_mesh():
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
-        (shared.downpour(), {"axis_name": None}, "axis of the workers that meet"),
+        (shared.downpour(), {"axis_name": None}, "axis of the workers that"),
         (
             agn_optax.rules.downpour(codec=agn_optax.codecs.cast("bfloat16")),
             {},
@@ -405,7 +415,7 @@ def test_workers_of_several_axes_are_those_of_one_mesh():
     ],
     ids=["nobody to meet", "codec", "robust", "delay"],
 )
-def test_what_does_not_go_with_it_is_refused(rule, options, message):
+def test_settings_that_gossip_does_not_support_are_rejected(rule, options, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         make(rule, **options)
 
@@ -413,12 +423,12 @@ def test_what_does_not_go_with_it_is_refused(rule, options, message):
 @pytest.mark.parametrize(
     "settings", [{"gossip": 0.0}, {"gossip": -1.0}, {"gossip": 1.0, "shard_axis": "x"}]
 )
-def test_settings_out_of_range_are_refused(settings):
+def test_gossip_settings_out_of_range_are_rejected(settings):
     with pytest.raises(errors.InvalidArgumentError, match="gossip"):
         agn_optax.Placement(**settings)
 
 
-def test_a_center_that_all_have_is_none_of_their_own():
+def test_gossip_rejects_the_state_of_a_common_center():
     tx = make(shared.average())
     params = jnp.zeros(SIZE)
     mesh = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Law 6: where workers live changes nothing: vmap, shard_map, pmap, or one by one."""
+"""Law 6: vmap, shard_map, pmap and serial workers give the same numbers."""
 
 import functools
 
@@ -32,14 +32,14 @@ def stacked(one):
 
 @functools.cache
 def make(name, inner=None):
-    """One object for all tests, which then share what is compiled for it."""
+    """Return one cached object for all tests, which then share compiled programs."""
     inner = inner or shared.adam(0.05)
     extra = {"num_workers": WORKERS} if name.startswith("easgd") else {}
     return DROP_INS[name](inner, PERIOD, axis_name="workers", **extra)
 
 
 def train(tx):
-    """A function of one worker's parameters and feeds, for any way of having many."""
+    """Return the loop of one worker, to be mapped over workers in any way."""
 
     def body(carry, feed):
         params, state = carry
@@ -95,7 +95,7 @@ def test_vmap_shard_map_and_pmap_agree(name):
 
 
 @pytest.mark.parametrize("name", DROP_INS)
-def test_one_center_for_all_workers(name):
+def test_all_workers_have_the_same_center(name):
     params = stacked(tree())
     targets = feeds(tree(), STEPS, workers=(WORKERS,))
     _, center = with_shard_map(make(name))(params, targets)
@@ -104,8 +104,8 @@ def test_one_center_for_all_workers(name):
 
 
 @pytest.mark.parametrize("name", DROP_INS)
-def test_a_replicated_center_stays_replicated_in_a_checked_shard_map(name):
-    """The state comes from outside the mesh: parameters per worker, one center."""
+def test_replicated_center_stays_replicated_in_a_checked_shard_map(name):
+    """The state is an input of the mesh: parameters per worker, one center."""
     mesh = jax.make_mesh(
         (WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -159,8 +159,8 @@ def test_permuting_the_workers_permutes_the_results(name):
 
 
 @pytest.mark.parametrize("name", ["agn", "agn_window", "downpour"])
-def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
-    """For sum rules with a linear center optimizer, order and batching are nothing."""
+def test_mesh_equals_serial_exchanges_at_one_version(name):
+    """Sum rules with a linear center optimizer ignore order and batching."""
     rule = shared.agn(shared.sgd(0.1)) if name == "agn" else RULES[name]()
     one = tree()
     targets = feeds(one, PERIOD, workers=(WORKERS,))
@@ -177,8 +177,8 @@ def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
     assert_close(center.pull().params, jax.tree.map(lambda c: c[0], expected))
 
 
-def test_messages_of_a_mesh_are_added_up_in_the_dtype_of_the_center():
-    """Where bfloat16, in which the workers have them, would lose the small ones."""
+def test_mesh_sums_messages_in_the_center_dtype():
+    """A sum in the workers' bfloat16 would lose the small messages."""
     rule = shared.agn(shared.sgd(1.0))
     split = agn_optax.phases(
         shared.sgd(0.1), rule, axis_name="workers", center_dtype="float32"
@@ -239,7 +239,7 @@ def test_eamsgd_is_easgd_with_a_nesterov_inner_optimizer():
         np.testing.assert_allclose(state.center["w"][i], center, rtol=1e-5)
 
 
-def test_axis_of_one_worker_is_no_axis():
+def test_axis_of_one_worker_equals_no_axis():
     params = tree()
     targets = feeds(params, STEPS, workers=(1,))
     tx = agn_optax.agn(shared.adam(0.05), PERIOD, axis_name="workers")

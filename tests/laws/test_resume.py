@@ -1,4 +1,4 @@
-"""Law 9: stop, save, restore, go on = never stopped, bit for bit."""
+"""Law 9: a run restored from a checkpoint continues bit for bit."""
 
 import functools
 
@@ -28,7 +28,7 @@ def part(targets, start, stop):
 
 
 def through_orbax(path, saved):
-    # Orbax writes no empty arrays; they have nothing to lose.
+    # Orbax writes no empty arrays; they are taken from the original.
     leaves, structure = jax.tree.flatten(saved)
     full = {str(i): x for i, x in enumerate(leaves) if jnp.size(x)}
     ocp.save(path, full)
@@ -45,7 +45,7 @@ def through_orbax(path, saved):
 
 
 @pytest.mark.parametrize("name", DROP_INS)
-def test_drop_in(name, tmp_path):
+def test_restored_drop_in_continues_bit_for_bit(name, tmp_path):
     first = tree()
     targets = feeds(first, 8)
     local = jax.jit(functools.partial(step, DROP_INS[name](shared.adam(0.05), 3)))
@@ -66,7 +66,7 @@ def test_drop_in(name, tmp_path):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_worker_and_center(rule, tmp_path):
+def test_restored_worker_and_center_continue_bit_for_bit(rule, tmp_path):
     first = tree()
     targets = feeds(first, 8)
 

@@ -1,4 +1,4 @@
-"""TensorFlow 1.14's recorded trajectories, replayed through LocalCenter and Worker."""
+"""Replay trajectories recorded with TensorFlow 1.14 through LocalCenter and Worker."""
 
 import math
 
@@ -23,7 +23,7 @@ from agn_optax import rules
 
 
 @pytest.mark.parametrize("name", [n for n in RECORDS if n != ADAM])
-def test_trajectory(name):
+def test_replay_matches_the_recorded_trajectory(name):
     record = load(name)
     center = agn_optax.LocalCenter(rule_of(record), as_arrays(record["params_init"]))
     workers = [Participant(center, record, n) for n in range(record["num_worker"])]
@@ -32,11 +32,11 @@ def test_trajectory(name):
 
 
 class TestAdam:
-    """Where ours differs on purpose: whose steps the center's bias correction counts.
+    """The deliberate difference: which steps the center's bias correction counts.
 
     In the original, one pair of β-powers belongs to the optimizer object, and every
-    apply, local or to the center, advances it. Ours counts the center's own steps. A
-    replay in numpy that can do either shows that nothing else differs.
+    apply, local or to the center, advances it. Here the center counts only its own
+    steps. A replay in NumPy that supports both shows that nothing else differs.
     """
 
     @staticmethod
@@ -84,14 +84,14 @@ class TestAdam:
     def record(self):
         return load(ADAM)
 
-    def test_the_original_shares_its_powers(self, record):
+    def test_original_shares_the_powers_of_adam(self, record):
         replay = self.replay(record, shared_powers=True, epsilon_hat=True)
         for (params, center), event in zip(replay, record["events"], strict=True):
             for kind, ours in (("local", params), ("center", center)):
                 for name, value in as_arrays(event[kind]).items():
                     np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5)
 
-    def test_ours_counts_the_centers_own_steps(self, record):
+    def test_center_adam_counts_only_the_centers_own_steps(self, record):
         optimizer = optax.adam(record["inner"]["learning_rate"])
         center = agn_optax.LocalCenter(
             rules.agn(optimizer), as_arrays(record["params_init"])
@@ -112,11 +112,11 @@ class TestAdam:
                 np.testing.assert_allclose(ours[name], c[name], rtol=1e-4, atol=1e-5)
                 theirs = np.asarray(event["center"][name])
                 furthest = max(furthest, float(np.abs(ours[name] - theirs).max()))
-        # The difference is there, and of the order of a few center steps of 0.01.
+        # The difference is of the order of a few center steps of 0.01.
         assert 1e-3 < furthest < 0.1
 
 
-class TestUpstreamsOwnTests:
+class TestOriginalTests:
     """The numbers in the tests that came with the originals."""
 
     @staticmethod
@@ -130,7 +130,7 @@ class TestUpstreamsOwnTests:
     def adam():
         return optax.adam(0.1, b1=0.0, b2=0.0, eps=1e-8)
 
-    def test_agn_one_worker(self):
+    def test_agn_of_one_worker(self):
         center = agn_optax.LocalCenter(
             rules.agn(self.adam()), {"v0": 0.0, "v1": jnp.float32(0.5)}
         )
@@ -152,7 +152,7 @@ class TestUpstreamsOwnTests:
                         [tree["v0"], tree["v1"]], values, rtol=1e-5, atol=1e-6
                     )
 
-    def test_agn_two_workers_with_period_1(self):
+    def test_agn_of_two_workers_with_period_1(self):
         center = agn_optax.LocalCenter(
             rules.agn(self.adam()), {"v0": 0.0, "v1": jnp.float32(0.5)}
         )
@@ -165,7 +165,7 @@ class TestUpstreamsOwnTests:
                 center.pull().params["v0"], 0.1 * (step + 1), rtol=1e-5
             )
 
-    def test_easgd_one_worker(self):
+    def test_easgd_of_one_worker(self):
         center = agn_optax.LocalCenter(rules.easgd(1.0), {"v0": 0.0, "v1": 1.0})
         worker = agn_optax.Worker(center, optax.sgd(1.0), period=2)
         loop = worker.start()
@@ -178,8 +178,8 @@ class TestUpstreamsOwnTests:
 
 
 @pytest.mark.parametrize("period", [1, 4])
-def test_exchanges_of_a_large_leaf_are_whole(period):
-    """The original applies sums for means and tears reads at 1 M elements; not ours."""
+def test_exchange_of_a_large_leaf_is_atomic(period):
+    """The original applies sums for means and has torn reads with 1 M elements."""
     center = agn_optax.LocalCenter(rules.agn(optax.sgd(0.5)), jnp.zeros(1_000_000))
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=period)
     params, state = worker.start()

@@ -1,4 +1,4 @@
-"""Each bad input is a clear error: what came, what was expected, before any change."""
+"""Invalid input raises an error that says what came and what was expected."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
 def raises(error, *parts):
-    """The error, whose message has all of ``parts`` in their order."""
+    """Expect an error whose message has all of ``parts`` in their order."""
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
 
 
@@ -48,7 +48,7 @@ PERIODS = [
 
 
 @pytest.mark.parametrize(("period", "error", "came"), PERIODS)
-def test_period(period, error, came):
+def test_invalid_period_is_rejected(period, error, came):
     rule = rules.downpour()
     with raises(error, "period", "must be a positive int", came):
         agn_optax.exchange_every(optax.sgd(0.1), rule, period)
@@ -59,14 +59,14 @@ def test_period(period, error, came):
 
 @drop_ins
 @pytest.mark.parametrize("period", [0, True])
-def test_period_of_every_drop_in(name, period):
+def test_every_drop_in_rejects_invalid_period(name, period):
     with raises(errors.InvalidArgumentError, "period must be a positive int, got"):
         DROP_INS[name](optax.sgd(0.1), period)
 
 
 @pytest.mark.parametrize("rate", [0, 0.0, -0.1, 1.01, float("nan"), float("inf")])
 @pytest.mark.parametrize("array", [False, True])
-def test_moving_rate_out_of_range(rate, array):
+def test_moving_rate_out_of_range_is_rejected(rate, array):
     rate = jnp.asarray(rate, jnp.float32) if array else rate
     with raises(errors.InvalidArgumentError, "moving_rate must be a number in (0, 1]"):
         rules.easgd(rate)
@@ -75,18 +75,18 @@ def test_moving_rate_out_of_range(rate, array):
 
 
 @pytest.mark.parametrize("rate", [True, "0.5", jnp.ones(2), jnp.asarray(True)])
-def test_moving_rate_of_another_kind(rate):
+def test_moving_rate_of_wrong_type_is_rejected(rate):
     with raises(errors.InvalidTypeError, "moving_rate must be a number in (0, 1], got"):
         rules.easgd(rate)
 
 
 @pytest.mark.parametrize("rho", [-0.1, float("inf"), float("nan")])
-def test_rho_out_of_range(rho):
+def test_rho_out_of_range_is_rejected(rho):
     with raises(errors.InvalidArgumentError, "rho must be a number in [0, inf)"):
         agn_optax.easgd(optax.sgd(0.1), 3, moving_rate=0.5, rho=rho)
 
 
-def test_easgd_without_what_its_default_rate_needs():
+def test_easgd_default_rate_needs_num_workers_and_constant_period():
     with raises(errors.InvalidArgumentError, "moving_rate or num_workers"):
         agn_optax.easgd(optax.sgd(0.1), 3, axis_name="workers")
     with raises(errors.InvalidArgumentError, "moving_rate", "schedule"):
@@ -94,21 +94,21 @@ def test_easgd_without_what_its_default_rate_needs():
 
 
 @pytest.mark.parametrize("workers", [0, -1, 2.0, True])
-def test_number_of_workers(workers):
+def test_invalid_num_workers_is_rejected(workers):
     with raises(errors.InvalidArgumentError, "num_workers must be a positive int, got"):
         agn_optax.easgd(optax.sgd(0.1), 3, num_workers=workers)
 
 
 @drop_ins
 @pytest.mark.parametrize("inner", [None, optax.sgd, 0.1, "adam", (1, 2)])
-def test_inner_optimizer(name, inner):
+def test_invalid_inner_optimizer_is_rejected(name, inner):
     with raises(
         errors.InvalidTypeError, "inner must be an optax.GradientTransf", "got"
     ):
         DROP_INS[name](inner, 3)
 
 
-def test_inner_optimizer_that_was_not_called_says_so():
+def test_uncalled_inner_optimizer_error_says_to_call_it():
     with raises(errors.InvalidTypeError, "got function sgd; call it first"):
         agn_optax.agn(optax.sgd, 3)
     with raises(errors.InvalidTypeError, "got function adam; call it first"):
@@ -118,7 +118,7 @@ def test_inner_optimizer_that_was_not_called_says_so():
 
 
 @pytest.mark.parametrize("center", [optax.sgd, 0.1, "sgd"])
-def test_center_optimizer(center):
+def test_invalid_center_optimizer_is_rejected(center):
     with raises(errors.InvalidTypeError, "center of rule 'agn'", "got"):
         rules.agn(center)
     with raises(errors.InvalidTypeError, "center of rule 'diloco'", "got"):
@@ -126,7 +126,7 @@ def test_center_optimizer(center):
 
 
 @pytest.mark.parametrize("rule", [None, rules.downpour, "agn"])
-def test_rule(rule):
+def test_invalid_rule_is_rejected(rule):
     for call in (
         lambda: agn_optax.exchange_every(optax.sgd(0.1), rule, 3),
         lambda: agn_optax.phases(optax.sgd(0.1), rule),
@@ -137,7 +137,7 @@ def test_rule(rule):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
-def test_dtypes_that_are_not_floating(dtype):
+def test_non_floating_dtypes_are_rejected(dtype):
     with raises(errors.InvalidArgumentError, "dtype must be a floating dtype", dtype):
         agn_optax.accumulate(dtype=dtype)
     with raises(errors.InvalidArgumentError, "center_dtype", "floating", dtype):
@@ -146,20 +146,20 @@ def test_dtypes_that_are_not_floating(dtype):
         agn_optax.LocalCenter(rules.average(), PARAMS, dtype=dtype)
 
 
-def test_a_dtype_that_is_none():
+def test_unknown_dtype_name_is_rejected():
     with raises(errors.InvalidTypeError, "dtype must be a floating dtype", "'float33'"):
         agn_optax.accumulate(dtype="float33")
 
 
 @drop_ins
-def test_params_none(name):
+def test_drop_in_update_needs_params(name):
     tx = DROP_INS[name](optax.sgd(0.1), 3)
     state = tx.init(PARAMS)
     with raises(errors.MissingArgumentError, "needs the current parameters", "None"):
         tx.update(GRADS, state)
 
 
-def test_params_none_elsewhere():
+def test_exchange_and_worker_need_params():
     split = agn_optax.phases(optax.sgd(0.1), rules.downpour())
     with raises(errors.MissingArgumentError, "downpour", "params=None"):
         split.exchange(None, split.init(PARAMS))
@@ -196,7 +196,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 @drop_ins
-def test_gradients_of_another_tree(name, misfit):
+def test_gradients_of_wrong_tree_are_rejected(name, misfit):
     grads, path = MISFITS[misfit]
     tx = DROP_INS[name](optax.sgd(0.1), 3)
     with raises(errors.TreeMismatchError, "grads", path):
@@ -204,7 +204,7 @@ def test_gradients_of_another_tree(name, misfit):
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_state_of_another_tree(misfit):
+def test_params_of_wrong_tree_are_rejected(misfit):
     params, path = MISFITS[misfit]
     tx = agn_optax.agn(optax.sgd(0.1), 3)
     with raises(errors.TreeMismatchError, "params", path):
@@ -215,7 +215,7 @@ def test_state_of_another_tree(misfit):
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_worker_of_another_tree(misfit):
+def test_worker_params_of_wrong_tree_are_rejected(misfit):
     params, path = MISFITS[misfit]
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
@@ -227,7 +227,7 @@ def test_worker_of_another_tree(misfit):
 
 
 @pytest.mark.parametrize("tree", ["x", {"x": jnp.ones(2)}])
-def test_a_leaf_for_a_tree(tree):
+def test_leaf_in_place_of_tree_is_rejected(tree):
     tx = agn_optax.agn(optax.sgd(0.1), 3)
     params = jnp.ones(2)
     if tree == "x":
@@ -238,7 +238,7 @@ def test_a_leaf_for_a_tree(tree):
             tx.update(tree, tx.init(params), params)
 
 
-def test_the_same_leaves_in_other_containers():
+def test_different_containers_are_rejected():
     tx = agn_optax.agn(optax.sgd(0.1), 3)
     params = [jnp.ones(1), jnp.ones(2)]
     with raises(errors.TreeMismatchError, "grads and params", "different containers"):
@@ -248,12 +248,12 @@ def test_the_same_leaves_in_other_containers():
 
 
 @pytest.mark.parametrize("leaf", ["hello", object()])
-def test_a_leaf_that_is_no_array(leaf):
+def test_leaf_that_is_not_an_array_is_rejected(leaf):
     with raises(errors.TreeMismatchError, "params['w'] has dtype", "floating"):
         agn_optax.agn(optax.sgd(0.1), 3).init({"w": leaf})
 
 
-def test_float64_without_x64_is_not_float32_in_silence():
+def test_float64_without_x64_is_rejected():
     with raises(errors.InvalidArgumentError, "float64 needs", "jax_enable_x64"):
         agn_optax.average(optax.sgd(0.1), 3, center_dtype="float64")
 
@@ -261,18 +261,18 @@ def test_float64_without_x64_is_not_float32_in_silence():
 @pytest.mark.parametrize(
     ("field", "value"), [("combine", "max"), ("adopts", "Before"), ("center", None)]
 )
-def test_a_rule_that_makes_no_sense(field, value):
+def test_invalid_rule_field_is_rejected(field, value):
     with raises(errors.InvalidArgumentError, f"{field} of rule 'average'", "got"):
         dataclasses.replace(rules.average(), **{field: value})
 
 
-def test_a_penalty_with_a_state():
+def test_penalty_with_state_is_rejected():
     rule = dataclasses.replace(rules.average(), penalty=optax.trace(0.9))
     with raises(errors.InvalidArgumentError, "penalty of rule 'average'", "stateless"):
         agn_optax.exchange_every(optax.sgd(0.1), rule, 3).init(PARAMS)
 
 
-def test_combinators_of_another_tree():
+def test_combinators_reject_wrong_tree():
     tx = agn_optax.accumulate()
     with raises(errors.TreeMismatchError, "updates", "['layers']"):
         tx.update(jnp.ones(2), tx.init(PARAMS))
@@ -285,7 +285,7 @@ def test_combinators_of_another_tree():
     "bad", [jnp.arange(3), jnp.ones(3, bool), jnp.ones(3, jnp.complex64)], ids=str
 )
 @drop_ins
-def test_leaves_that_are_not_real_floats(name, bad):
+def test_leaves_that_are_not_real_floats_are_rejected(name, bad):
     params = {"fine": jnp.ones(2), "bad": bad}
     tx = DROP_INS[name](optax.sgd(0.1), 3)
     with raises(errors.TreeMismatchError, "params['bad'] has dtype", "floating"):
@@ -299,7 +299,7 @@ def test_leaves_that_are_not_real_floats(name, bad):
 
 
 @drop_ins
-def test_an_axis_that_is_not_bound(name):
+def test_unbound_axis_is_rejected(name):
     extra = {"num_workers": 2} if name.startswith("easgd") else {}
     tx = DROP_INS[name](optax.sgd(0.1), 3, axis_name="workers", **extra)
     state = tx.init(PARAMS)
@@ -311,7 +311,7 @@ def test_an_axis_that_is_not_bound(name):
         split.exchange(PARAMS, split.init(PARAMS))
 
 
-def test_missing_extra_arguments():
+def test_missing_or_negative_extra_arguments_are_rejected():
     tx = agn_optax.elastic_pull(0.1)
     with raises(errors.MissingArgumentError, "elastic_pull", "center"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -327,14 +327,14 @@ def test_missing_extra_arguments():
 @pytest.mark.parametrize(
     "warmup", [agn_optax.local_warmup, agn_optax.synchronous_warmup]
 )
-def test_warmup_steps(warmup, steps):
+def test_invalid_warmup_settings_are_rejected(warmup, steps):
     with raises(errors.InvalidArgumentError, "steps must be an int", repr(steps)):
         warmup(10, steps=steps)
     with raises(errors.InvalidArgumentError, "period must be a positive int, got 0"):
         warmup(0, steps=1)
 
 
-def test_every_error_is_in_the_tree():
+def test_errors_have_one_base_class_and_are_documented():
     for name in errors.__all__:
         error = getattr(errors, name)
         assert issubclass(error, errors.AgnOptaxError)

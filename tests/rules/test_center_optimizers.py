@@ -1,4 +1,4 @@
-"""Center optimizers for messages that come one by one."""
+"""Center optimizers for messages that arrive one at a time."""
 
 import dataclasses
 import functools
@@ -9,20 +9,21 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.support import assert_identical, tree
+from helpers.support import assert_identical, submissions, tree
+from jax.extend.core import jaxprs_in_params
 
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
-from agn_optax._internal import tracing
-from agn_optax.center._store import Store
+from agn_optax.center import Store, Submission
 from agn_optax.round import elementwise
 
 seeded = functools.partial(np.random.default_rng, 0)
 GRADS = [jnp.asarray(g, jnp.float32) for g in seeded().normal(size=(12, 3))]
 ABOUT = {"staleness": 1, "steps": 2, "weight": 3.0}
 
-# A new one is a line here. In shards, and packed, are those that look at no whole leaf.
+# A new center optimizer is a new line here. All but those in ACROSS run on shards and
+# on packed parameters.
 ALL = {
     "delayed_nesterov": lambda: outer.delayed_nesterov(0.7, 0.9, delay=2),
     "momentum_lookahead": lambda: outer.momentum_lookahead(0.7, 0.9),
@@ -45,7 +46,11 @@ ALL = {
         agn_optax.scale_by_turnaround(4), shared.sgd(0.5)
     ),
 }
-ACROSS = ("heloco", "buffered radial", "scale_by_drift")  # leaves, or versions
+ACROSS = (
+    "heloco",
+    "buffered radial",
+    "scale_by_drift",
+)  # these read across a leaf, or across versions
 
 
 @functools.cache
@@ -64,8 +69,8 @@ def trained(tx, grads, params=None, **extra):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
-def test_types_stay_also_where_promotion_is_strict(name, dtype):
-    """Of nested, scalar, empty and absent leaves; unknown arguments are ignored."""
+def test_dtypes_are_kept_under_strict_promotion(name, dtype):
+    """Leaves are nested, scalar, empty or absent; unknown extra args are ignored."""
     tx, params = ALL[name](), tree(dtype)
 
     @jax.jit
@@ -90,7 +95,7 @@ def test_types_stay_also_where_promotion_is_strict(name, dtype):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_frozen_leaves_have_no_state(name):
+def test_masked_leaves_have_no_state(name):
     tx = optax.masked(ALL[name](), {"a": True, "b": False})
     params = {"a": jnp.ones(2), "b": jnp.ones(5)}
     updates, state = tx.update(params, tx.init(params), params, **ABOUT)
@@ -99,14 +104,16 @@ def test_frozen_leaves_have_no_state(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_center_goes_on_as_if_it_had_never_stopped(name):
+def test_restored_center_continues_bit_for_bit(name):
     messages = [{"w": g, "b": g[:2]} for g in GRADS[:5]]
 
     def sent(center, numbers):
         session = center.join("worker-0")
         for sequence, i in enumerate(numbers, start=1):
             session.exchange(
-                sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                Submission(
+                    sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                )
             )
         session.leave()
         return center.save()
@@ -119,7 +126,7 @@ def test_a_center_goes_on_as_if_it_had_never_stopped(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
+def test_packed_center_is_equal_bit_for_bit_or_not_packed(name):
     rng = seeded()
     params = {"a": rng.normal(size=(25, 20)), "b": rng.normal(size=70)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
@@ -130,12 +137,12 @@ def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
             lambda x: np.asarray(rng.normal(size=x.shape), np.float32), params
         )
         for store in both:
-            store.apply([store.place(message)], [late])
+            store.apply(submissions(store.place(message)), [late])
     assert_identical(*(jax.tree.map(np.asarray, store.save()) for store in both))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_in_shards_or_refused_by_name(name):
+def test_optimizer_runs_on_shards_or_is_rejected_by_name(name):
     whole = {"a": jnp.ones((4, 3)), "b": jnp.ones(6)}
     parts = [
         {"a": jnp.ones((2, 3)), "b": None},
@@ -149,18 +156,18 @@ def test_in_shards_or_refused_by_name(name):
     assert name.split()[0].removeprefix("scale_by_") in str(refused.value)
 
 
-def test_without_delay_it_is_nesterov():
+def test_delayed_nesterov_with_delay_1_is_nesterov():
     ours, _ = trained(agn_optax.delayed_nesterov(0.5, 0.75, delay=1), GRADS)
     theirs, _ = trained(optax.sgd(0.5, 0.75, nesterov=True), GRADS)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.125, 0.25])
-def test_n_messages_act_as_their_mean_in_one_step(spread):
-    """After each full buffer the momentum is that of the means; so is what has moved.
+def test_delayed_nesterov_of_n_messages_is_a_step_of_their_mean(spread):
+    """After each full buffer, the momentum is that of steps on the means.
 
-    With all momentum in the last of N messages (k = 0), the center is where Nesterov's
-    is. Spread out, each message carries a part of the momentum that was there before.
+    With all momentum in the last of N messages (spread 0), the center equals that of
+    Nesterov momentum. Otherwise each message carries a part of the earlier momentum.
     """
     tx = agn_optax.delayed_nesterov(0.5, 0.75, delay=4, spread=spread)
     params, state = trained(tx, GRADS)
@@ -174,8 +181,8 @@ def test_n_messages_act_as_their_mean_in_one_step(spread):
     assert not state.buffer.any()
 
 
-def test_they_stand_messages_one_by_one_where_momentum_does_not():
-    """Four workers' messages of one quadratic: ordinary momentum overshoots."""
+def test_delay_aware_optimizers_converge_where_momentum_overshoots():
+    """Four workers send stale messages of one quadratic."""
 
     def distance(tx, rounds=60):
         tx = optax.with_extra_args_support(tx)
@@ -188,7 +195,7 @@ def test_they_stand_messages_one_by_one_where_momentum_does_not():
         x = jnp.ones(1)
         state, worst = tx.init(x), 0.0
         for _ in range(rounds):
-            stale = x  # all four have read the same center
+            stale = x  # all four have pulled the same center
             for late in range(4):
                 x, state = one(x, state, 0.4 * stale, late)
             worst = max(worst, abs(float(x[0])))
@@ -206,7 +213,7 @@ def test_they_stand_messages_one_by_one_where_momentum_does_not():
         assert worst < 1.0
 
 
-def test_it_runs_a_center():
+def test_delayed_nesterov_center_can_be_saved_and_restored():
     rule = rules.diloco(agn_optax.delayed_nesterov(0.7, 0.9, delay=2))
     center = agn_optax.LocalCenter(rule, jnp.ones(2))
     workers = [agn_optax.Worker(center, optax.sgd(0.1), period=1) for _ in range(2)]
@@ -222,7 +229,7 @@ def test_it_runs_a_center():
     assert_identical(again.center_state, saved.center_state)
 
 
-def test_staleness_weighs_by_a_power():
+def test_scale_by_staleness_uses_exponent_and_decay():
     g = jnp.full(3, 8.0)
     for settings, late, wanted in [
         ({}, 3, 2.0),
@@ -235,8 +242,8 @@ def test_staleness_weighs_by_a_power():
         np.testing.assert_allclose(moved, np.full(3, wanted), rtol=1e-6)
 
 
-def test_buffered_aggregation_is_optax_multi_steps():
-    """FedBuff: the center moves once every k messages, by their mean."""
+def test_multi_steps_as_center_optimizer_is_fedbuff():
+    """The center moves once every k messages, by their mean."""
     every = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     rule = dataclasses.replace(rules.downpour(), name="fedbuff", center=every)
     center = agn_optax.LocalCenter(rule, jnp.zeros(1))
@@ -251,8 +258,8 @@ def test_buffered_aggregation_is_optax_multi_steps():
     assert seen == [0.0, -1.5, -1.5, -5.0]
 
 
-def test_the_point_ahead_is_the_center_and_the_base_is_evaluated():
-    """What the equations say, with the base point and momentum kept apart."""
+def test_momentum_lookahead_matches_its_equations():
+    """The center is the lookahead point, and the base point is the one to evaluate."""
     rate, mu = 0.5, 0.75
     tx = outer.momentum_lookahead(rate, mu)
     center = base = np.ones(3, np.float32)
@@ -268,8 +275,8 @@ def test_the_point_ahead_is_the_center_and_the_base_is_evaluated():
         )
 
 
-def test_ahead_of_plain_momentum_is_nesterov_of_optax():
-    """As `momentum_lookahead` says of a base point that moves by momentum alone."""
+def test_lookahead_of_plain_momentum_is_optax_nesterov():
+    """The base point moves by momentum alone."""
     rate, mu = 0.5, 0.75
     base, m = np.zeros(3), np.zeros(3)
     for g in map(np.asarray, GRADS):
@@ -280,7 +287,7 @@ def test_ahead_of_plain_momentum_is_nesterov_of_optax():
 
 
 def corrected(message, momentum, **settings):
-    """What HeLoCo makes of a message, read off its momentum."""
+    """Return HeLoCo's corrected message, computed back from its momentum."""
     tx = outer.heloco(1.0, 0.5, **settings)
     message, momentum = jnp.asarray(message), jnp.asarray(momentum)
     state = tx.init(momentum)._replace(momentum=momentum)
@@ -296,30 +303,30 @@ def test_heloco_corrects_by_the_angle_to_momentum():
     along, across = np.array([1.0, 0.0], np.float32), np.array([0.1, 1.0], np.float32)
     against = np.array([-1.0, 1.0], np.float32)
     assert_identical(corrected(along, 2 * along), along)
-    # At right angles: turned towards momentum, as long as it was.
+    # Nearly orthogonal: rotated towards momentum, with the same length.
     turned = corrected(across, along)
     assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(across), rel=1e-6)
     assert cosine(turned, along) > cosine(across, along) + 0.1
-    # Against it: a part of that is gone, at most a half; what is across stays.
+    # Against momentum: that component shrinks by at most a half; the other stays.
     shrunk = corrected(against, along)
     assert shrunk[1] == against[1]
     r, q = -(0.5**0.5), 2**0.5 / (2**0.5 + 3)
     assert shrunk[0] == pytest.approx(-1 + 0.5 * -r * q)
     assert corrected(against, along, k_s=100.0)[0] == pytest.approx(-0.5)
-    # Small beside momentum, or without any, it stays nearly what it is.
+    # A message much smaller than momentum hardly changes; without momentum, not at all.
     assert cosine(corrected(against, 1e4 * along), against) > 1 - 1e-6
     assert_identical(corrected(against, 0 * along), against)
     np.testing.assert_allclose(corrected(along, along, messages=4), along / 2)
 
 
-def test_heloco_that_keeps_all_is_momentum_lookahead():
+def test_heloco_without_corrections_is_momentum_lookahead():
     ours = trained(outer.heloco(0.5, 0.9, r0=-1.0), GRADS)
     assert_identical(ours, trained(outer.momentum_lookahead(0.5, 0.9), GRADS))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999])
-def test_ordered_momentum_of_one_worker_is_that_of_optax_bit_for_bit(momentum, dtype):
+def test_ordered_momentum_of_one_worker_is_optax_sgd_bit_for_bit(momentum, dtype):
     with jax.enable_x64(dtype == "float64"):
         grads = np.asarray(seeded().normal(size=(200, 3)), dtype)
 
@@ -339,8 +346,8 @@ def test_ordered_momentum_of_one_worker_is_that_of_optax_bit_for_bit(momentum, d
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999, 1 - 2.0**-20])
-def test_late_messages_act_by_the_sum_of_their_echoes(momentum):
-    """As exactly as float32 has it, however near momentum is to 1."""
+def test_ordered_momentum_applies_the_missed_powers_of_late_messages(momentum):
+    """It is as exact as float32 even for momentum near 1."""
     tx = outer.ordered_momentum(1.0, momentum, messages=1)
     begun = tx.init(jnp.zeros(()))._replace(applied=jnp.int32(1000))
     for late in (0, 1, 2, 10, 300):
@@ -350,7 +357,7 @@ def test_late_messages_act_by_the_sum_of_their_echoes(momentum):
         np.testing.assert_allclose(state.momentum, powers[-1], rtol=2e-6, atol=1e-30)
 
 
-def test_ordered_momentum_of_one_worker_is_momentum():
+def test_ordered_momentum_of_one_worker_is_close_to_optax_sgd():
     ours, _ = trained(outer.ordered_momentum(0.5, 0.75, messages=1), GRADS, staleness=0)
     theirs, _ = trained(optax.sgd(0.5, 0.75), GRADS)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -364,8 +371,8 @@ def test_ordered_momentum_of_one_worker_is_momentum():
         [0, 4, 5, 1, 2, 6, 7, 3],  # one worker is five messages late
     ],
 )
-def test_the_order_in_which_messages_come_does_not_matter(arrivals):
-    """Two rounds of four messages: what they make of the center is known.
+def test_ordered_momentum_ignores_the_order_of_arrival(arrivals):
+    """Two rounds of four messages have a known result.
 
     Messages 0 to 3 were begun at version 0, and 4 to 7 at versions 1 to 4.
     """
@@ -379,14 +386,14 @@ def test_the_order_in_which_messages_come_does_not_matter(arrivals):
         params = optax.apply_updates(params, updates)
     first, second = (np.mean(GRADS[i : i + 4], axis=0) for i in (0, 4))
     u = beta * first + second
-    # The third round has begun as well, with momentum alone.
+    # The momentum step of the third round is applied, too.
     center = -rate * (first + u + beta * u)
     np.testing.assert_allclose(params, center, rtol=1e-4)
     np.testing.assert_allclose(state.momentum, beta * u, rtol=1e-4)
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(0.5, 0.9), optax.adam(0.1)])
-def test_buffered_is_the_optimizer_of_means(inner):
+def test_buffered_applies_the_inner_optimizer_to_means(inner):
     alone, _ = trained(outer.buffered(inner, 1), GRADS)
     np.testing.assert_allclose(alone, trained(inner, GRADS)[0], rtol=1e-6)
     ours, state = trained(outer.buffered(inner, 4), GRADS)
@@ -400,24 +407,24 @@ def test_buffered_is_the_optimizer_of_means(inner):
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_buffered_it_is_a_round(size):
-    """Workers that begin at one version: their round, or one after the other."""
+def test_buffered_messages_equal_a_synchronous_round(size):
+    """Workers that begin at one version act the same in a round and one by one."""
     sgd, params, rng = optax.sgd(0.3, momentum=0.9), jnp.ones(500), seeded()
     rounds = Store(rules.diloco(sgd), params)
     one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
     for _ in range(3):
         messages = [np.asarray(rng.normal(size=500), np.float32) for _ in range(size)]
-        rounds.apply(messages, [0] * size, [1.0] * size)
+        rounds.apply(submissions(*messages), [0] * size, [1.0] * size)
         for late, message in enumerate(messages):
-            one_by_one.apply([message], [late])
+            one_by_one.apply(submissions(message), [late])
     found = rounds.save().params, one_by_one.save().params
-    if size == 4:  # division by which is exact
+    if size == 4:  # division by 4 is exact
         assert_identical(*found)
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_a_radial_mean_keeps_the_length():
-    """Of two messages at right angles the mean is shorter, by the root of 2."""
+def test_buffered_radial_mean_keeps_the_length():
+    """The mean of two orthogonal messages would be shorter by the root of 2."""
     tx = outer.buffered(optax.sgd(1.0), 2, combine="radial")
     messages = [
         {"w": jnp.array(g), "b": jnp.zeros(2)} for g in ([3.0, 0.0], [0.0, 1.0])
@@ -431,7 +438,7 @@ def test_a_radial_mean_keeps_the_length():
     )
 
 
-def test_momentum_begins_anew_and_schedules_go_on():
+def test_restart_momentum_resets_momentum_but_not_schedules():
     schedule = optax.linear_schedule(1.0, 0.0, 12)
     for sgd in (
         optax.sgd(schedule, 0.9),
@@ -440,19 +447,19 @@ def test_momentum_begins_anew_and_schedules_go_on():
         ours, _ = trained(outer.restart_momentum(sgd, 4), GRADS)
         wanted = np.zeros(3)
         for i, g in enumerate(map(np.asarray, GRADS)):
-            m = g if i % 4 == 0 else 0.9 * m + g  # noqa: F821 it begins in the first
+            m = g if i % 4 == 0 else 0.9 * m + g  # noqa: F821 set in the first iteration
             wanted = wanted - float(schedule(i)) * m
         np.testing.assert_allclose(ours, wanted, rtol=1e-5)
 
 
-def test_adam_begins_anew_whole():
+def test_restart_momentum_resets_all_of_adam():
     ours, _ = trained(outer.restart_momentum(optax.adam(0.1), 6), GRADS)
     half, _ = trained(optax.adam(0.1), GRADS[:6])
     wanted, _ = trained(optax.adam(0.1), GRADS[6:], half)
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
 
 
-def test_hyperparameters_of_ones_own_stay():
+def test_restart_momentum_keeps_injected_hyperparameters():
     sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
     tx = outer.restart_momentum(sgd, 1)
     state = tx.init(jnp.zeros(1))
@@ -462,8 +469,8 @@ def test_hyperparameters_of_ones_own_stay():
         assert float(updates[0]) == -0.25
 
 
-def test_restarts_damp_what_momentum_swings():
-    """On a quadratic with a momentum that is too much for it."""
+def test_restarts_damp_the_oscillation_of_momentum():
+    """The momentum is too large for this quadratic."""
     curvature = jnp.array([1.0, 0.01])
 
     def distance(tx, steps=100):
@@ -480,7 +487,7 @@ def test_restarts_damp_what_momentum_swings():
     assert distance(outer.restart_momentum(sgd, 20)) < 0.1 * distance(sgd)
 
 
-def test_primal_averaging_is_the_optimizer_or_nesterov():
+def test_primal_averaging_has_inner_and_nesterov_as_special_cases():
     for inner in (optax.adam(0.1), optax.sgd(0.5, 0.9)):
         ours, _ = trained(outer.primal_averaging(inner, averaging=0.0), GRADS)
         np.testing.assert_allclose(ours, trained(inner, GRADS)[0], rtol=1e-4)
@@ -492,7 +499,7 @@ def test_primal_averaging_is_the_optimizer_or_nesterov():
     np.testing.assert_allclose(ours, nesterov, rtol=1e-4)
 
 
-def test_primal_averaging_keeps_its_equations():
+def test_primal_averaging_matches_its_equations():
     tx = outer.primal_averaging(optax.sgd(0.5), averaging=0.8, interpolation=0.6)
     center = x = z = np.ones(3, np.float32)
     state = tx.init(jnp.ones(3))
@@ -507,8 +514,8 @@ def test_primal_averaging_keeps_its_equations():
         )
 
 
-def test_schedule_free_is_a_center_optimizer():
-    """The center is where workers begin; the average of it is what one evaluates."""
+def test_schedule_free_works_as_center_optimizer():
+    """Workers begin at the center; its average is the point to evaluate."""
     free = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.9)
     center = agn_optax.LocalCenter(rules.diloco(free), jnp.ones(2))
     worker = agn_optax.Worker(center, optax.sgd(0.2), period=2)
@@ -525,13 +532,13 @@ def test_schedule_free_is_a_center_optimizer():
 @pytest.mark.parametrize(
     "state", [optax.sgd(0.1).init(jnp.ones(1)), (outer.heloco().init(jnp.ones(1)),) * 2]
 )
-def test_what_is_evaluated_must_be_told(state):
+def test_evaluated_rejects_states_without_a_single_evaluation_point(state):
     with pytest.raises(errors.InvalidArgumentError, match="one state of"):
         outer.evaluated(state, jnp.ones(1))
 
 
-def test_drift_counts_where_it_is():
-    """Of four versions: what the center has done since, element by element."""
+def test_scale_by_drift_scales_each_element_by_its_drift():
+    """Drift is what the center moved since the message's version, up to the history."""
     tx = outer.scale_by_drift(0.25, history=4)
     message = jnp.array([1.0, 1.0])
     state = tx.init(message)
@@ -541,13 +548,13 @@ def test_drift_counts_where_it_is():
         assert_identical(fresh, message)
         for late in (1, 2, 3, 9):
             scaled, _ = tx.update(message, state, center, staleness=late)
-            since = min(late, t, 3)  # no older one is kept
+            since = min(late, t, 3)  # older versions are not kept
             np.testing.assert_allclose(scaled, [1 / (4 * since**2 + 1), 1.0], rtol=1e-6)
         state = after
 
 
 def stale_workers(center_optimizer, workers=30, rounds=12):
-    """The center of a quadratic, after each round of AGN's workers in turn."""
+    """Return the center of a quadratic after each round of AGN workers in turn."""
     rule = rules.agn(center_optimizer)
     center = agn_optax.LocalCenter(rule, jnp.ones(4))
     inner = shared.sgd(0.01)
@@ -572,8 +579,8 @@ def stale_workers(center_optimizer, workers=30, rounds=12):
     return found
 
 
-def test_drift_takes_away_the_divergence_of_agn():
-    """30 workers, a period of 10: AGN leaves for infinity, and ADAG does not."""
+def test_scale_by_drift_stops_the_divergence_of_agn():
+    """With 30 workers and a period of 10, AGN diverges without it."""
     plain = stale_workers(optax.sgd(0.3))
     adaptive = stale_workers(
         optax.chain(outer.scale_by_drift(1e-4, history=30), optax.sgd(0.3))
@@ -584,8 +591,8 @@ def test_drift_takes_away_the_divergence_of_agn():
     assert adaptive[-1] < 0.1 < max(adaptive) < 1.0
 
 
-def test_one_history_moves_in_place():
-    """Of many versions one is written and one is read; nothing is copied."""
+def test_scale_by_drift_updates_its_history_in_place():
+    """One version is written and one is read; the history is not copied."""
     tx = outer.scale_by_drift(history=16)
     params = jnp.zeros(1 << 16)
 
@@ -597,10 +604,19 @@ def test_one_history_moves_in_place():
     assert program.compile().memory_analysis().temp_size_in_bytes < 4 * params.nbytes
 
 
+def computed(program):
+    """Return the values that a jaxpr and the jaxprs inside it compute."""
+    made = []
+    for equation in program.eqns:
+        made += equation.outvars
+        for inner in jaxprs_in_params(equation.params):
+            made += computed(inner)
+    return made
+
+
 def float32_in(program):
-    """What a traced program computes, keeps or returns in float32."""
-    made = [out for each in tracing.operations(program) for out in each.outvars]
-    return [value for value in made if value.aval.dtype == jnp.float32]
+    """Return the values that a traced program computes in float32."""
+    return [value for value in computed(program) if value.aval.dtype == jnp.float32]
 
 
 FLOAT64 = {
@@ -614,7 +630,7 @@ FLOAT64 = {
 
 
 @pytest.mark.parametrize("name", FLOAT64)
-def test_nothing_of_a_float64_center_is_computed_in_float32(name):
+def test_float64_center_computes_nothing_in_float32(name):
     with jax.enable_x64(True):
         params = {"w": jnp.ones((3, 2), "float64"), "s": jnp.ones((), "float64")}
         rule = dataclasses.replace(rules.diloco(), center=FLOAT64[name]())
@@ -636,7 +652,7 @@ def test_nothing_of_a_float64_center_is_computed_in_float32(name):
 
 @pytest.mark.parametrize("name", ["momentum_lookahead", "heloco", "primal_averaging"])
 def test_point_to_evaluate_is_as_exact_as_the_center(name):
-    """At the start it is the center itself, and later what the equations say."""
+    """It matches the equations to float64 precision."""
     with jax.enable_x64(True):
         tx, grads = ALL[name](), jnp.asarray(GRADS, "float64")
         center, state = trained(tx, grads[:5], jnp.ones(3, "float64"))
@@ -671,7 +687,7 @@ def test_weighted_mean_of_a_float64_mesh_is_as_exact_as_float64(codec):
 
 
 @pytest.mark.slow
-def test_mean_weight_holds_however_many_messages_there_were():
+def test_mean_weight_holds_after_more_than_2_to_24_messages():
     """Equal weights count as one, also after more messages than float32 can count."""
     tx = agn_optax.scale_by_weight()
     one = jnp.ones(())
@@ -688,7 +704,7 @@ def test_mean_weight_holds_however_many_messages_there_were():
         assert float(after(messages)) == 1.0
 
 
-def test_weights_make_a_weighted_mean():
+def test_scale_by_weight_makes_a_weighted_mean():
     tokens, steps = [100.0, 300.0, 400.0], [10.0, 10.0, 40.0]
     for measure, weights in (
         (None, tokens),
@@ -704,7 +720,7 @@ def test_weights_make_a_weighted_mean():
         np.testing.assert_allclose(params, wanted, rtol=1e-5)
 
 
-def test_weights_are_compared_with_the_mean_of_all_so_far():
+def test_scale_by_weight_divides_by_the_mean_weight_so_far():
     tx = agn_optax.scale_by_weight()
     one, state = jnp.ones(1), tx.init(jnp.zeros(1))
     for weight, wanted in ((4.0, 1.0), (2.0, 2 / 3), (6.0, 1.5)):
@@ -712,7 +728,7 @@ def test_weights_are_compared_with_the_mean_of_all_so_far():
         assert float(scaled[0]) == pytest.approx(wanted)
 
 
-def test_a_worker_says_what_its_message_weighs():
+def test_worker_passes_weight_and_steps_to_the_center():
     by = agn_optax.scale_by_weight(lambda tokens, steps: tokens / steps, reference=64.0)
     rule = rules.diloco(optax.chain(by, shared.sgd(1.0)))
     center = agn_optax.LocalCenter(rule, jnp.zeros(1))
@@ -722,19 +738,19 @@ def test_a_worker_says_what_its_message_weighs():
         updates, state = worker.tx.update(jnp.ones(1), state, params)
         params = optax.apply_updates(params, updates)
         params, state = worker.exchange(params, state, weight=16.0)
-    # It went by 2, and counts (16 + 16) / 2 / 64 of it.
+    # The displacement is 2, scaled by (16 + 16) / 2 / 64.
     assert float(center.pull().params[0]) == -0.5
 
 
 @pytest.mark.parametrize(("exponent", "wanted"), [(1.0, 4.0), (-1.0, 0.25), (0.5, 2.0)])
-def test_steps_count_by_a_power(exponent, wanted):
+def test_scale_by_steps_uses_a_power(exponent, wanted):
     tx = agn_optax.scale_by_steps(10, exponent=exponent)
     scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), steps=jnp.int32(40))
     np.testing.assert_allclose(scaled, np.full(2, wanted), rtol=1e-6)
 
 
-def test_a_fast_worker_does_not_pull_the_center_to_its_data():
-    """Minima at -1 and 1, and the first worker comes nine times as often."""
+def test_scale_by_turnaround_balances_fast_and_slow_workers():
+    """The minima are at -1 and 1; the first worker sends nine times as often."""
 
     def where(*scale):
         rule = rules.diloco(optax.chain(*scale, optax.sgd(0.04)))
@@ -746,7 +762,7 @@ def test_a_fast_worker_does_not_pull_the_center_to_its_data():
             sent[i] += 1
             message = anchors[i].params - (1.0 if i else -1.0)
             anchors[i] = sessions[i].exchange(
-                sent[i], message, anchor_version=anchors[i].version
+                Submission(sent[i], message, anchor_version=anchors[i].version)
             )
             seen.append(float(anchors[i].params[0]))
         return np.mean(seen[-100:])
@@ -772,7 +788,7 @@ def test_a_fast_worker_does_not_pull_the_center_to_its_data():
         (agn_optax.scale_by_turnaround(), "workers"),
     ],
 )
-def test_what_is_missing_is_named(tx, named):
+def test_missing_argument_is_named_in_the_error(tx, named):
     one = jnp.ones(1)
     with pytest.raises(errors.MissingArgumentError, match=named):
         tx.update(one, tx.init(one))
@@ -810,6 +826,6 @@ def test_what_is_missing_is_named(tx, named):
         (lambda: agn_optax.scale_by_staleness(decay=0.0), "decay must be"),
     ],
 )
-def test_wrong_settings(make, said):
+def test_invalid_center_optimizer_settings_are_rejected(make, said):
     with pytest.raises(errors.InvalidArgumentError, match=said):
         make()

@@ -1,4 +1,4 @@
-"""Finding the center, and saying so when there is none or more than one."""
+"""Finding the center in an optimizer state; errors for none and for several."""
 
 import logging
 
@@ -33,7 +33,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_found_wherever_wrappers_put_it(wrapper):
+def test_center_is_found_in_wrapped_states(wrapper):
     state = WRAPPERS[wrapper].init(PARAMS)
     assert_identical(agn_optax.center_params(state), PARAMS)
 
@@ -41,12 +41,12 @@ def test_found_wherever_wrappers_put_it(wrapper):
 @pytest.mark.parametrize(
     "state", [optax.adam(0.1).init(PARAMS), (), {}, None, jnp.ones(3)], ids=str
 )
-def test_none(state):
+def test_state_without_center_raises(state):
     with pytest.raises(errors.CenterNotFoundError, match="no center in this"):
         agn_optax.center_params(state)
 
 
-def test_two_are_named_by_their_places():
+def test_several_centers_raise_and_are_named_by_their_paths():
     tx = optax.multi_transform({"x": agn(), "y": agn()}, {"a": "x", "b": "y"})
     state = tx.init(PARAMS)
     with pytest.raises(errors.AmbiguousCenterError, match="found 2") as caught:
@@ -58,7 +58,7 @@ def test_two_are_named_by_their_places():
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_rule_that_is_the_last_of_its_chain_is_in_order(wrapper, caplog):
+def test_rule_at_the_end_of_its_chain_gives_no_warning(wrapper, caplog):
     with caplog.at_level(logging.WARNING, "agn_optax"):
         agn_optax.center_params((WRAPPERS[wrapper].init(PARAMS), jnp.ones(3)))
     assert not caplog.text
@@ -74,7 +74,7 @@ def test_a_rule_that_is_the_last_of_its_chain_is_in_order(wrapper, caplog):
         optax.masked(optax.chain(agn(), optax.scale(0.5)), {"a": True, "b": True}),
     ],
 )
-def test_what_comes_after_a_rule_is_told_of(tx, caplog):
+def test_transformation_after_a_rule_gives_a_warning(tx, caplog):
     with caplog.at_level(logging.WARNING, "agn_optax"):
         agn_optax.center_params(tx.init(PARAMS))
     assert "put the rule last" in caplog.text

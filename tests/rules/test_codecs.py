@@ -1,4 +1,4 @@
-"""What each codec loses, what it sends, and what it makes of bad numbers."""
+"""Losses, sizes and non-finite numbers of each codec."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def normal(seed=0, like=LIKE):
 
 
 def sent_by(codec, tree, times=1):
-    """The last of several messages of one contribution, and what is read of it."""
+    """Encode a tree several times; return the last message and its decoded tree."""
     state = codec.init(tree)
     encode = jax.jit(codec.encode)
     for _ in range(times):
@@ -33,15 +33,15 @@ def sent_by(codec, tree, times=1):
 
 
 def lost(tree, read):
-    """The part of a tree's squares that a codec has lost."""
+    """Return the fraction of a tree's sum of squares that decoding has lost."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(read), strict=True)
     squares = [(np.sum((x - y) ** 2), np.sum(x**2)) for x, y in pairs]
     return sum(a for a, _ in squares) / sum(b for _, b in squares)
 
 
 @given(st.integers(1, 13), st.lists(st.integers(0, 2**13 - 1), max_size=40))
-@settings(max_examples=8, deadline=None)  # each compiles programs of its own
-def test_small_numbers_come_back_from_their_bytes(bits, numbers):
+@settings(max_examples=8, deadline=None)  # each example compiles its own programs
+def test_unpacked_restores_packed_numbers(bits, numbers):
     codes = np.array([number % 2**bits for number in numbers], np.int32)
     data = _packing.packed(jnp.asarray(codes), bits)
     assert data.dtype == jnp.uint8
@@ -57,8 +57,8 @@ def test_small_numbers_come_back_from_their_bytes(bits, numbers):
         *((2, 21, [7, 7, 7]), (4, 11, [8, 3]), (8, 26, [8, 8, 8, 2])),
     ],
 )
-def test_blocks_of_any_leaf(bits, size, lengths):
-    """Of 8, or of more than 4 that divide the leaf, or the last one is shorter."""
+def test_quantize_blocks_cover_a_leaf_of_any_size(bits, size, lengths):
+    """Blocks have 8 elements, or more than 4 that divide the leaf, or a short end."""
     x = jnp.asarray(np.random.default_rng(size).normal(size=size), jnp.float32)
     codec = codecs.quantize(bits, block=8)
     sent, _ = codec.encode(x, codec.init(x))
@@ -74,8 +74,8 @@ def test_blocks_of_any_leaf(bits, size, lengths):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 5, 4095])
-def test_the_peak_of_a_row_tells_what_is_not_finite(bad, at):
-    """Also where a maximum passes over it; and the other rows are as they are."""
+def test_row_peak_is_not_finite_if_the_row_is_not(bad, at):
+    """It holds where a maximum would skip NaN; peaks of other rows are unchanged."""
     rows = np.random.default_rng(0).normal(size=(3, 4096)).astype(np.float32)
     expected = np.abs(rows).max(axis=1)
     rows[1, at] = bad
@@ -84,8 +84,8 @@ def test_the_peak_of_a_row_tells_what_is_not_finite(bad, at):
     np.testing.assert_array_equal(peaks[::2], expected[::2])
 
 
-# Of a normal distribution: bits a parameter, scales included, and the part of the
-# squares that is lost. For codebooks Max's table has 0.1175 (2 bits), 0.009497 (4).
+# For normally distributed numbers: bits per parameter with scales, and the fraction of
+# the squares lost. Max's table has 0.1175 for codebooks of 2 bits, 0.009497 for 4.
 TABLE = [
     (codecs.cast("bfloat16"), 16.0, 2e-5),
     (codecs.quantize(8), 8.02, 2e-4),
@@ -102,7 +102,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("codec", "bits", "most"), TABLE, ids=lambda x: str(x)[:40])
-def test_bits_and_losses(codec, bits, most):
+def test_codec_size_and_loss_match_the_table(codec, bits, most):
     tree = normal()
     sent, read = sent_by(codec, tree)
     measured = 8 * sum(x.nbytes for x in jax.tree.leaves(sent)) / SIZE
@@ -135,7 +135,7 @@ def test_bits_and_losses(codec, bits, most):
     ],
     ids=str,
 )
-def test_every_codec_takes_every_dtype_under_strict_promotion(codec, dtype):
+def test_codecs_accept_every_dtype_under_strict_promotion(codec, dtype):
     with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
         params = {"w": jnp.zeros((8, 5), dtype), "s": jnp.zeros((), dtype)}
         owing = [] if codec.is_identity else [codecs.error_feedback(codec, decay=0.9)]
@@ -171,8 +171,8 @@ def test_named_rule_warns_where_its_codec_meets_momentum(settings, is_warned, ca
 
 
 @pytest.mark.slow
-def test_top_k_learns_without_momentum_at_the_center_as_the_docs_have_it():
-    """Of a quadratic that is float32's in as many steps; with momentum far from it."""
+def test_top_k_converges_only_without_center_momentum():
+    """On a quadratic it is near the optimum after 800 steps, with momentum not."""
     sparse = codecs.chain_codecs(
         codecs.top_k(64), codecs.quantize(2, format="codebook")
     )
@@ -200,7 +200,7 @@ def test_top_k_learns_without_momentum_at_the_center_as_the_docs_have_it():
     assert distance(None, sparse) > 2 * plain
 
 
-def test_stochastic_rounding_is_right_on_average():
+def test_stochastic_rounding_is_unbiased():
     tree = {"x": jnp.linspace(-1.0, 1.0, 41)}
     for format_ in ("linear", "codebook"):
         codec = codecs.quantize(4, rounding="stochastic", format=format_)
@@ -215,14 +215,14 @@ def test_stochastic_rounding_is_right_on_average():
         assert np.std(read, axis=0).max() > 0.02
 
 
-def test_workers_with_other_contributions_draw_other_numbers():
+def test_different_contributions_draw_different_random_numbers():
     codec = codecs.quantize(4, rounding="stochastic")
     one, other = jnp.full(64, 0.3), jnp.full(64, 0.3).at[0].set(0.31)
     codes = [sent_by(codec, tree)[0]["codes"] for tree in (one, other)]
     assert (codes[0] != codes[1]).sum() > 4
 
 
-def test_e3m0_has_powers_of_two():
+def test_e3m0_rounds_to_powers_of_two():
     x = jnp.array([1.0, -0.5, 0.3, 0.0, 2.0**-9])
     _, read = sent_by(codecs.quantize(4, format="e3m0"), x)
     assert read.tolist() == [1.0, -0.5, 0.25, 0.0, 0.0]
@@ -231,7 +231,7 @@ def test_e3m0_has_powers_of_two():
 @pytest.mark.parametrize(
     ("bits", "levels"), [(2, [0.4528, 1.510]), (4, [0.1284, 2.733])]
 )
-def test_codebooks_are_those_of_max(bits, levels):
+def test_codebooks_match_the_table_of_max(bits, levels):
     found = _quantize._levels("codebook", bits)
     half = len(found) // 2
     assert found[half] == pytest.approx(levels[0], rel=0.005)
@@ -239,7 +239,7 @@ def test_codebooks_are_those_of_max(bits, levels):
     np.testing.assert_array_equal(found, -found[::-1])
 
 
-def test_the_largest_travel():
+def test_top_k_keeps_the_largest_of_each_block():
     tree = normal()
     _, read = sent_by(codecs.top_k(8, block=128), tree)
     for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(read), strict=True):
@@ -251,7 +251,7 @@ def test_the_largest_travel():
             assert abs(block[kept == 0]).max() <= abs(block[kept != 0]).min()
 
 
-def test_random_positions_reach_all():
+def test_random_k_reaches_every_position():
     codec = codecs.random_k(3, block=10)
     like = jnp.arange(1.0, 21.0)
     state, seen = codec.init(like), np.zeros(20)
@@ -264,7 +264,7 @@ def test_random_positions_reach_all():
     assert seen.min() > 5
 
 
-def test_a_low_rank_is_found_and_kept():
+def test_low_rank_converges_to_the_best_approximation():
     rng = np.random.default_rng(0)
     left, right = rng.normal(size=(40, 2)), rng.normal(size=(2, 30))
     matrix = jnp.asarray(left @ right + 0.01 * rng.normal(size=(40, 30)), jnp.float32)
@@ -276,7 +276,7 @@ def test_a_low_rank_is_found_and_kept():
     assert losses[1] == pytest.approx(best, rel=0.01)
 
 
-def test_low_rank_of_convolutions_and_vectors():
+def test_low_rank_reshapes_convolutions_and_keeps_vectors_whole():
     tree = {
         "conv": jnp.ones((3, 3, 8, 16)),
         "b": jnp.ones(16),
@@ -293,7 +293,7 @@ LOSING = [codec for codec, *_ in TABLE if codec.name != "cast(bfloat16)"]
 
 
 @pytest.mark.parametrize("codec", LOSING, ids=lambda x: str(x)[:40])
-def test_what_is_not_finite_stays_out_of_the_residual(codec):
+def test_residual_stays_finite_after_non_finite_input(codec):
     codec = codecs.error_feedback(codec)
     tree = normal()
     encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
@@ -303,11 +303,11 @@ def test_what_is_not_finite_stays_out_of_the_residual(codec):
         ill["w"][3, 4] = bad
         sent, after = encode(ill, state)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.residual))
-        if "random_k" not in codec.name:  # else it may not have been drawn
+        if "random_k" not in codec.name:  # random_k may not have drawn the bad position
             assert not np.isfinite(decode(sent, tree)["w"]).all()
 
 
-def test_decay_forgets():
+def test_residual_decays():
     codec = codecs.error_feedback(codecs.top_k(1), decay=0.5)
     like = jnp.zeros(2)
     state = codec.init(like)
@@ -319,8 +319,8 @@ def test_decay_forgets():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_was_dropped_is_sent_later(overlap):
-    """Only one of two workers is ever fresh; what the other had is not lost."""
+def test_dropped_message_is_restored_to_the_residual(overlap):
+    """One of two workers is always stale; its dropped messages stay in the residual."""
     rule = rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
     mode = BoundedStaleness(versions=0)
     center = agn_optax.LocalCenter(rule, jnp.zeros(2), mode=mode)
@@ -335,17 +335,17 @@ def test_what_was_dropped_is_sent_later(overlap):
         for i, worker in enumerate((fresh, stale)):
             params, state = loops[i]
             loops[i] = worker.exchange(params - 1, state)
-    loops = [w.land(*loop) for w, loop in zip((fresh, stale), loops, strict=True)]
+    loops = [w.receive(*loop) for w, loop in zip((fresh, stale), loops, strict=True)]
     assert stale.dropped > 0
     owed = sum(state.codec_state.residual for _, state in loops)
     np.testing.assert_allclose(owed - center.pull().params, np.full(2, 8.0), atol=1e-5)
 
 
 def test_sign_needs_error_feedback():
-    """A counterexample of Karimireddy et al., 2019: a |x1 + x2| + b |x1 - x2|, a < b.
+    """Show the counterexample of Karimireddy et al., 2019, for sign without a residual.
 
-    Signs of its subgradients never leave the line on which x1 + x2 is what it was. With
-    the residual they come to the optimum, 0.
+    The loss is a |x1 + x2| + b |x1 - x2| with a < b. Signs of its subgradients never
+    change x1 + x2. With the residual, sign descent converges to the optimum, 0.
     """
 
     @jax.grad
@@ -378,7 +378,7 @@ def test_sign_needs_error_feedback():
         (lambda: codecs.sign(block=0), "block must be"),
         (lambda: codecs.low_rank(0), "rank must be"),
         (lambda: codecs.error_feedback(codecs.sign(), decay=0.0), "decay must be"),
-        (lambda: codecs.chain_codecs(), "one codec at least"),
+        (lambda: codecs.chain_codecs(), "at least one codec"),
         (
             lambda: codecs.chain_codecs(
                 codecs.top_k(1), codecs.error_feedback(codecs.sign())
@@ -387,6 +387,6 @@ def test_sign_needs_error_feedback():
         ),
     ],
 )
-def test_wrong_settings(make, said):
+def test_invalid_codec_settings_are_rejected(make, said):
     with pytest.raises(errors.InvalidArgumentError, match=said):
         make()

@@ -26,14 +26,14 @@ def test_accumulate_sums_and_counts():
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", jnp.float32])
-def test_accumulate_keeps_the_dtype_it_was_given(dtype):
+def test_accumulate_keeps_the_given_dtype(dtype):
     tx = agn_optax.accumulate(dtype=dtype)
     params = jnp.ones(2, jnp.bfloat16)
     total, state = tx.update(params, tx.init(params))
     assert total.dtype == state.sum.dtype == jnp.dtype(dtype or jnp.bfloat16)
 
 
-def test_a_float32_sum_of_bfloat16_gradients_keeps_the_small_ones():
+def test_float32_sum_of_bfloat16_gradients_is_exact():
     gradient = jnp.asarray(1.0, jnp.bfloat16)
     sums = {}
     for dtype in ("bfloat16", "float32"):
@@ -68,7 +68,7 @@ def test_normalize_divides_by_steps_in_any_dtype(dtype, steps):
         assert float(scaled) == float(jnp.asarray(expected, dtype))
 
 
-def test_normalize_of_no_steps_leaves_the_empty_sum():
+def test_normalize_of_zero_steps_is_zero():
     tx = agn_optax.normalize()
     zero = jnp.zeros(2)
     assert_identical(tx.update(zero, tx.init(zero), steps=0)[0], zero)
@@ -87,7 +87,7 @@ def test_elastic_pull_is_the_gradient_of_a_spring(rate, u, x, c):
     np.testing.assert_allclose(pulled, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_elastic_pull_in_a_chain_pulls_training_towards_a_center():
+def test_elastic_pull_in_a_chain_converges_to_the_center():
     tx = optax.chain(agn_optax.elastic_pull(1.0), optax.sgd(0.5))
     params, center = jnp.array([4.0]), jnp.array([1.0])
     state = tx.init(params)
@@ -107,7 +107,7 @@ def test_elastic_pull_takes_the_difference_in_the_wider_dtype():
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 7])
-def test_scale_by_staleness(staleness):
+def test_scale_by_staleness_divides_by_staleness_plus_one(staleness):
     tx = optax.chain(agn_optax.scale_by_staleness(), optax.sgd(1.0))
     message = tree()
     updates, _ = tx.update(message, tx.init(message), staleness=staleness)
@@ -125,7 +125,7 @@ def test_scale_by_staleness(staleness):
     ids=["accumulate", "normalize", "elastic_pull", "scale_by_staleness"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_works_where_promotion_is_strict(tx, extra, dtype):
+def test_combinators_work_under_strict_promotion(tx, extra, dtype):
     params = jnp.ones(2, dtype)
     with jax.numpy_dtype_promotion("strict"):
         tx.update(params, tx.init(params), params, unknown=1, **extra)

@@ -1,4 +1,4 @@
-"""Exchanges of a few leaves at a time: the same numbers, and less memory."""
+"""Exchanges by groups of leaves: the same numbers with less memory."""
 
 import dataclasses
 
@@ -6,29 +6,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import support
+from helpers import leaf_groups, support
 
 import agn_optax
-from agn_optax.round import _leafwise
 
-# AGN's message needs no parameters, so its updates are not written down at all.
+# AGN's message needs no parameters, so its updates are never kept in memory.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
 
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Every leaf may be a group; gives those of each exchange that is traced."""
-    made = []
-
-    def planned(*args):
-        if (found := plan(*args)) is not None:
-            made.append([{piece.leaf for piece in group} for group in found.groups])
-        return found
-
-    plan = _leafwise._plan
-    monkeypatch.setattr(_leafwise, "LEAST", 1)
-    monkeypatch.setattr(_leafwise, "_plan", planned)
-    return made
+    """Allow every leaf to be a group; return the groups of each traced exchange."""
+    leaf_groups.allow(monkeypatch)
+    return leaf_groups.recorded(monkeypatch)
 
 
 def trained(tx, dtype="float32"):
@@ -39,30 +29,30 @@ def trained(tx, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DROP_INS)
-def test_a_drop_in_gives_the_same_numbers(name, dtype, groups, monkeypatch):
+def test_drop_in_is_equal_by_groups_and_whole(name, dtype, groups, monkeypatch):
     found = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
     assert groups == [[{0}, {1}, {2}]]
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     whole = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
     support.assert_close(found, whole, dtype, tolerance=1e-6)
     assert len(groups) == 1
 
 
 @pytest.mark.parametrize("rule", support.RULES)
-def test_an_exchange_gives_the_same_numbers(rule, groups, monkeypatch):
+def test_exchange_is_equal_by_groups_and_whole(rule, groups, monkeypatch):
     params = support.tree()
 
-    def run():  # an optimizer of its own, as programs are kept by it
+    def run():  # a new optimizer, because compiled programs are cached by it
         split = agn_optax.phases(optax.adam(0.05), support.RULES[rule]())
         return support.run_split(split, params, support.feeds(params, 7), 3)
 
     found = run()
     assert groups == ([[{0}, {1}, {2}]] if "easgd" in rule else [])
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run())
 
 
-def test_a_rate_that_is_injected(groups):
+def test_injected_moving_rate_exchanges_by_groups(groups):
     tx = optax.inject_hyperparams(
         lambda moving_rate: agn_optax.easgd(optax.sgd(0.1), 3, moving_rate=moving_rate)
     )(moving_rate=0.3)
@@ -70,8 +60,8 @@ def test_a_rate_that_is_injected(groups):
     assert groups
 
 
-def test_a_state_that_changes_its_dtype_exchanges_whole(groups):
-    """As no loop may; the first update makes a bfloat16 rate of a float32 one."""
+def test_state_that_changes_its_dtype_is_exchanged_whole(groups):
+    """A loop's carry has fixed dtypes; the first update turns the rate to bfloat16."""
     adam = optax.inject_hyperparams(optax.adam)
     center = adam(optax.linear_schedule(1e-2, 1e-3, 5))
     rule = dataclasses.replace(agn_optax.rules.easgd(0.3), center=center)
@@ -81,7 +71,7 @@ def test_a_state_that_changes_its_dtype_exchanges_whole(groups):
     assert not groups
 
 
-def test_several_workers(groups, monkeypatch):
+def test_several_workers_are_equal_by_groups_and_whole(groups, monkeypatch):
     params = support.tree()
 
     def run():
@@ -95,7 +85,7 @@ def test_several_workers(groups, monkeypatch):
 
     found = run()
     assert len(groups) == 1
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run())
 
 
@@ -118,8 +108,10 @@ PLACEMENTS = {
     ],
 )
 @pytest.mark.parametrize("form", ["drop-in", "split"])
-def test_on_a_mesh(form, placement, groups, monkeypatch):
-    """An elastic exchange, wherever the center lives; some leaves stay whole there."""
+def test_elastic_exchange_on_a_mesh_is_equal_by_groups_and_whole(
+    form, placement, groups, monkeypatch
+):
+    """The center has several placements; some leaves stay whole on the mesh."""
     towers = agn_optax.Towers(4, workers=2)
     rule = agn_optax.rules.easgd(0.3, rho=0.1)
     options = {"axis_name": "workers", "placement": PLACEMENTS[placement]}
@@ -142,12 +134,14 @@ def test_on_a_mesh(form, placement, groups, monkeypatch):
 
     found = exchanged()
     assert groups == [[{0}, {1}, {2}]]
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, exchanged())
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])  # whose state has holes is not cut
-def test_a_center_optimizer_of_some_leaves(momentum, groups, monkeypatch):
+@pytest.mark.parametrize("momentum", [None, 0.9])  # a state with holes is not cut
+def test_masked_center_optimizer_is_equal_by_groups_and_whole(
+    momentum, groups, monkeypatch
+):
     mask = jax.tree.map(lambda x: x.ndim > 1, support.tree())
     rule = agn_optax.rules.diloco(optax.masked(optax.sgd(0.5, momentum), mask))
 
@@ -156,7 +150,7 @@ def test_a_center_optimizer_of_some_leaves(momentum, groups, monkeypatch):
 
     found = run()
     assert bool(groups) == (momentum is None)
-    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run(), tolerance=1e-6)
 
 
@@ -173,7 +167,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_who_looks_further_than_a_leaf_exchanges_whole(name, groups):
+def test_optimizer_that_reads_several_leaves_is_exchanged_whole(name, groups):
     rule = agn_optax.rules.diloco(WHOLE[name])
     trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
     assert not groups
@@ -181,7 +175,7 @@ def test_who_looks_further_than_a_leaf_exchanges_whole(name, groups):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DROP_INS)
-def test_the_temporary_is_of_a_few_leaves(name):
+def test_drop_in_temporary_has_the_size_of_a_few_leaves(name):
     params = [jax.ShapeDtypeStruct((1 << 20,), jnp.float32) for _ in range(16)]
     tx = DROP_INS[name](optax.adam(1e-3), 10)
 
@@ -197,7 +191,7 @@ def test_the_temporary_is_of_a_few_leaves(name):
     assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
 
 
-def test_the_temporary_of_an_elastic_exchange_is_of_a_few_leaves():
+def test_elastic_exchange_temporary_has_the_size_of_a_few_leaves():
     params = [jnp.ones(1 << 20) for _ in range(16)]
     split = agn_optax.phases(optax.sgd(0.1), agn_optax.rules.easgd(0.3))
     exchange = jax.jit(split.exchange, donate_argnums=(0, 1))
@@ -207,7 +201,7 @@ def test_the_temporary_of_an_elastic_exchange_is_of_a_few_leaves():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
-def test_the_temporary_of_an_elastic_exchange_in_shards_is_of_a_few_leaves(workers):
+def test_sharded_elastic_exchange_temporary_has_the_size_of_a_few_leaves(workers):
     towers = agn_optax.Towers(4, workers=workers)
     params = [jnp.ones(1 << 20) for _ in range(16)]
     axis = "towers" if workers == 1 else "workers"
@@ -223,17 +217,17 @@ def test_the_temporary_of_an_elastic_exchange_in_shards_is_of_a_few_leaves(worke
     assert memory.temp_size_in_bytes < 0.6 * sum(leaf.nbytes for leaf in params)
 
 
-def test_the_log_says_why_an_exchange_is_whole(groups, caplog):
+def test_log_says_why_an_exchange_is_whole(groups, caplog):
     rule = agn_optax.rules.diloco(WHOLE["a norm of all leaves"])
     with caplog.at_level("DEBUG", "agn_optax"):
         trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
     (record,) = caplog.records
     assert "by groups of leaves" in record.message
-    assert "made of several leaves" in record.message
+    assert "depends on several leaves" in record.message
 
 
-def test_what_is_not_about_trees_is_not_kept_quiet(groups):
-    """An optimizer that fails where it is traced with a part of the leaves only."""
+def test_unrelated_error_of_the_optimizer_is_raised(groups):
+    """The optimizer fails only when traced with a part of the leaves."""
 
     def update(updates, params):
         del params

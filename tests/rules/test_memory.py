@@ -1,4 +1,4 @@
-"""What the compiled programs do with memory: nothing of the model's size too much."""
+"""Memory of the compiled programs: no needless temporary of the model's size."""
 
 import functools
 
@@ -45,7 +45,7 @@ def worker(inner, rule, params):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("inner", ["sgd", "adam"])
 @pytest.mark.parametrize("form", [split, worker])
-def test_the_local_phase_has_no_temporary_of_the_models_size(form, rule, inner, params):
+def test_local_step_has_no_temporary_of_model_size(form, rule, inner, params):
     tx_and_loop = form(getattr(optax, inner)(1e-3), RULES[rule](), params)
     memory = compiled_step(*tx_and_loop).memory_analysis()
     assert memory.temp_size_in_bytes < 0.01 * MODEL
@@ -54,23 +54,24 @@ def test_the_local_phase_has_no_temporary_of_the_models_size(form, rule, inner, 
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_exchange_writes_into_donated_buffers(rule, params):
+def test_exchange_writes_into_donated_buffers(rule, params):
     split = agn_optax.phases(optax.adam(1e-3), RULES[rule]())
     memory = compiled(split.exchange, params, split.init(params)).memory_analysis()
-    # The elastic rules mix two arrays into each other: one has to step aside.
+    # The elastic rules compute both new arrays from both old ones: one is copied.
     assert memory.temp_size_in_bytes <= (1.6 if "easgd" in rule else 0.01) * MODEL
     assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
 
 
 @pytest.mark.parametrize("rule", DROP_INS)
-def test_a_drop_in_step_has_no_branch_and_writes_in_place(rule, params):
+def test_drop_in_step_has_no_branch_and_writes_in_place(rule, params):
     tx = DROP_INS[rule](optax.adam(1e-3), 10)
     program = compiled_step(tx, params, tx.init(params))
     assert "conditional" not in program.as_text()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
-    # Messages that need the parameters need the updates written down; the elastic rules
-    # mix two arrays into each other. What is moved on the way is one leaf at a time.
+    # A message that needs the parameters needs the updates in memory; the elastic rules
+    # compute both new arrays from both old ones. Other temporaries hold one leaf at a
+    # time.
     models = 0 if rule == "agn" else 2 if "easgd" in rule else 1
     leaf = 0.5 if models else 0.0
     assert memory.temp_size_in_bytes <= (models + leaf + 0.01) * MODEL
@@ -86,7 +87,7 @@ def leaves():
 
 
 @pytest.mark.parametrize("rule", ["agn", "diloco"])
-def test_the_exchange_of_a_fragment_touches_nothing_else(rule, leaves):
+def test_fragment_exchange_accesses_only_its_fragment(rule, leaves):
     whole, split = (
         agn_optax.phases(optax.adam(1e-3), RULES[rule](), fragments=fragments)
         for fragments in (None, FRAGMENTS)
@@ -107,7 +108,9 @@ def accessed(program):
 
 @pytest.mark.parametrize("rule", ["agn", "diloco", "easgd"])
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_drop_in_step_of_fragments_is_as_that_of_the_whole(rule, delay, leaves):
+def test_drop_in_step_with_fragments_has_no_branch_and_writes_in_place(
+    rule, delay, leaves
+):
     tx = agn_optax.exchange_every(
         optax.adam(1e-3),
         RULES[rule](),

@@ -1,4 +1,4 @@
-"""Parts of a tree: cut and joined, balanced, and the same for everybody."""
+"""Parts of a tree: cutting, joining and balancing them."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers.support import assert_identical
 
-from agn_optax.round import _parts
+from agn_optax import round as rounds
 
 SHAPES = st.lists(
     st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8
@@ -15,7 +15,7 @@ SHAPES = st.lists(
 
 
 def arrays(shapes):
-    """Of these shapes, all elements different, in containers with a None among them."""
+    """Return a tree of these shapes, with distinct elements and a None as a leaf."""
     ends = np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes)])
     leaves = [
         np.arange(begin, end, dtype=np.float32).reshape(shape)
@@ -26,22 +26,22 @@ def arrays(shapes):
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
-def test_what_is_cut_is_joined_again(shapes, count, rows):
+def test_join_undoes_cut(shapes, count, rows):
     tree = arrays(shapes)
-    parts = _parts.balanced(tree, count, rows=rows)
+    parts = rounds.parts.balanced(tree, count, rows=rows)
     pieces = parts.cut(tree)
     assert len(pieces) == len(parts) == count
-    assert_identical(_parts.join(pieces), tree)
+    assert_identical(rounds.parts.join(pieces), tree)
     elements = sum(leaf.size for piece in pieces for leaf in jax.tree.leaves(piece))
     assert elements == sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 @hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
-def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
+def test_parts_are_balanced_and_depend_only_on_shapes(shapes, count, rows):
     tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    parts = _parts.balanced(tree, count, rows=rows)
+    parts = rounds.parts.balanced(tree, count, rows=rows)
     numpy = [np.empty(shape, "float16") for shape in shapes]  # only shapes count
-    assert parts == _parts.balanced(numpy, count, rows=rows)
+    assert parts == rounds.parts.balanced(numpy, count, rows=rows)
     loads = [
         sum(
             (rows.stop - rows.start) * int(np.prod(shapes[leaf][1:], dtype=int))
@@ -53,7 +53,7 @@ def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
     ]
     total = sum(int(np.prod(shape, dtype=int)) for shape in shapes)
     assert sum(loads) == total
-    # What cannot be cut any further: a row, or a leaf.
+    # The largest unit that cannot be cut further: a row, or a leaf.
     least = [shape[rows:] for shape in shapes if shape]
     uncut = max((int(np.prod(shape, dtype=int)) for shape in least), default=1)
     assert max(loads) <= 2 * (total / count) + max(uncut, 1)
@@ -62,7 +62,7 @@ def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
 @hypothesis.given(SHAPES, st.integers(1, 6))
 def test_pieces_of_a_leaf_are_in_the_order_of_its_rows(shapes, count):
     tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    pieces = [piece for part in _parts.balanced(tree, count) for piece in part]
+    pieces = [piece for part in rounds.parts.balanced(tree, count) for piece in part]
     for leaf, shape in enumerate(shapes):
         own = [piece.rows for piece in pieces if piece.leaf == leaf]
         if own[0] is None:
@@ -74,18 +74,18 @@ def test_pieces_of_a_leaf_are_in_the_order_of_its_rows(shapes, count):
         assert len(own) <= count
 
 
-def test_a_leaf_that_must_stay_whole():
+def test_leaves_stay_whole_without_row_cuts():
     tree = {"large": jnp.ones((100, 10)), "small": jnp.ones(3)}
-    cut = _parts.balanced(tree, 3).cut(tree)
+    cut = rounds.parts.balanced(tree, 3).cut(tree)
     assert [jnp.shape(part["large"]) for part in cut] == [(33, 10), (33, 10), (34, 10)]
-    whole = _parts.balanced(tree, 3, rows=False).cut(tree)
+    whole = rounds.parts.balanced(tree, 3, rows=False).cut(tree)
     assert [part["large"] is None for part in whole] == [False, True, True]
 
 
-def test_a_state_is_cut_as_the_tree_that_it_belongs_to():
-    parts = _parts.balanced([jnp.ones(4), jnp.ones(3)], 2)
+def test_state_is_cut_like_the_tree_it_belongs_to():
+    parts = rounds.parts.balanced([jnp.ones(4), jnp.ones(3)], 2)
     state = {"count": jnp.ones(()), "mu": [jnp.arange(4.0), jnp.arange(3.0)]}
-    owners = {"count": _parts.SHARED, "mu": _parts.numbers(state["mu"])}
+    owners = {"count": rounds.parts.SHARED, "mu": rounds.parts.numbers(state["mu"])}
     first, second = parts.cut(state, owners)
     assert_identical(first, {"count": jnp.ones(()), "mu": [jnp.arange(4.0), None]})
     assert_identical(second, {"count": jnp.ones(()), "mu": [None, jnp.arange(3.0)]})

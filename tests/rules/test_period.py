@@ -1,4 +1,4 @@
-"""Periods that are schedules: warm-ups, and rounds of changing length."""
+"""Periods that are schedules: warm-ups and rounds of changing length."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_drop_in_and_worker_exchange_at_the_same_steps(name):
     assert_close(center.pull().params, agn_optax.center_params(state))
 
 
-def test_a_window_cut_short_is_divided_by_its_own_steps():
+def test_flushed_window_is_divided_by_its_own_steps():
     center = agn_optax.LocalCenter(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=10)
     params, state = worker.start()
@@ -66,11 +66,11 @@ def test_a_window_cut_short_is_divided_by_its_own_steps():
     params, state = worker.flush(params, state)
     np.testing.assert_allclose(center.pull().params, -3.0)  # the mean, not 9 / 10
     assert_identical(params, center.pull().params)
-    assert worker.flush(params, state)[0] is params  # nothing left to say
+    assert worker.flush(params, state)[0] is params  # nothing is left to send
     assert center.version == 1
 
 
-def test_a_schedule_that_goes_wrong_stops_the_worker_before_the_exchange():
+def test_invalid_schedule_value_raises_before_the_exchange():
     center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2))
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=lambda k: 1 - k)
     params, state = worker.start()
@@ -83,7 +83,7 @@ def test_a_schedule_that_goes_wrong_stops_the_worker_before_the_exchange():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_where_promotion_is_strict(name):
+def test_schedules_work_under_strict_promotion(name):
     period, expected = SCHEDULES[name]
     tx = agn_optax.downpour(optax.sgd(0.1), period)
     params = jnp.ones(2)
@@ -92,11 +92,11 @@ def test_schedules_where_promotion_is_strict(name):
     assert int(state.exchanges) == len(expected)
 
 
-def test_a_period_that_is_no_whole_number_is_rounded_up():
+def test_fractional_period_is_rounded_up():
     tx = agn_optax.downpour(optax.sgd(0.1), lambda k: jnp.asarray(1.0 + 1.5 * k))
     state, exchanges = tx.init(jnp.ones(2)), []
     for _ in range(14):
         _, state = tx.update(jnp.zeros(2), state, jnp.ones(2))
         exchanges.append(int(state.exchanges))
-    # Periods of 1, 2.5, 4 and 5.5.
+    # The periods are 1, 2.5, 4 and 5.5.
     assert exchanges == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4]

@@ -1,4 +1,4 @@
-"""The properties that every optax optimizer has, for every drop-in optimizer."""
+"""The properties that every optax optimizer has, tested for every drop-in."""
 
 import functools
 import inspect
@@ -25,15 +25,15 @@ from helpers.support import (
 import agn_optax
 
 drop_ins = pytest.mark.parametrize("name", DROP_INS)
-# What wraps an optimizer does not ask for its rule: here are those whose states differ
-# most, by a sum of gradients, by a center optimizer's momentum, and by an anchor.
+# Wrappers do not depend on the rule; these have the most different states: a sum of
+# gradients, the momentum of a center optimizer, and an anchor.
 some_drop_ins = pytest.mark.parametrize("name", ["agn", "diloco", "easgd_rho"])
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @functools.cache
 def make(name, inner=None, period=3):
-    """One object for all tests, which then share what is compiled for it."""
+    """Return one cached object for all tests, which then share compiled programs."""
     return DROP_INS[name](inner or optax.adam(0.05), period)
 
 
@@ -42,7 +42,7 @@ def types(tree):
 
 
 @drop_ins
-def test_converges(name):
+def test_drop_in_converges(name):
     target = {"w": jnp.array([1.0, -1.0, 2.0]), "b": jnp.asarray(3.0)}
     params = jax.tree.map(jnp.zeros_like, target)
     tx = make(name, optax.sgd(0.1))
@@ -70,7 +70,7 @@ def test_ignores_unknown_extra_arguments(name):
 
 
 @drop_ins
-def test_hands_extra_arguments_to_the_inner_optimizer(name):
+def test_passes_extra_arguments_to_the_inner_optimizer(name):
     seen = {}
 
     def update(updates, state, params=None, *, value, other, **extra_args):
@@ -99,7 +99,7 @@ def test_does_not_recompile_on_the_second_call(name, dtype):
     state = tx.init(params)
     loop = step(params, state)
     with nothing_compiles():
-        for _ in range(4):  # over an exchange
+        for _ in range(4):  # one of them exchanges
             loop = step(*loop)
     assert types(loop) == types((params, state))
 
@@ -107,7 +107,7 @@ def test_does_not_recompile_on_the_second_call(name, dtype):
 @pytest.mark.slow
 @drop_ins
 @dtypes
-def test_types_are_stable(name, dtype):
+def test_dtypes_and_weak_types_are_stable(name, dtype):
     params = tree(dtype)
     tx = make(name)
     target = tree(dtype, seed=1)
@@ -153,7 +153,7 @@ def test_vmap_runs_independent_workers(name):
 
 
 @some_drop_ins
-def test_survives_masked(name):
+def test_works_in_masked(name):
     params = {"trained": jnp.ones(3), "frozen": jnp.ones(2)}
     mask = {"trained": True, "frozen": False}
     tx = optax.chain(
@@ -175,7 +175,7 @@ def test_survives_masked(name):
 
 
 @some_drop_ins
-def test_survives_multi_transform(name):
+def test_works_in_multi_transform(name):
     params = {"trained": jnp.ones(3), "b": jnp.ones(2)}
     tx = optax.multi_transform(
         {"rare": make(name), "often": optax.sgd(0.1)},
@@ -191,7 +191,7 @@ def test_survives_multi_transform(name):
 
 
 @some_drop_ins
-def test_survives_multi_steps(name):
+def test_works_in_multi_steps(name):
     params = tree()
     tx = optax.MultiSteps(make(name), every_k_schedule=2)
     _, last, state = run(tx, params, feeds(params, 12))
@@ -202,7 +202,7 @@ def test_survives_multi_steps(name):
 
 @some_drop_ins
 @pytest.mark.parametrize("static", [(), ("period",)])
-def test_survives_inject_hyperparams(name, static):
+def test_works_in_inject_hyperparams(name, static):
     if name == "easgd_rho":
         factory, hyperparameters = agn_optax.easgd, {"rho": 0.1}
     else:
@@ -232,7 +232,7 @@ def test_every_setting_of_easgd_can_be_injected():
         assert_close(run(tx, params, targets)[1], expected[1])
 
 
-def test_a_schedule_of_exchanges_survives_injection_if_it_is_static():
+def test_static_period_schedule_works_in_inject_hyperparams():
     injected = optax.inject_hyperparams(agn_optax.easgd, static_args="period")
     period = agn_optax.local_warmup(2, steps=2)
     tx = injected(optax.sgd(0.1), period, moving_rate=0.5)
@@ -241,7 +241,7 @@ def test_a_schedule_of_exchanges_survives_injection_if_it_is_static():
     assert int(state.inner_state.exchanges) == 3  # after 4, 6 and 8 steps
 
 
-def test_a_schedule_of_the_moving_rate():
+def test_injected_moving_rate_schedule_is_followed():
     rate = optax.linear_schedule(0.5, 0.1, transition_steps=6)
     tx = optax.inject_hyperparams(agn_optax.easgd)(optax.sgd(0.1), 3, moving_rate=rate)
     params = jnp.asarray(1.0)
@@ -260,7 +260,7 @@ def test_a_schedule_of_the_moving_rate():
             )
 
 
-def test_a_schedule_of_the_period_by_steps():
+def test_injected_period_schedule_counts_steps():
     """Under inject_hyperparams a callable is a schedule of steps, not of exchanges."""
     period = lambda step: jnp.where(step < 4, 1, 3)  # noqa: E731
     tx = optax.inject_hyperparams(agn_optax.downpour)(optax.sgd(0.1), period)
@@ -270,7 +270,7 @@ def test_a_schedule_of_the_period_by_steps():
 
 
 @some_drop_ins
-def test_survives_map_params(name):
+def test_works_with_map_params(name):
     params = tree()
     tx = make(name)
     state = tx.init(params)
@@ -287,7 +287,7 @@ def test_survives_map_params(name):
 
 
 @some_drop_ins
-def test_names_can_be_found_by_optax_tree_get(name):
+def test_state_fields_are_found_by_optax_tree_get(name):
     state = make(name, optax.sgd(0.1)).init(tree())
     for field in ("center", "exchanges", "local_steps", "anchor"):
         optax.tree.get(state, field)  # raises if a name occurs twice
@@ -316,8 +316,8 @@ def test_params_and_state_can_both_be_donated(name):
 
 @drop_ins
 @dtypes
-def test_init_copies(name, dtype):
-    """So that donating the parameters leaves the state whole, and the other way."""
+def test_init_copies_what_it_keeps(name, dtype):
+    """Donating the parameters leaves the state whole, and the other way round."""
     params = {"w": jnp.ones(4, dtype)}
     state = make(name).init(params)
     pointers = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size > 1}
@@ -380,7 +380,7 @@ def test_works_in_nnx_optimizer(name):
     assert jnp.mean((averaged(X) - Y) ** 2) < 0.3 * losses[0]
 
 
-def test_all_drop_ins_have_one_signature():
+def test_drop_ins_have_the_same_signature():
     for name, factory in agn_optax.rules.__dict__.items():
         if name not in agn_optax.rules.__all__ or name == "Rule":
             continue
@@ -394,5 +394,5 @@ def test_all_drop_ins_have_one_signature():
         }
         assert set(parameters) - keywords == {"inner", "period"}
         assert {"axis_name", "center_dtype"} <= keywords
-        # Every setting of the record is one of the drop-in, too.
+        # Every setting of the rule is also a setting of the drop-in.
         assert set(inspect.signature(factory).parameters) <= keywords

@@ -1,4 +1,4 @@
-"""What each part of a rule is given, and in which dtype: the contract of `Rule`."""
+"""The contract of `Rule`: the inputs of each part of a rule and their dtypes."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from agn_optax import round as rounds
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
-def keeps_params():
-    """An optimizer whose state is the parameters that it is shown, themselves."""
+def optimizer_that_keeps_params():
+    """Return an optimizer whose state is the parameter arrays that it is given."""
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda u: -u, updates), state
@@ -36,8 +36,8 @@ def keeps_params():
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
 @pytest.mark.parametrize("name", ["agn", "agn_window"])
-def test_a_mean_is_over_the_steps_that_were_made(name, steps):
-    """Which the round counts: a record may be fed by others, and more often."""
+def test_mean_divides_by_the_number_of_local_steps(name, steps):
+    """The round counts the steps; the record may be updated more often."""
     rule = RULES[name]()
     params, anchor = tree(seed=1), tree(seed=2)
     _, record = rule.record.update(params, rule.record.init(params), params)
@@ -49,7 +49,7 @@ def test_a_mean_is_over_the_steps_that_were_made(name, steps):
 
 
 @pytest.mark.parametrize("form", ["rule", "drop_in"])
-def test_a_wide_record_keeps_what_a_narrow_one_loses(form):
+def test_float32_record_of_bfloat16_gradients_is_exact(form):
     params, grads = jnp.zeros(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
     steps, settings = 300, {"record_dtype": "float32"}
     if form == "rule":
@@ -63,7 +63,7 @@ def test_a_wide_record_keeps_what_a_narrow_one_loses(form):
     np.testing.assert_array_equal(state.local.record.sum, [300.0] * 3)
 
 
-def test_the_record_is_of_the_gradients_and_not_of_the_penalty():
+def test_record_sums_gradients_without_the_penalty():
     rule = dataclasses.replace(
         rules.agn(optax.sgd(1.0)), penalty=agn_optax.elastic_pull(0.5)
     )
@@ -78,8 +78,8 @@ def test_the_record_is_of_the_gradients_and_not_of_the_penalty():
     assert_close(updates, pulled)
 
 
-def test_diloco_without_a_center_optimizer_is_the_paper_s():
-    """Nesterov momentum of 0.9, at a rate of 0.7, of the mean displacement."""
+def test_diloco_default_center_optimizer_is_that_of_the_paper():
+    """Nesterov momentum of 0.9 at a rate of 0.7 on the mean displacement."""
     params = tree()
     split = agn_optax.phases(optax.sgd(0.1), rules.diloco())
     targets = feeds(params, 6)
@@ -104,7 +104,7 @@ def test_diloco_without_a_center_optimizer_is_the_paper_s():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_anchor_is_kept_only_where_something_reads_it(name):
+def test_anchor_is_stored_only_for_rules_that_need_it(name):
     rule, params = RULES[name](), tree()
     split = agn_optax.phases(optax.sgd(0.1), rule)
     assert (split.init(params).local.anchor is None) == (name != "easgd_rho")
@@ -113,7 +113,7 @@ def test_an_anchor_is_kept_only_where_something_reads_it(name):
     )
     _, state = worker.start()
     assert (state.anchor is None) == (name != "easgd_rho")
-    # Whoever has no use for an anchor is not given one, so that none is kept for it.
+    # A rule that does not need an anchor is not given one, so that none is stored.
     reads = {"agn": False, "easgd": False}.get(name, True)
     assert rule.needs_anchor == reads
 
@@ -121,10 +121,8 @@ def test_an_anchor_is_kept_only_where_something_reads_it(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("center_dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
-def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
-    name, dtype, center_dtype
-):
-    """On a mesh, summed before or after it is decoded, and outside of the program."""
+def test_center_optimizer_gets_messages_in_the_center_dtype(name, dtype, center_dtype):
+    """This holds on a mesh (decoded before or after the sum) and outside jit."""
     seen = []
 
     def update(updates, state, params=None, *, staleness, **extra_args):
@@ -147,10 +145,10 @@ def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
 
 
 @pytest.mark.parametrize("place", ["phases", "drop_in", "center"])
-def test_optimizers_that_keep_the_parameters_have_copies(place):
-    """Or a donation of the one would take the other away."""
+def test_optimizers_that_keep_params_get_copies(place):
+    """Otherwise donating one array would delete the other."""
     params = {"w": jnp.ones(4), "b": jnp.arange(3.0)}
-    rule = rules.agn(keeps_params())
+    rule = rules.agn(optimizer_that_keeps_params())
     if place == "center":
         center = agn_optax.LocalCenter(rule, params)
         store = center.core.store
@@ -160,19 +158,19 @@ def test_optimizers_that_keep_the_parameters_have_copies(place):
             "phases": agn_optax.phases,
             "drop_in": functools.partial(agn_optax.exchange_every, period=1),
         }[place]
-        tx = make(keeps_params(), rule)
+        tx = make(optimizer_that_keeps_params(), rule)
         state = tx.init(params)
     buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
     assert len(set(buffers)) == len(buffers)
-    if place == "center":  # which moves in place
+    if place == "center":  # the center moves in place
         for version in range(3):
             sessions.exchange(center, params, anchor_version=version, worker="a")
         np.testing.assert_array_equal(center.pull().params["w"], [-2.0] * 4)
 
 
 @pytest.mark.parametrize("name", ["easgd", "easgd_rho"])
-def test_a_late_elastic_answer_pulls_from_what_was_sent(name):
-    rule = RULES[name]()  # at a rate of 0.3
+def test_late_elastic_response_pulls_from_the_sent_params(name):
+    rule = RULES[name]()  # the rate is 0.3
     now, sent, center = tree(seed=1), tree(seed=2), tree(seed=3)
     expected = jax.tree.map(
         lambda x, s, c: s - 0.3 * (s - c) + (x - s), now, sent, center
@@ -181,10 +179,10 @@ def test_a_late_elastic_answer_pulls_from_what_was_sent(name):
 
 
 @pytest.mark.parametrize("name", ["downpour", "agn_window", "average", "diloco"])
-def test_what_rounding_kept_from_a_worker_is_not_what_it_sent(name):
-    """The worker adopted the rounded anchor; its small parameters show the difference.
+def test_contribution_recovers_bfloat16_params_exactly(name):
+    """A worker adopts the rounded anchor; its small parameters show the difference.
 
-    So under bfloat16 parameters it recovers what it sent, to the last bit.
+    Recovery from the contribution restores bfloat16 parameters to the last bit.
     """
     rule = RULES[name]()
     params = (jnp.arange(1.0, 200.0) / 997).astype(jnp.bfloat16)
@@ -198,7 +196,7 @@ def test_what_rounding_kept_from_a_worker_is_not_what_it_sent(name):
 
 
 def test_elastic_pull_rounds_once():
-    # 1 + 2^-8 is halfway between two numbers of bfloat16, and a little more is not.
+    # 1 + 2^-8 is halfway between two bfloat16 numbers; a little more rounds up.
     tx = agn_optax.elastic_pull(1.0)
     updates, params = jnp.ones(1, jnp.bfloat16), jnp.full(1, 2**-8 + 2**-20)
     pulled, _ = tx.update(updates, tx.init(params), params, center=jnp.zeros(1))
@@ -252,7 +250,7 @@ def momentum(rate, momentum):
         (rules.downpour(), rules.average(), ["name is 'downpour'"], ["combine", ";"]),
     ],
 )
-def test_a_rule_that_differs_is_told_by_its_parts(other, own, says, says_not):
+def test_rule_difference_names_the_parts_that_differ(other, own, says, says_not):
     assert rules.difference(rules.fingerprint(own), own) is None
     said = rules.difference(rules.fingerprint(other), own)
     for words in says:

@@ -1,4 +1,4 @@
-"""Schedules of center optimizers: at exchanges, at the rate of the local steps."""
+"""Learning-rate schedules of center optimizers, by exchanges and by local steps."""
 
 import logging
 
@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import support
+from helpers import leaf_groups, support
 
 import agn_optax
 from agn_optax import errors, rules
-from agn_optax.round import _leafwise
 
 RATES = jnp.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02])
 
@@ -27,7 +26,7 @@ SGD = {
 
 
 def center_after(tx, steps):
-    """Of one parameter whose gradient is 1 at every step."""
+    """Return the center after steps on one parameter whose gradient is always 1."""
     params = jnp.zeros(())
     feeds = jnp.zeros((steps,))
 
@@ -43,17 +42,17 @@ def center_after(tx, steps):
 
 
 @pytest.mark.parametrize("name", SGD)
-def test_the_center_moves_at_the_rate_of_the_last_local_step(name):
+def test_center_moves_at_the_rate_of_the_last_local_step(name):
     tx = agn_optax.agn(SGD[name](), period=3)
     assert center_after(tx, 6) == pytest.approx(-float(RATES[2] + RATES[5]))
 
 
-def test_rounds_of_other_lengths():
+def test_schedule_follows_local_steps_when_the_period_changes():
     tx = agn_optax.agn(SGD["sgd"](), period=lambda exchanges: 2 + 2 * exchanges)
     assert center_after(tx, 6) == pytest.approx(-float(RATES[1] + RATES[5]))
 
 
-def test_a_center_of_ones_own_counts_exchanges_and_is_told_of(caplog):
+def test_explicit_center_schedule_counts_exchanges_with_a_warning(caplog):
     tx = agn_optax.agn(optax.sgd(0.1), period=3, center=SGD["injected"]())
     with caplog.at_level(logging.WARNING, "agn_optax"):
         assert center_after(tx, 6) == pytest.approx(-float(RATES[0] + RATES[1]))
@@ -66,8 +65,8 @@ def test_a_center_of_ones_own_counts_exchanges_and_is_told_of(caplog):
     assert rules.by_local_steps(by_steps) is by_steps
 
 
-def test_only_schedules_are_moved_on():
-    """Adam tells by its count how many updates its moments are made of."""
+def test_by_local_steps_advances_only_schedule_counters():
+    """Adam's own count must stay the number of updates in its moments."""
     by_steps = rules.by_local_steps(optax.adam(rate))
     _, state = by_steps.update(
         jnp.ones(()), by_steps.init(jnp.ones(())), steps=jnp.int32(4)
@@ -76,20 +75,20 @@ def test_only_schedules_are_moved_on():
     assert sorted(counts) == [1, 4]
 
 
-def test_the_same_by_groups_of_leaves(monkeypatch):
+def test_by_local_steps_is_equal_in_leaf_groups(monkeypatch):
     params = support.tree()
     feeds = support.feeds(params, 6)
     by_steps = rules.by_local_steps(optax.adam(rate))
     found = []
-    for least in (1, 1 << 40):
-        monkeypatch.setattr(_leafwise, "LEAST", least)
+    for choose in (leaf_groups.allow, leaf_groups.forbid):
+        choose(monkeypatch)
         tx = agn_optax.diloco(optax.sgd(0.1), 3, center=by_steps)
         _, _, state = support.run(tx, params, feeds)
         found.append(agn_optax.center_params(state))
     support.assert_close(*found)
 
 
-def test_where_nobody_counts_local_steps_it_is_refused():
+def test_by_local_steps_is_rejected_without_step_count():
     rule = rules.agn(rules.by_local_steps(SGD["sgd"]()))
     with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
         agn_optax.LocalCenter(rule, {"w": jnp.ones(2)})

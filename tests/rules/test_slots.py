@@ -1,4 +1,4 @@
-"""What a state keeps for each parameter, by names of which none hides another."""
+"""Slots: the per-parameter arrays of a state under unique names."""
 
 from typing import NamedTuple
 
@@ -79,36 +79,36 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_names(name):
+def test_slot_names_of_wrapped_optimizers(name):
     tx, expected = WRAPPERS[name]
     state = tx.init(PARAMS)
     found = agn_optax.slots(state, PARAMS)
     assert list(found) == expected
-    # All arrays of the state are in it but for those that are no slots.
+    # Every array of the state is in a slot, except scalars.
     ours = [leaf for tree in found.values() for leaf in jax.tree.leaves(tree)]
     others = {id(leaf) for leaf in jax.tree.leaves(state)} - {id(x) for x in ours}
     for leaf in jax.tree.leaves(state):
         assert id(leaf) not in others or jnp.ndim(leaf) == 0
 
 
-def test_values_are_those_of_the_state():
+def test_slot_values_are_those_of_the_state():
     tx = agn()
     grads = jax.tree.map(lambda x: jnp.full_like(x, 2.0), PARAMS)
     state = tx.init(PARAMS)
     for _ in range(2):
         _, state = tx.update(grads, state, PARAMS)
-    found = agn_optax.slots(state)  # the center tells the structure
+    found = agn_optax.slots(state)  # the center gives the structure
     assert_identical(found["record/sum"], jax.tree.map(lambda g: 2 * g, grads))
     np.testing.assert_allclose(found["inner/mu"]["a"], 2.0 * (0.1 + 0.1 * 0.9))
     assert_identical(found["center"], agn_optax.center_params(state))
-    assert not np.any(found["center_optimizer/trace"]["a"])  # it has not moved
+    assert not np.any(found["center_optimizer/trace"]["a"])  # the center has not moved
     _, state = tx.update(grads, state, PARAMS)
     found = agn_optax.slots(state)
     np.testing.assert_allclose(found["center_optimizer/trace"]["a"], 2.0, rtol=1e-6)
     assert not np.any(found["record/sum"]["a"])
 
 
-def test_masks_leave_holes():
+def test_masked_leaves_are_masked_nodes_in_slots():
     state = WRAPPERS["multi_transform"][0].init(PARAMS)
     found = agn_optax.slots(state, PARAMS)
     assert found["y/trace"]["a"] == MASKED
@@ -118,7 +118,7 @@ def test_masks_leave_holes():
         agn_optax.slots(state)
 
 
-def test_of_a_worker():
+def test_slots_of_a_worker():
     center = agn_optax.LocalCenter(agn_optax.rules.agn(optax.sgd(0.1)), PARAMS)
     _, state = agn_optax.Worker(center, optax.adam(0.1), period=3).start()
     assert list(agn_optax.slots(state)) == ["inner/mu", "inner/nu", "record/sum"]
@@ -129,14 +129,14 @@ def test_of_a_worker():
         agn_optax.slots(state)
 
 
-def test_of_towers():
+def test_slots_of_towers():
     towers = agn_optax.Towers()
     state = towers.replicate(agn().init(PARAMS))
     assert agn_optax.slots(state)["center"]["a"].shape == (8, 2, 3)
     assert list(agn_optax.slots(towers.unreplicate(state), PARAMS)) == OF_AGN
 
 
-def test_of_a_center_in_shards():
+def test_slots_of_a_sharded_center():
     towers = agn_optax.Towers(workers=len(jax.devices()))
     placement = agn_optax.Placement(shard_axis="workers")
     tx = agn(axis_name="workers", placement=placement)
@@ -145,15 +145,15 @@ def test_of_a_center_in_shards():
     found = agn_optax.slots(state)
     assert list(found) == OF_AGN
     assert found["inner/mu"]["a"].shape == (8, 4, 6)
-    assert found["center"]["a"].shape == (8, 1, 3)  # a piece of each
+    assert found["center"]["a"].shape == (8, 1, 3)  # one shard of each leaf
     assert found["center_optimizer/trace"]["a"].shape == (8, 1, 3)
 
 
 class TestParametersThatAreOneArray:
-    """Of which any array could be a slot."""
+    """With a single array as parameters, any array of the state could be a slot."""
 
     @pytest.mark.parametrize("params", [jnp.ones(3), jnp.ones(()), 1.0])
-    def test_counts_are_none(self, params):
+    def test_counters_are_not_slots(self, params):
         tx = optax.chain(optax.add_noise(0.1, 0.1, 0), agn())
         assert list(agn_optax.slots(tx.init(params))) == OF_AGN
 
@@ -162,13 +162,15 @@ class TestParametersThatAreOneArray:
         assert list(agn_optax.slots(state, 1.0)) == ["hyperparams/decay", "trace"]
 
 
-class _Odd(NamedTuple):
-    rows: dict  # one array for each parameter, and in another tree
+class _UnusualState(NamedTuple):
+    rows: dict  # one array for each parameter, in another tree
     calls: jax.Array
 
 
-def test_arrays_in_other_trees_have_names_of_their_own():
-    state = _Odd({"a": jnp.ones(2), "b/c": (jnp.ones(3), jnp.ones(4))}, jnp.zeros(()))
+def test_arrays_of_other_trees_are_named_by_their_paths():
+    state = _UnusualState(
+        {"a": jnp.ones(2), "b/c": (jnp.ones(3), jnp.ones(4))}, jnp.zeros(())
+    )
     assert list(agn_optax.slots(state, PARAMS)) == [
         "rows/a",
         "rows/b/c/0",
@@ -176,7 +178,7 @@ def test_arrays_in_other_trees_have_names_of_their_own():
     ]
 
 
-def test_no_name_hides_another():
+def test_slot_names_are_unique():
     labelled = {"x": agn(), "0": optax.trace(0.9)}
     tx = optax.chain(
         optax.multi_transform(labelled, {"a": "x", "b": "0"}),
@@ -192,12 +194,12 @@ def test_no_name_hides_another():
     assert slots == sum(len(jax.tree.leaves(tree)) for tree in found.values())
 
 
-def test_parameters_of_another_model():
-    with pytest.raises(errors.TreeMismatchError, match="another tree"):
+def test_slots_reject_params_of_another_model():
+    with pytest.raises(errors.TreeMismatchError, match="have the same tree"):
         agn_optax.slots(agn().init(PARAMS), {"w": jnp.ones(3)})
 
 
-def test_within_a_program():
+def test_slots_work_under_jit():
     state = agn().init(PARAMS)
     total = jax.jit(lambda state: agn_optax.slots(state)["center"]["a"].sum())(state)
     assert total == 6.0

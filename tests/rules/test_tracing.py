@@ -1,4 +1,4 @@
-"""Reading programs: which rules may move parts of a center, and why others may not."""
+"""Analysis of traced programs: which center optimizers can run on shards."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from agn_optax.round import _elementwise, _parts
 PARAMS = {"a": jnp.ones((4, 4)), "b": jnp.ones(4), "c": jnp.ones((2, 4))}
 
 
-def of_each(act):
+def on_each_leaf(act):
     return optax.stateless(lambda updates, _: jax.tree.map(act, updates))
 
 
-def refused(optimizer, params=PARAMS, shards=2):
-    """What is said against it as a center optimizer in shards; "" for nothing."""
+def rejection(optimizer, params=PARAMS, shards=2):
+    """Return the error raised for an optimizer on shards, or "" for none."""
     parts = jax.eval_shape(_parts.balanced(params, shards).cut, params)
     try:
         _elementwise.check(agn_optax.rules.agn(optimizer), params, parts)
@@ -29,8 +29,8 @@ def refused(optimizer, params=PARAMS, shards=2):
     return ""
 
 
-def by_rows(x):
-    """Sums of rows, one after the other."""
+def cumulative_row_sums(x):
+    """Return the running sum of the rows, computed in a scan."""
     return jax.lax.scan(lambda total, row: (total + row, total + row), x[0] * 0, x)[1]
 
 
@@ -38,19 +38,19 @@ ALLOWED = {
     "every second message": optax.MultiSteps(  # a cond
         optax.adam(0.1), 2
     ).gradient_transformation(),
-    "a loop in a leaf": of_each(
+    "a loop in a leaf": on_each_leaf(
         lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x)
     ),
-    "a loop of unknown length": of_each(
+    "a loop of unknown length": on_each_leaf(
         lambda x: jax.lax.while_loop(
             lambda s: s[0] < 3, lambda s: (s[0] + 1, -s[1]), (0, x)
         )[1]
     ),
-    "functions with derivatives of their own": of_each(jax.nn.silu),
-    "one that is computed again": of_each(jax.checkpoint(jnp.sin)),
+    "functions with derivatives of their own": on_each_leaf(jax.nn.silu),
+    "one that is computed again": on_each_leaf(jax.checkpoint(jnp.sin)),
 }
 REFUSED = {
-    "a sum row by row": of_each(by_rows),
+    "a sum row by row": on_each_leaf(cumulative_row_sums),
     "the number of leaves": optax.stateless(
         lambda u, _: jax.tree.map(lambda x: x / len(jax.tree.leaves(u)), u)
     ),
@@ -68,22 +68,22 @@ REFUSED = {
             )
         )
     ),
-    "a callback": of_each(lambda x: jax.pure_callback(lambda y: y, x, x)),
+    "a callback": on_each_leaf(lambda x: jax.pure_callback(lambda y: y, x, x)),
 }
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_allowed_in_shards(name):
-    assert not refused(ALLOWED[name])
+def test_leafwise_optimizer_is_accepted_on_shards(name):
+    assert not rejection(ALLOWED[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_shards(name):
-    assert "cannot move a center in shards" in refused(REFUSED[name])
+def test_optimizer_that_mixes_leaves_or_rows_is_rejected_on_shards(name):
+    assert "a center in shards and a rule" in rejection(REFUSED[name])
 
 
-def test_a_center_in_shards_asks_for_each_of_its_parts():
-    """An optimizer that would move every shard by the number of its own leaves."""
+def test_sharded_center_rejects_optimizer_that_counts_leaves():
+    """Each shard would be moved by the number of its own leaves."""
     rule = agn_optax.rules.agn(REFUSED["the number of leaves"])
     center = ShardedCenter([agn_optax.LocalCenter(rule) for _ in range(2)])
     with pytest.raises(errors.InvalidArgumentError, match="or their number"):
@@ -91,7 +91,7 @@ def test_a_center_in_shards_asks_for_each_of_its_parts():
 
 
 def test_equal_expressions_are_equal_values():
-    """Whatever the shape, and however the program is cut into functions."""
+    """The shapes, and how the program is cut into functions, make no difference."""
 
     def one(x):
         return jnp.where(x > 0, x * 2.0, x)
@@ -107,7 +107,7 @@ def test_equal_expressions_are_equal_values():
     assert [first] != [*tracing.read(third, jnp.ones(3)).made.values()]
 
 
-def test_every_result_knows_its_leaves():
+def test_each_result_lists_the_leaves_it_depends_on():
     def act(tree):
         a, b, c = tree
         chosen = jax.lax.cond(c > 0, lambda: (a, b), lambda: (a * 2, -b))
@@ -121,7 +121,7 @@ def test_every_result_knows_its_leaves():
     ]
 
 
-def test_constants_of_an_array_count():
+def test_array_constants_distinguish_expressions():
     def times(values):
         return lambda x: x * jnp.asarray(values)
 
@@ -132,7 +132,7 @@ def test_constants_of_an_array_count():
     assert first == again != other
 
 
-def test_the_log_says_what_could_not_be_told(caplog):
+def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
     mask = {"a": True, "b": False, "c": True}
     rule = agn_optax.rules.agn(optax.masked(optax.adam(0.1), mask))
     abstract = jax.eval_shape(lambda: PARAMS)
@@ -140,4 +140,4 @@ def test_the_log_says_what_could_not_be_told(caplog):
     with caplog.at_level("DEBUG", "agn_optax"):
         assert not _elementwise.is_uniform(rule, abstract, parts)
     (record,) = caplog.records
-    assert record.message.startswith("not done: the center of rule 'agn' is kept in")
+    assert record.message.startswith("not done: the center of rule 'agn' in two")

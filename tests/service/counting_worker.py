@@ -1,4 +1,4 @@
-"""A process that is one worker which only sends: run by test_many_workers."""
+"""A process with one worker that only exchanges: run by test_many_workers.py."""
 
 import numpy as np
 from helpers import sessions, talking
@@ -7,7 +7,7 @@ from agn_optax import rules, service
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test sends."""
 
     def join(self, address, worker, transports=("memory", "socket", "grpc")):
         self._worker = worker
@@ -17,7 +17,7 @@ class Commands:
         sessions.join(self._center, worker)
 
     def exchange(self, element):
-        """A message of one element; the answer has the center's change by then."""
+        """Exchange a message of one element; return the negated center after it."""
         seen = self._center.pull()
         message = np.zeros_like(seen.params)
         message[element] = 1

@@ -1,6 +1,6 @@
-"""A process of several workers that train until told to end: run by test_durability.
+"""A process with several workers that train until a command: run by test_durability.py.
 
-Each has an element of the center for itself, and moves it by one a step.
+Each worker moves its own element of the center by one at every step.
 """
 
 import threading
@@ -16,7 +16,7 @@ RULE = rules.downpour()
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test sends."""
 
     def start(self, address, names, elements):
         self._stop = threading.Event()
@@ -30,7 +30,7 @@ class Commands:
             thread.start()
 
     def stop(self):
-        """Ends them all, each with a last exchange; says how many steps each made."""
+        """End all workers with a last exchange; return the steps that each made."""
         self._stop.set()
         for thread in self._threads:
             thread.join()

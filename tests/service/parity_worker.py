@@ -1,4 +1,4 @@
-"""A process that is one worker of a recorded trajectory: run by test_parity."""
+"""A process with one worker of a recorded trajectory: run by test_parity.py."""
 
 from helpers import parity_records, talking
 
@@ -6,7 +6,7 @@ from agn_optax import service
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test sends."""
 
     def connect(self, address, record, number):
         record = parity_records.load(record)

@@ -1,6 +1,7 @@
-"""Who may do what: roles, names, tokens and certificates, by every way in."""
+"""Access control by roles, names, tokens and certificates, over every transport."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -15,20 +16,19 @@ import time
 import grpc
 import jax.numpy as jnp
 import pytest
-from helpers import certificates, ports, sessions, shared
+from helpers import certificates, ports, sessions, shared, tuning
 from helpers.support import shares
+from helpers.waiting import wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls
+from agn_optax.service import Access, Tls, sockets, tokens
+from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import SERVICE
-from agn_optax.service.security import _files, _token
-from agn_optax.service.transports import _socket
 
 RULE = shared.downpour()
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 SIZE = 50_000  # elements: enough for shared memory
-# Written down once more: the calls of each role.
+# The calls of each role, written down a second time on purpose.
 ALLOWED = {
     "observer": "Status Health",
     "reader": "Status Health Pull",
@@ -45,7 +45,7 @@ WAYS = [
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr(_files, "_LOOK", 0.01)
+    tuning.set_file_checks(monkeypatch, 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def authority(tmp_path_factory):
 
 
 def token(role, name="*"):
-    """Of a test's own tokens: one for each role and name."""
+    """Return the token of a role and a name."""
     return f"{role}-{'any' if name == '*' else name}-0123456789"
 
 
@@ -70,22 +70,23 @@ TOKENS = "\n".join(
 
 @contextlib.contextmanager
 def served(way, folder, authority, access):
-    """A center that is reached in one way, and what `connect` needs for that."""
-    settings, client = {}, {"timeout": LIMIT}
+    """Serve a center; yield it and the settings to connect over one transport."""
+    settings, tls, client = {}, None, {"timeout": LIMIT}
     client["transports"] = ["grpc" if way == "grpc" else "socket"]
     if way == "unix":
         settings["address"] = f"unix:{folder}/center"
     elif way == "tls":
-        settings["tls"] = authority.issue("/CN=center")._replace(ca=None)
+        tls = authority.issue("/CN=center")._replace(ca=None)
         client["tls"] = Tls(authority.ca)
     elif way == "memory":
         client["transports"] = ["memory"]
-    with service.serve(RULE, params(), access=access, **settings) as server:
+    security = service.Security(tls=tls, access=access)
+    with service.serve(RULE, params(), security=security, **settings) as server:
         yield server, client
 
 
 def calls(center, observer, name):
-    """All that may be asked of a center, under a name."""
+    """Return functions that make each call of a center in a worker's name."""
     unary = center._connection.unary
     life = pb.Life(worker=name, incarnation="1")
     leave = pb.LeaveRequest(worker=name, incarnation="1")
@@ -104,7 +105,7 @@ def calls(center, observer, name):
 
 
 def allowed(address, client, name="anna", **shown):
-    """The calls that a caller may make; whatever else is said of them."""
+    """Return the calls that a caller may make, also if they fail later."""
     found = []
     settings = {key: value for key, value in client.items() if key != "transports"}
     with (
@@ -116,14 +117,14 @@ def allowed(address, client, name="anna", **shown):
                 make()
             except errors.NotAllowedError:
                 continue
-            except errors.CenterError:  # it has been asked
+            except errors.CenterError:  # allowed, but failed
                 pass
             found.append(call)
     return " ".join(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_role_may_do_what_it_says_and_no_more(way, tmp_path, authority):
+def test_each_role_allows_its_calls_and_no_others(way, tmp_path, authority):
     with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
         for role, expected in ALLOWED.items():
             found = allowed(server.address, client, token=token(role))
@@ -139,15 +140,19 @@ def test_every_role_may_do_what_it_says_and_no_more(way, tmp_path, authority):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shown", [None, "x" * 20])
-def test_strangers_hear_what_they_lack(way, shown, tmp_path, authority):
+def test_error_without_valid_token_says_what_is_missing(
+    way, shown, tmp_path, authority
+):
     with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
         lacks = "does not know that token" if shown else "give connect"
         with pytest.raises(errors.NotAllowedError, match=lacks):
             service.connect(server.address, RULE, token=shown, **client)
 
 
-def test_a_refusal_says_which_role_or_name_it_takes():
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+def test_error_names_the_roles_or_the_name_that_are_needed():
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         with service.connect(
             server.address, RULE, token=token("observer", "anna")
         ) as center:
@@ -175,12 +180,14 @@ def code_of(address, path, *metadata):
     return grpc.StatusCode.OK
 
 
-def test_others_than_our_clients_hear_the_codes_of_grpc():
-    """And services of gRPC's own have the same door."""
-    status, health = f"/{SERVICE}/Status", "/grpc.health.v1.Health/Check"
+def test_other_grpc_clients_get_status_codes():
+    """Health and channelz need the same tokens."""
+    status, health = f"/{addresses.SERVICE}/Status", "/grpc.health.v1.Health/Check"
     channels = "/grpc.channelz.v1.Channelz/GetServers"
     unknown = grpc.StatusCode.UNAUTHENTICATED
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         for path in (status, health, channels):
             assert code_of(server.address, path) == unknown
             wrong = ("authorization", "Bearer " + "x" * 20)
@@ -188,29 +195,31 @@ def test_others_than_our_clients_hear_the_codes_of_grpc():
             right = ("authorization", f"bearer {token('observer')}")
             assert code_of(server.address, path, right) == grpc.StatusCode.OK
         right = ("authorization", f"Bearer {token('observer')}")
-        pull = f"/{SERVICE}/Leave"
+        pull = f"/{addresses.SERVICE}/Leave"
         denied = grpc.StatusCode.PERMISSION_DENIED
         assert code_of(server.address, pull, right) == denied
         basic = ("authorization", "Basic " + token("observer"))
         assert code_of(server.address, status, basic) == denied
 
 
-# Connections beside gRPC.
+# Direct connections.
 
 
 def heard(server, key, worker):
-    """What a center says to whoever comes with a key."""
+    """Return whether a center greets a connection with this key."""
     host, _, port = server.direct_address.rpartition(":")
     with socket.create_connection((host, int(port)), LIMIT) as end:
-        end.sendall(_socket.GREETING + key)
-        return end.recv(100) == _socket.GREETING
+        end.sendall(sockets.GREETING + key)
+        return end.recv(100) == sockets.GREETING
 
 
-def test_a_key_is_that_of_its_caller_and_ends_with_its_token(tmp_path):
+def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
     file = tmp_path / "tokens"
     anna, bert = token("worker", "anna"), token("worker", "bert")
     file.write_text(f"worker anna {anna}\nworker bert {bert}\n")
-    with service.serve(RULE, params(), access=Access(file)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(file))
+    ) as server:
         door = server._servicer.door
         keys = [door.ticket(door.caller(t.encode())) for t in (anna, bert)]
         assert keys[0] != keys[1]
@@ -225,19 +234,21 @@ def test_a_key_is_that_of_its_caller_and_ends_with_its_token(tmp_path):
 
 
 def wait_until_unknown(door, gone):
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
+    def is_unknown():
         try:
             door.caller(gone.encode())
         except errors.NotAllowedError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("it is still known")
+            return True
+        return False
+
+    wait_until(is_unknown, LIMIT, pause=0.01)
 
 
-def test_keys_are_bounded_in_number():
+def test_number_of_keys_is_bounded():
     lines = b"\n".join(b"reader * %020d" % i for i in range(1100))
-    with service.serve(RULE, params(), access=Access(lines)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(lines))
+    ) as server:
         door = server._servicer.door
         keys = [door.ticket(door.caller(b"%020d" % i)) for i in range(1100)]
         assert len(door._tickets) == len(door._holders) == 1024
@@ -246,18 +257,20 @@ def test_keys_are_bounded_in_number():
         assert door.holder(keys[-1])
 
 
-# What changes while a center runs.
+# Changes while a center runs.
 
 
 @pytest.mark.parametrize("way", ["grpc", "socket"])
-def test_a_token_is_changed_without_a_restart(way, tmp_path):
-    """The worker goes on, as it has the new one by the time that the old one ends."""
+def test_token_can_be_changed_without_a_restart(way, tmp_path):
+    """The worker continues if it has the new token before the old one ends."""
     file, own = tmp_path / "tokens", tmp_path / "anna.token"
     old, new = token("worker", "old"), token("worker", "new")
     file.write_text(f"worker anna {old}\n")
     own.write_text(old + "\n")
     with (
-        service.serve(RULE, params(), access=Access(file)) as server,
+        service.serve(
+            RULE, params(), security=service.Security(access=Access(file))
+        ) as server,
         service.connect(
             server.address, RULE, token=own, timeout=LIMIT, transports=[way]
         ) as center,
@@ -283,45 +296,48 @@ def test_a_token_is_changed_without_a_restart(way, tmp_path):
             late.pull()
         own.write_text(old)
         file.write_text(f"worker bert {new}\n")
-        while door.caller(new.encode()).name != "bert":
-            time.sleep(0.01)
+        wait_until(lambda: door.caller(new.encode()).name == "bert", LIMIT)
         with pytest.raises(errors.NotAllowedError):
             exchange(center)
         assert server.center.version == 3
 
 
-def test_a_broken_file_changes_nothing(tmp_path, caplog):
+def test_broken_token_file_keeps_the_known_tokens(tmp_path, caplog):
     file, known = tmp_path / "tokens", token("reader")
     file.write_text(f"reader * {known}\n")
-    with service.serve(RULE, params(), access=Access(file)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(file))
+    ) as server:
         door = server._servicer.door
+
+        def look():
+            assert door.caller(known.encode()).name is None
+
         for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
             file.unlink() if broken is None else file.write_text(broken)
-            end = time.monotonic() + LIMIT
             caplog.clear()
-            while "cannot be used" not in caplog.text:
-                assert door.caller(known.encode()).name is None
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            seen(caplog, "cannot be used", look)
             assert known not in caplog.text
         assert allowed(server.address, {}, token=known) == ALLOWED["reader"]
 
 
 def seen(log, text, look):
-    """Looks until a text is in the log."""
-    end = time.monotonic() + LIMIT
-    while text not in log.text:
-        look()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    """Call ``look`` until a text is in the log."""
+
+    def is_there():
+        if text not in log.text:
+            look()
+        return text in log.text
+
+    wait_until(is_there, LIMIT, pause=0.01)
 
 
 @pytest.mark.parametrize("broken", ["", "king * of-nothing-0123456789\n", None])
-def test_broken_tokens_file_admits_nobody_after_a_while(
+def test_broken_tokens_file_is_ignored_after_a_timeout(
     broken, tmp_path, caplog, monkeypatch
 ):
-    """Others do, and so does that file once it can be read again."""
-    monkeypatch.setattr(_files, "PATIENCE", LIMIT)
+    """Other files stay valid, and so does this file once it can be read again."""
+    tuning.set_file_patience(monkeypatch, LIMIT)
     file, other = tmp_path / "tokens", tmp_path / "others"
     lines = f"reader * {token('reader')}\n"
     file.write_text(lines)
@@ -332,10 +348,10 @@ def test_broken_tokens_file_admits_nobody_after_a_while(
         return access.caller(token("observer").encode())
 
     file.unlink() if broken is None else file.write_text(broken)
-    seen(caplog, f"stays for {LIMIT} s at most", look)
+    seen(caplog, f"stays valid for at most {LIMIT} s", look)
     assert access.caller(token("reader").encode())
-    monkeypatch.setattr(_files, "PATIENCE", 0.0)  # the patience is over
-    seen(caplog, "nothing in it counts any more", look)
+    tuning.set_file_patience(monkeypatch, 0.0)  # the timeout is over
+    seen(caplog, "its previous content is no longer valid", look)
     with pytest.raises(errors.NotAllowedError, match="does not know that token"):
         access.caller(token("reader").encode())
     assert token("observer") not in caplog.text
@@ -345,23 +361,23 @@ def test_broken_tokens_file_admits_nobody_after_a_while(
     assert access.caller(token("reader").encode())
 
 
-def test_worker_goes_on_with_the_token_that_its_file_had(tmp_path, caplog, monkeypatch):
-    """The center says whether it is one: only there is a bound."""
-    monkeypatch.setattr(_files, "PATIENCE", 0.0)
+def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monkeypatch):
+    """Only the center has a timeout: it decides whether a token is valid."""
+    tuning.set_file_patience(monkeypatch, 0.0)
+    read_at_once(monkeypatch)
     file = tmp_path / "token"
     file.write_text(token("reader"))
-    known = _token.of(file, lambda: "127.0.0.1:1")
+    known = tokens.of(file, lambda: "127.0.0.1:1")
     file.unlink()
-    seen(caplog, "what it was before stays", known)
-    for _ in range(10):  # looks, which say nothing more
+    seen(caplog, "its previous content stays valid", known)
+    for _ in range(10):  # looks that log nothing more
         assert known() == token("reader")
-        time.sleep(2 * _files._LOOK)
-    assert caplog.text.count("what it was before stays") == 1
+    assert caplog.text.count("its previous content stays valid") == 1
 
 
 @pytest.fixture
 def entered():
-    """A folder that every user of this machine may enter."""
+    """A folder that every user of this machine can enter."""
     with tempfile.TemporaryDirectory() as made:
         folder = pathlib.Path(made)
         folder.chmod(0o755)
@@ -377,7 +393,7 @@ def entered():
         *((0o644, 0o700, False), (0o644, 0o750, False)),
     ],
 )
-def test_tokens_that_everybody_can_read_are_warned_of(
+def test_token_file_readable_by_every_user_is_warned_about(
     mode, around, is_public, entered, caplog
 ):
     folder, link = entered / "secrets", entered / "tokens"
@@ -386,7 +402,7 @@ def test_tokens_that_everybody_can_read_are_warned_of(
     link.symlink_to(file)
     for content, read in (
         (f"reader * {token('reader')}\n", Access),
-        (token("reader"), lambda path: _token.of(path, lambda: "127.0.0.1:1")),
+        (token("reader"), lambda path: tokens.of(path, lambda: "127.0.0.1:1")),
     ):
         file.write_text(content)
         file.chmod(mode)
@@ -400,12 +416,12 @@ def test_tokens_that_everybody_can_read_are_warned_of(
 
 
 def read_at_once(monkeypatch):
-    """Files are looked at whenever they are asked for."""
-    monkeypatch.setattr(_files, "_LOOK", 0.0)
+    """Make token files be checked at every use."""
+    tuning.set_file_checks(monkeypatch, 0.0)
 
 
 def known(access, *names):
-    """Those of some tokens that count."""
+    """Return the names whose tokens are valid."""
 
     def counts(name):
         with contextlib.suppress(errors.NotAllowedError):
@@ -415,9 +431,7 @@ def known(access, *names):
 
 
 @pytest.mark.parametrize("broken", ["", "king * of-nothing-0123456789\n", None])
-def test_token_that_is_removed_ends_while_another_file_is_broken(
-    broken, tmp_path, monkeypatch
-):
+def test_removed_token_ends_while_another_file_is_broken(broken, tmp_path, monkeypatch):
     read_at_once(monkeypatch)
     file, other = tmp_path / "tokens", tmp_path / "others"
     file.write_text(f"reader * {token('a')}\nreader * {token('b')}\n")
@@ -432,10 +446,10 @@ def test_token_that_is_removed_ends_while_another_file_is_broken(
     assert known(access, *"abcd") == set("cd")
 
 
-def test_token_in_two_files_counts_while_its_lines_say_the_same(
+def test_token_in_two_files_is_valid_while_its_lines_agree(
     tmp_path, monkeypatch, caplog
 ):
-    """It may be on its way from one to the other."""
+    """This allows moving a line from one file to the other."""
     read_at_once(monkeypatch)
     file, other = tmp_path / "tokens", tmp_path / "others"
     file.write_text(f"reader * {token('a')}\nreader * {token('b')}\n")
@@ -454,28 +468,32 @@ def test_token_in_two_files_counts_while_its_lines_say_the_same(
         Access(file, file)
 
 
-def test_file_whose_mode_is_changed_is_read_again(tmp_path, monkeypatch):
-    """It may be one that cannot be read any more."""
+def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch, caplog):
+    """It may have become unreadable."""
+    caplog.set_level(logging.INFO)
     read_at_once(monkeypatch)
-    file, reads = tmp_path / "tokens", []
-    file.write_text("a")
-    read = _files.Reread([file], lambda: reads.append(file.stat().st_mode & 0o777))
+    file = tmp_path / "tokens"
+    file.write_text(f"reader * {token('reader')}\n")
+    access = Access(file)
     file.chmod(0o400)
-    time.sleep(0.02)  # a file system's clock may tick every ten milliseconds
+    # No condition: a file system's clock may tick every ten milliseconds only.
+    time.sleep(0.02)
     file.chmod(0o440)
-    read()
-    read()
-    assert reads[1:] == [0o440]
+    for _ in range(2):
+        access.caller(token("reader").encode())
+    assert caplog.text.count("was read again") == 1
 
 
-def test_no_token_is_told(caplog, tmp_path):
+def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     secret = "secret-0123456789abc"  # noqa: S105 of nothing
     file = tmp_path / "tokens"
     file.write_text(f"observer anna {secret}")
     told = []
     access = Access(file, f"reader * other-{secret}".encode())
-    with service.serve(RULE, params(), access=access) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=access)
+    ) as server:
         told += [repr(access), repr(access.caller(secret.encode())), repr(server)]
         with service.connect(server.address, RULE, token=secret) as center:
             told.append(repr(center))
@@ -496,13 +514,15 @@ def test_no_token_is_told(caplog, tmp_path):
     assert secret not in "".join(told) + caplog.text
 
 
-# Where tokens come from.
+# Sources of tokens.
 
 
-def test_a_token_of_the_environment(monkeypatch, tmp_path):
+def test_token_is_read_from_the_environment(monkeypatch, tmp_path):
     own, file = token("observer"), tmp_path / "token"
     file.write_text(f"{token('reader')}\n")
-    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(access=Access(TOKENS))
+    ) as server:
         monkeypatch.setenv("AGN_OPTAX_TOKEN_FILE", str(file))
         assert allowed(server.address, {}) == ALLOWED["reader"]
         monkeypatch.setenv("AGN_OPTAX_TOKEN", own)
@@ -514,13 +534,13 @@ def test_a_token_of_the_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("short", "must have 16 characters at least, got 5"),
+        ("short", "must have at least 16 characters, got 5"),
         ("with a space in the middle", "without spaces"),
         (b"0123456789abcdef", "token must be a str, or the path"),
         (pytest.param, "token must be a str"),
     ],
 )
-def test_what_is_no_token(given, message):
+def test_bad_tokens_are_rejected(given, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         service.connect("127.0.0.1:1", RULE, token=given)
 
@@ -536,7 +556,7 @@ def test_path_given_as_a_token_is_recognised(way, name, tmp_path, monkeypatch):
         monkeypatch.setenv("AGN_OPTAX_TOKEN", str(path))
     else:
         given = str(path)
-    if not name.endswith(".token"):  # which need not be there
+    if not name.endswith(".token"):  # a path with this suffix need not exist
         path.write_text(token("reader"))
     with pytest.raises(
         errors.InvalidArgumentError, match=r"path of a file, .*--token-file"
@@ -544,7 +564,7 @@ def test_path_given_as_a_token_is_recognised(way, name, tmp_path, monkeypatch):
         service.connect("127.0.0.1:1", RULE, token=given)
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_missing_token_file_is_rejected(tmp_path):
     missing = tmp_path / "missing"
     with pytest.raises(errors.InvalidArgumentError, match="cannot read the token in"):
         service.connect("127.0.0.1:1", RULE, token=missing)
@@ -560,18 +580,18 @@ def test_a_file_that_is_none(tmp_path):
             "line 1 of the tokens must have roles, a name and a token, got",
         ),
         ("# none\n\nworker anna 0123456789abcdef more", "line 3 .* got 4 words"),
-        ("worker anna 0123", "in line 1 .*must have 16 characters at least, got 4"),
+        ("worker anna 0123", "in line 1 .*must have at least 16 characters, got 4"),
         ("chief,king * 0123456789abcdef", "roles in line 1 .*observer, .*'chief,king'"),
         ("worker a 0123456789abcdef\nworker b 0123456789abcdef", "line 2 .*same token"),
-        ("worker anna 0123456789abcdéf", "characters of ASCII"),
+        ("worker anna 0123456789abcdéf", "printable ASCII characters"),
     ],
 )
-def test_lines_that_make_no_sense(lines, message):
+def test_bad_lines_of_a_tokens_file_are_rejected(lines, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         Access(lines.encode())
 
 
-def test_comments_and_several_roles():
+def test_tokens_file_can_have_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
     watches, reads = ("Describe", "Status", "Health"), ("Pull", "Probe")
@@ -583,9 +603,11 @@ def test_comments_and_several_roles():
 
 
 @pytest.mark.parametrize("way", ["grpc", "socket"])
-def test_a_certificate_says_who_calls(way, authority):
+def test_certificate_gives_name_and_role_of_the_caller(way, authority):
     client = {"timeout": LIMIT, "transports": [way]}
-    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=authority.issue("/CN=center"))
+    ) as server:
         for subject, expected in (
             ("/CN=anna", "worker"),
             ("/CN=*", "worker"),
@@ -608,25 +630,30 @@ def test_a_certificate_says_who_calls(way, authority):
 
 
 @pytest.mark.parametrize("way", ["grpc", "socket", WAYS[3]])
-def test_a_token_and_a_certificate_agree(way, authority):
+def test_token_and_certificate_must_both_allow_a_call(way, authority):
     client = {"timeout": LIMIT, "transports": [way], "tls": authority.issue("/CN=anna")}
-    settings = {"tls": authority.issue("/CN=center"), "access": Access(TOKENS)}
+    both = service.Security(tls=authority.issue("/CN=center"), access=Access(TOKENS))
     bert = {"token": token("worker", "bert")}
-    with service.serve(RULE, params(), **settings) as server:
+    with service.serve(RULE, params(), security=both) as server:
         assert allowed(server.address, client) == ALLOWED["worker"]
-        for role in ("worker", "chief", "reader"):  # what both allow
+        for role in ("worker", "chief", "reader"):  # the intersection is allowed
             found = allowed(server.address, client, token=token(role))
             assert found == ALLOWED["worker" if role == "chief" else role]
-    settings["access"] = Access(f"worker bert {bert['token']}".encode())
+    access = Access(f"worker bert {bert['token']}".encode())
+    both = dataclasses.replace(both, access=access)
     with (
-        service.serve(RULE, params(), **settings) as server,
-        pytest.raises(errors.NotAllowedError, match=r"of two workers: .*bert.*anna"),
+        service.serve(RULE, params(), security=both) as server,
+        pytest.raises(
+            errors.NotAllowedError, match=r"to different workers: .*bert.*anna"
+        ),
     ):
         service.connect(server.address, RULE, **client, **bert)
 
 
-def test_a_key_over_tls_needs_its_callers_certificate(authority):
-    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+def test_key_over_tls_needs_the_certificate_of_its_caller(authority):
+    with service.serve(
+        RULE, params(), security=service.Security(tls=authority.issue("/CN=center"))
+    ) as server:
         anna, bert = authority.issue("/CN=anna"), authority.issue("/CN=bert")
         assert allowed(server.address, {"tls": anna}) == ALLOWED["worker"]
         door = server._servicer.door
@@ -639,17 +666,17 @@ def test_a_key_over_tls_needs_its_callers_certificate(authority):
                 socket.create_connection((host, int(port)), LIMIT) as plain,
                 context.wrap_socket(plain, server_hostname=host) as end,
             ):
-                end.sendall(_socket.GREETING + key)
-                return end.recv(100) == _socket.GREETING
+                end.sendall(sockets.GREETING + key)
+                return end.recv(100) == sockets.GREETING
 
         assert greets(anna)
-        assert greets(authority.issue("/CN=anna"))  # hers, renewed
+        assert greets(authority.issue("/CN=anna"))  # her renewed certificate
         assert not greets(bert)
         assert not greets(authority.issue("/CN=anna/OU=observer"))
 
 
 def test_certificates_are_read_again_when_they_change(tmp_path, authority):
-    """At both ends; the other end's old one does not do any more."""
+    """At both ends; the old certificate of the other end is no longer accepted."""
     second = certificates.Authority(tmp_path, "second")
     files = {}
     for end in ("center", "anna"):
@@ -657,7 +684,9 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         files[end] = Tls(*(tmp_path / f"{end}.{part}" for part in Tls._fields))
         replace(files[end], tls)
     address = ports.free_address()
-    server = service.serve(RULE, params(), tls=files["center"], address=address)
+    server = service.serve(
+        RULE, params(), security=service.Security(tls=files["center"]), address=address
+    )
     client = {"timeout": LIMIT, "tls": files["anna"]}
     with (
         server,
@@ -677,8 +706,11 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         assert allowed(server.address, client) == ALLOWED["worker"]
         server.stop()
         with service.serve(
-            RULE, params(), tls=files["center"], address=address
-        ):  # to which a connection made with the old one comes back
+            RULE,
+            params(),
+            security=service.Security(tls=files["center"]),
+            address=address,
+        ):  # a client connected before reconnects with the new certificate
             assert center.pull().version == 0
 
 
@@ -695,36 +727,38 @@ def wait_until_refused(address, tls):
         raise AssertionError("it still has its old certificate")
 
 
-# Where nobody was said to have access.
+# Centers without access settings.
 
 
-def test_beyond_this_machine_somebody_must_be_said(authority):
-    elsewhere = {"address": "0.0.0.0:0"}
+def test_public_address_needs_access_settings(authority):
+    elsewhere = "0.0.0.0:0"
     tls = authority.issue("/CN=center")
+    alone = service.Security(tls=tls._replace(ca=None))
     with pytest.raises(errors.InvalidArgumentError, match="give access=Access"):
-        service.serve(RULE, tls=tls._replace(ca=None), **elsewhere)
+        service.serve(RULE, address=elsewhere, security=alone)
     with pytest.raises(errors.InvalidArgumentError, match="access must be an Access"):
-        service.serve(RULE, access="tokens")
-    for settings in (
-        {"tls": tls},
-        {"tls": tls._replace(ca=None), "access": Access(TOKENS)},
-        {"insecure": True},
-        {"insecure": True, "access": Access(TOKENS)},
+        service.Security(access="tokens")
+    for security in (
+        service.Security(tls=tls),
+        dataclasses.replace(alone, access=Access(TOKENS)),
+        service.Security(insecure=True),
+        service.Security(insecure=True, access=Access(TOKENS)),
     ):
-        service.serve(RULE, **settings, **elsewhere).stop()
+        service.serve(RULE, address=elsewhere, security=security).stop()
 
 
 @pytest.mark.parametrize(
-    ("settings", "tells"),
+    ("address", "settings", "tells"),
     [
-        ({}, True),
-        ({"reflection": False}, False),
-        ({"address": "0.0.0.0:0", "insecure": True}, False),
-        ({"address": "0.0.0.0:0", "insecure": True, "reflection": True}, True),
+        ("127.0.0.1:0", {}, True),
+        ("127.0.0.1:0", {"reflection": False}, False),
+        ("0.0.0.0:0", {"insecure": True}, False),
+        ("0.0.0.0:0", {"insecure": True, "reflection": True}, True),
     ],
 )
-def test_reflection_is_for_this_machine(settings, tells):
-    with service.serve(RULE, **settings) as server:
+def test_reflection_is_served_to_this_machine_only_by_default(address, settings, tells):
+    security = service.Security(**settings)
+    with service.serve(RULE, address=address, security=security) as server:
         port = server.address.rpartition(":")[2]
         for path in (
             "/grpc.channelz.v1.Channelz/GetServers",
@@ -734,21 +768,21 @@ def test_reflection_is_for_this_machine(settings, tells):
             assert (code != grpc.StatusCode.UNIMPLEMENTED) == tells
 
 
-def test_a_unix_socket_is_for_one_user(tmp_path):
+def test_unix_socket_is_for_its_user_only(tmp_path):
     path = tmp_path / "center"
     with service.serve(RULE, params(), address=f"unix:{path}"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
-def test_another_user_comes_in_by_no_unix_socket(tmp_path):
-    """Not even with a key: everybody reaches the abstract names of sockets."""
+def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
+    """Not even with a key, although any user can reach abstract socket names."""
     program = (
         "import os, socket, sys\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "end = socket.socket(socket.AF_UNIX)\n"
         "end.connect('\\0' + sys.argv[1])\n"
-        f"end.sendall({_socket.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
+        f"end.sendall({sockets.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
         "print(end.recv(100).decode())\n"
     )
     with service.serve(RULE, params(), address=f"unix:{tmp_path}/center") as server:
@@ -762,4 +796,4 @@ def test_another_user_comes_in_by_no_unix_socket(tmp_path):
                 check=True,
                 timeout=LIMIT,
             ).stdout
-            assert "it is for processes of user 0, and this is of 65534" in said
+            assert "it is for processes of user 0, got one of user 65534" in said

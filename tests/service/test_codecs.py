@@ -1,4 +1,4 @@
-"""Codecs between processes: the same bits whatever the way, and nothing is lost."""
+"""Codecs between processes: identical results in every placement, and no loss."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from helpers.support import assert_identical, shares
 
 import agn_optax
 from agn_optax import codecs, errors, service
-from agn_optax.center import Journal
+from agn_optax.center import Journal, Submission
 from agn_optax.service.client import _remote
 from agn_optax.service.wire import _trees
 
@@ -55,7 +55,7 @@ def start():
 
 
 def train(worker, *steps, loop=None):
-    """Parameters and state of a worker after some local steps."""
+    """Return parameters and state of a worker after some local steps."""
     params, state = worker.start() if loop is None else loop
     local = jax.jit(worker.tx.update)
     for i in range(*steps):
@@ -72,19 +72,19 @@ def a_worker(center):
 
 @functools.cache
 def embedded(codec):
-    """What comes of a worker and a center in one process."""
+    """Return the result of a worker and a center in one process."""
     center = agn_optax.LocalCenter(rule(codec), start())
     loop = train(a_worker(center), 8)
     return jax.tree.map(np.asarray, (loop, *both_of(center)))
 
 
 def both_of(center):
-    """The center as it is, and as workers have it."""
+    """Return the exact center and the broadcast parameters."""
     return center.pull().params, center.pull(public=True).params
 
 
 def placed(stack, place, codec, tmp_path):
-    """A center in some place, as its worker sees it."""
+    """Return a connection to a center in the given placement."""
 
     def serve(params, **settings):
         return stack.enter_context(service.serve(rule(codec), params, **settings))
@@ -98,7 +98,7 @@ def placed(stack, place, codec, tmp_path):
         return center
     if place == "site":
         parent = agn_optax.LocalCenter(rule(codec), start())
-        server = serve(start(), parent=parent, parent_period=1000)
+        server = serve(start(), parent=service.Parent(parent, period=1000))
         assert server.uplink.ready.wait(60)
         return connect(server.address)
     if place == "journal":
@@ -108,14 +108,14 @@ def placed(stack, place, codec, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_law_12_the_same_bits_in_every_place(place, codec, tmp_path):
+def test_law_12_results_are_identical_in_every_placement(place, codec, tmp_path):
     with contextlib.ExitStack() as stack:
         center = placed(stack, place, codec, tmp_path)
         loop = train(a_worker(center), 8)
         assert_identical((loop, *both_of(center)), embedded(codec))
 
 
-def test_what_is_sent_is_as_small_as_the_codec_makes_it(codec):
+def test_bytes_sent_are_those_of_the_codec(codec):
     with (
         service.serve(rule(codec), start()) as server,
         service.connect(server.address, rule(codec)) as center,
@@ -132,8 +132,8 @@ def test_what_is_sent_is_as_small_as_the_codec_makes_it(codec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
-def test_law_9_a_center_goes_on_from_its_journal(codec, killed, tmp_path):
-    """What was sent is what is replayed, and the worker's residual is its own."""
+def test_law_9_center_resumes_from_its_journal(codec, killed, tmp_path):
+    """The journal replays encoded messages; the worker restores its residual."""
     kept = Journal(tmp_path / "a")
     with (
         service.serve(rule(codec), start(), durability=kept) as server,
@@ -155,8 +155,8 @@ def test_law_9_a_center_goes_on_from_its_journal(codec, killed, tmp_path):
 
 
 @pytest.mark.parametrize("transport", PLACES[:3])
-def test_law_13_what_was_sent_and_the_residual_is_what_was_contributed(transport):
-    """Also where local steps go on meanwhile: powers of two, so that sums are exact."""
+def test_law_13_sent_plus_residual_equals_contributed(transport):
+    """Also with overlap; with powers of two, so that sums are exact."""
     codec = codecs.error_feedback(codecs.quantize(2))
     made = shared.downpour(codec=codec)
     params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
@@ -180,7 +180,7 @@ def test_law_13_what_was_sent_and_the_residual_is_what_was_contributed(transport
             )
 
 
-SIZE = 20_000  # of a model, of which a difference takes an eighth
+SIZE = 20_000  # elements of a model whose encoded difference takes 1/8 of its bytes
 ONE = SIZE // 2 + 4 * -(-SIZE // 4096)  # bytes
 
 
@@ -190,8 +190,8 @@ def differing():
     return shared.agn(shared.sgd(0.5), codec=by)
 
 
-class Taught:
-    """A worker that sends what it is told, and has heard how many bytes came back."""
+class ScriptedWorker:
+    """A worker that sends given messages, and records the bytes of each answer."""
 
     def __init__(self, center, name, **settings):
         self.worker = agn_optax.Worker(
@@ -221,11 +221,11 @@ def served():
 
 
 @pytest.mark.parametrize("transport", PLACES[:3])
-def test_a_worker_gets_the_differences_that_it_missed(transport, served):
-    """Or the whole, where that is less; the same bits as whoever has missed none."""
+def test_answer_has_the_differences_that_a_worker_missed(transport, served):
+    """All parameters are sent if they are smaller; the result is identical."""
     with service.connect(served.address, differing(), transports=[transport]) as center:
-        anna = Taught(center, "anna").start()
-        bert = Taught(center, "bert").start()
+        anna = ScriptedWorker(center, "anna").start()
+        bert = ScriptedWorker(center, "bert").start()
         for i in range(3):
             anna.send(i)
         bert.send(3)
@@ -237,7 +237,7 @@ def test_a_worker_gets_the_differences_that_it_missed(transport, served):
             for i in range(behind):
                 anna.send(i)
             bert.send(behind)
-        # However many come, nothing is compiled for that.
+        # Any number of differences is applied without another compilation.
         assert [program._cache_size() for program in programs] == compiled
         assert bert.received[1:] == [2 * ONE, 3 * ONE]
         assert anna.received[3:] == [2 * ONE, 2 * ONE, ONE]
@@ -254,7 +254,7 @@ def test_a_worker_gets_the_differences_that_it_missed(transport, served):
         assert sum(anna.received) <= sent["anna"] < sum(anna.received) + 16 * gaps
 
 
-def test_an_exchange_that_is_repeated_gets_the_same_bits(served):
+def test_repeated_exchange_gets_an_identical_answer(served):
     def grads(i):
         return {"w": jnp.sin(float(i) + jnp.arange(float(SIZE)))}
 
@@ -262,35 +262,37 @@ def test_an_exchange_that_is_repeated_gets_the_same_bits(served):
         anchor = center.pull(public=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
         session = center.join("anna")
-        session.submit(1, grads(1), **how)
+        session.submit(Submission(1, grads(1), **how))
         first = session.collect(1)
-        center.join("bert").exchange(1, grads(2), anchor_version=0)
+        center.join("bert").exchange(Submission(1, grads(2), anchor_version=0))
         session.disconnect()
-        session.submit(1, grads(1), **how)
+        session.submit(Submission(1, grads(1), **how))
         again = session.collect(1)
-        whole = center.join("bert").exchange(1, grads(2), anchor_version=0)
+        whole = center.join("bert").exchange(Submission(1, grads(2), anchor_version=0))
         session.acknowledge(1)
         assert_identical((again.params, again.version), (first.params, first.version))
         assert (first.received, again.received, whole.received) == (ONE, ONE, 4 * SIZE)
-        # Whoever has it already gets nothing.
-        session.submit(2, grads(3), anchor_version=1, anchor=first.params)
+        # A worker that has the version already gets no bytes.
+        session.submit(Submission(2, grads(3), anchor_version=1, anchor=first.params))
         two = session.collect(2)
         session.disconnect()
-        session.submit(2, grads(3), anchor_version=two.version, anchor=two.params)
+        session.submit(
+            Submission(2, grads(3), anchor_version=two.version, anchor=two.params)
+        )
         same = session.collect(2)
         assert_identical((same.params, same.version), (two.params, two.version))
         assert same.received == 0
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_who_is_back_at_a_center_that_is_back_gets_what_it_missed(known, tmp_path):
-    """Of the same life it has the public center; of another one, it may have not."""
+def test_worker_that_resumes_gets_the_differences_it_missed(known, tmp_path):
+    """With the same center id it gets differences; otherwise all parameters."""
     kept = Journal(tmp_path)
     with (
         service.serve(differing(), {"w": jnp.zeros(SIZE)}, durability=kept) as server,
         service.connect(server.address, differing()) as center,
     ):
-        anna = Taught(center, "anna").start()
+        anna = ScriptedWorker(center, "anna").start()
         anna.send(1)
         saved = jax.tree.map(np.array, anna.worker.save(*anna.loop))
         life = anna.worker.life
@@ -298,7 +300,7 @@ def test_who_is_back_at_a_center_that_is_back_gets_what_it_missed(known, tmp_pat
         service.serve(differing(), durability=kept) as server,
         service.connect(server.address, differing()) as center,
     ):
-        anna = Taught(center, "anna")
+        anna = ScriptedWorker(center, "anna")
         anna.loop = anna.worker.restore(saved, life=life if known else None)
         anna.send(2)
         anna.send(3)
@@ -306,20 +308,23 @@ def test_who_is_back_at_a_center_that_is_back_gets_what_it_missed(known, tmp_pat
         assert_identical(anna.loop[0], both_of(center)[1])
 
 
-def test_differences_that_were_not_asked_for_are_refused(served, monkeypatch):
+def test_unrequested_differences_are_rejected(served, monkeypatch):
     with service.connect(served.address, differing()) as center:
         session = center.join("anna")
         anchor = center.pull(public=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
-        session.submit(1, anchor.params, **how)
-        session._anchor = None
-        with pytest.raises(errors.ProtocolError, match="none were asked for"):
+        session.submit(Submission(1, anchor.params, **how))
+        submission, parcel = session._in_flight
+        session._in_flight = submission._replace(anchor=None), parcel
+        with pytest.raises(
+            errors.ProtocolError, match="the whole center was asked for"
+        ):
             session.collect(1)
 
 
 @functools.cache
 def in_turns(kind, name, overlap):
-    """What comes of two workers with stale messages, whose answers are differences."""
+    """Return the result of two workers with stale messages and encoded answers."""
     codec = codecs.two_way(
         codecs.error_feedback(codecs.quantize(4, block=64)),
         codecs.chain_codecs(codecs.top_k(16, block=64), codecs.quantize(4)),
@@ -357,6 +362,6 @@ def in_turns(kind, name, overlap):
         ("shards", "easgd", False),
     ],
 )
-def test_law_7_stale_workers_adopt_the_same_public_centers(kind, name, overlap):
+def test_law_7_stale_workers_adopt_the_same_broadcast_parameters(kind, name, overlap):
     ours, expected = (in_turns(each, name, overlap) for each in (kind, "local"))
     assert_identical(ours, expected)

@@ -1,4 +1,4 @@
-"""Servers that are killed: what was answered is in the center, and nothing twice."""
+"""Servers that are killed: every acknowledged step counts once after the restart."""
 
 import contextlib
 import json
@@ -10,25 +10,23 @@ import threading
 
 import numpy as np
 import pytest
-from helpers import sessions, shared, talking
+from helpers import sessions, shared, talking, tuning
 from helpers.commands import python
+from helpers.support import SHARES_MEMORY
 from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.center import Journal, Snapshots
-from agn_optax.center.durability import _writer
-from agn_optax.service.client import _session
-from agn_optax.service.transports import _connection, _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
 WORKERS, PROCESSES = 6, 2
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
-class Served:
-    """``agn-optax serve`` as a process, again and again at one address."""
+class ServerProcess:
+    """``agn-optax serve`` as a process that can be restarted at the same address."""
 
     def __init__(self, address, *options):
         self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
@@ -45,7 +43,7 @@ class Served:
         assert json.loads(line)["event"] == "serving"
 
     def end(self, signum):
-        """Returns when nothing of it is left."""
+        """Send a signal, wait for the end, and return the exit code."""
         self._process.send_signal(signum)
         code = self._process.wait(LIMIT)
         self._process.stdout.close()
@@ -53,13 +51,13 @@ class Served:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_everything(tmp_path):
-    """By SIGKILL, then by SIGTERM; workers in other processes just go on."""
+def test_every_step_counts_once_through_kill_and_drain(tmp_path):
+    """SIGKILL, then SIGTERM, while workers in other processes keep training."""
     address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(talking.processes(PROGRAM, PROCESSES))
-        # So small that there are snapshots in the middle as well.
-        served = Served(address, f"--journal={directory}", "--journal-size=1000")
+        # A journal so small that snapshots are written during the test.
+        served = ServerProcess(address, f"--journal={directory}", "--journal-size=1000")
         stack.callback(lambda: served.end(signal.SIGKILL))
         center = stack.enter_context(service.connect(address, RULE, timeout=LIMIT))
         start = np.zeros(WORKERS, np.float32)
@@ -101,10 +99,10 @@ def test_killed_in_the_middle_of_everything(tmp_path):
 
 @pytest.fixture
 def killed(tmp_path):
-    """Serves at an address, and then again, as after a SIGKILL of the first server.
+    """A context that serves, with a function that restarts as after a SIGKILL.
 
-    The first one goes on for as long as it takes to copy its files, which are what its
-    death would have left, and is then out of the way.
+    The function copies the files of the running server, as a kill would leave them,
+    stops that server, and serves from the copy at the same address.
     """
     address = f"unix:{tmp_path}/center"
 
@@ -138,7 +136,7 @@ def killed(tmp_path):
     return serve
 
 
-def test_with_a_journal_a_worker_does_not_notice(killed):
+def test_worker_continues_at_a_killed_center_with_a_journal(killed):
     with killed(Journal) as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
@@ -150,11 +148,11 @@ def test_with_a_journal_a_worker_does_not_notice(killed):
         assert server.center.core.members()[1]["w"].exchanges == 2
 
 
-def test_a_shard_that_is_killed_goes_on(killed):
+def test_killed_shard_with_a_journal_continues(killed):
     with killed(Journal) as (one, kill), service.serve(RULE) as other:
         servers = [one.address, other.address]
         with service.connect(servers, RULE, timeout=LIMIT) as center:
-            # The first has its part already: two rows of four.
+            # The first shard has its part already: two of four elements.
             other.center.initialize(np.zeros(2, np.float32), worker="")
             center.join("w")
             for version in (1, 2):
@@ -171,7 +169,7 @@ def test_a_shard_that_is_killed_goes_on(killed):
             assert server.center.version == other.center.version == 2
 
 
-def test_with_snapshots_a_worker_is_told(killed):
+def test_worker_gets_an_error_at_a_center_reset_to_a_snapshot(killed):
     with killed(Snapshots) as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
@@ -185,11 +183,11 @@ def test_with_snapshots_a_worker_is_told(killed):
         np.testing.assert_array_equal(params, -1)
 
 
-def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
-    """Neither an answer nor a pull."""
-    sync, may, asked = _writer._sync, threading.Event(), threading.Event()
+def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
+    """While a sync of the journal is blocked, exchange and pull both wait."""
+    may, asked = threading.Event(), threading.Event()
 
-    def slow(file):
+    def slow(file, sync):
         asked.set()
         assert may.wait(LIMIT)
         sync(file)
@@ -201,7 +199,7 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         service.connect(server.address, RULE) as center,
     ):
         center.join("w")
-        monkeypatch.setattr(_writer, "_sync", slow)
+        tuning.set_journal_sync(monkeypatch, slow)
         said = {}
 
         def exchange():
@@ -226,12 +224,12 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         assert said == {"answer": 1, "pull": 1}
 
 
-def test_exchange_at_a_center_whose_journal_failed_raises_the_same_over_all_transports(
+def test_exchange_raises_same_error_over_all_transports_if_journal_failed(
     tmp_path, monkeypatch
 ):
-    for module in (_connection, _session):
-        monkeypatch.setattr(module, "SOON", 0.5)
-    transports = ["memory"] * _memory.IS_SUPPORTED + ["socket", "grpc"]
+    tuning.set_call_patience(monkeypatch, 0.5)
+    tuning.set_session_patience(monkeypatch, 0.5)
+    transports = ["memory"] * SHARES_MEMORY + ["socket", "grpc"]
     raised = {}
 
     def exchange(transport, worker, params, state):
@@ -271,13 +269,15 @@ def test_exchange_at_a_center_whose_journal_failed_raises_the_same_over_all_tran
         }
         for error in raised.values():
             assert str(error).endswith(server.center.core.failure)
-        # And whatever else is asked of it.
+        # All other calls raise, too.
         for ask in (center.pull, lambda: center.join("another")):
-            with pytest.raises(errors.CenterUnreachableError, match="cannot be kept"):
+            with pytest.raises(
+                errors.CenterUnreachableError, match="no longer be saved"
+            ):
                 ask()
 
 
-def test_barrier_of_a_center_whose_journal_failed_raises(tmp_path):
+def test_join_at_a_barrier_raises_if_the_journal_failed(tmp_path):
     center = agn_optax.LocalCenter(
         RULE, np.zeros(2, np.float32), barrier=2, durability=Journal(tmp_path / "a")
     )
@@ -297,14 +297,14 @@ def test_barrier_of_a_center_whose_journal_failed_raises(tmp_path):
     center.close()
 
 
-def test_wait_for_parameters_of_a_center_that_is_closed_raises():
+def test_wait_for_parameters_of_a_closed_center_raises():
     center = agn_optax.LocalCenter(RULE)
     center.close("it goes down")
     with pytest.raises(errors.CenterClosedError, match="it goes down"):
         center.wait()
 
 
-def test_a_failed_server_lets_its_directory_go(tmp_path):
+def test_failed_server_releases_its_directory(tmp_path):
     kept = Journal(tmp_path / "a")
     with (
         service.serve(RULE) as other,
@@ -314,8 +314,10 @@ def test_a_failed_server_lets_its_directory_go(tmp_path):
     service.serve(RULE, durability=kept).stop()
 
 
-def test_a_center_with_a_parent_is_not_kept(tmp_path):
+def test_center_with_a_parent_cannot_have_a_journal(tmp_path):
     parent = agn_optax.LocalCenter(RULE)
-    with pytest.raises(errors.InvalidArgumentError, match="with a parent cannot"):
-        service.serve(RULE, parent=parent, durability=Journal(tmp_path / "a"))
+    with pytest.raises(errors.InvalidArgumentError, match="a center with a parent"):
+        service.serve(
+            RULE, parent=service.Parent(parent), durability=Journal(tmp_path / "a")
+        )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What a launched program is told."""
+"""The environment of a launched program, set by agn-optax or by other engines."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ from agn_optax import errors, service
 
 GOOD = {"CENTER": "h:1", "RANK": "1", "WORKERS": "2", "WORKER": "w", "RESTARTS": "3"}
 ALONE = {"num_processes": 1}
-# What engines set, one worker's of each.
+# Variables of one worker as each engine sets them.
 ARRAY = {
     "SLURM_JOB_ID": "77",
     "SLURM_ARRAY_TASK_ID": "3",
@@ -25,7 +25,7 @@ STEP = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NODELIST": "node[007-008,011],other",
 }
-# As SLURM 22.05 said it in a step of all components.
+# As set by SLURM 22.05 in a step of all components.
 HETEROGENEOUS = {
     "SLURM_JOB_ID": "1",
     "SLURM_HET_SIZE": "2",
@@ -105,7 +105,7 @@ def given(monkeypatch):
     return given
 
 
-def test_environment(set_environment):
+def test_environment_is_read_with_its_defaults(set_environment):
     set_environment()
     assert service.environment() == ("h:1", 1, 2, "w", 3, ALONE)
     set_environment(RESTARTS=None, WORKER=None)
@@ -113,9 +113,9 @@ def test_environment(set_environment):
 
 
 @pytest.mark.parametrize("name", ["CENTER", "RANK", "WORKERS"])
-def test_what_is_missing_is_named(set_environment, name):
+def test_missing_variable_is_named(set_environment, name):
     set_environment(**{name: None})
-    wanted = f"AGN_OPTAX_{name} is not in the environment, and no .*agn-optax launch"
+    wanted = f"AGN_OPTAX_{name} is not set, and no .*agn-optax launch"
     with pytest.raises(errors.InvalidArgumentError, match=wanted):
         service.environment()
 
@@ -124,13 +124,13 @@ def test_what_is_missing_is_named(set_environment, name):
     ("name", "value"),
     [("RANK", "-1"), ("RANK", "²"), ("WORKERS", "0"), ("WORKERS", "x")],
 )
-def test_what_makes_no_sense_is_named(set_environment, name, value):
+def test_bad_variable_is_named(set_environment, name, value):
     set_environment(**{name: value})
     with pytest.raises(errors.InvalidArgumentError, match=f"AGN_OPTAX_{name} must be"):
         service.environment()
 
 
-def test_a_rank_that_is_too_high(set_environment):
+def test_rank_beyond_the_workers_is_rejected(set_environment):
     set_environment(RANK="2")
     with pytest.raises(errors.InvalidArgumentError, match=r"below AGN_OPTAX_WORKERS"):
         service.environment()
@@ -140,15 +140,15 @@ def test_a_rank_that_is_too_high(set_environment):
     ("variables", "said"),
     [
         (ARRAY, ("c:1", 3, 8, "worker-3", 2, ALONE)),
-        # Each task of a step a worker, or all of them one, or two of two.
+        # Each task of a step is a worker, or all tasks are one.
         (STEP | {"AGN_OPTAX_PROCESSES": "1"}, ("c:1", 3, 4, "worker-3", 0, ALONE)),
         (
             STEP | {"AGN_OPTAX_PROCESSES": "4"},
             ("c:1", 0, 1, "worker-0", 0, joined("node007", 3, 4, rank=0)),
         ),
-        # A step within a task of an array: towers of one worker.
+        # A step within a task of an array: processes of one worker.
         (ARRAY | STEP, ("c:1", 3, 8, "worker-3", 2, joined("node007", 3, 4))),
-        # Of an array that has grown.
+        # An array that has grown.
         (
             ARRAY
             | {
@@ -165,7 +165,7 @@ def test_a_rank_that_is_too_high(set_environment):
             ("c:1", 3, 4, "worker-3", 0, joined("run-3.run.default", 2, 5)),
         ),
         (SLICE, ("c:1", 3, 8, "worker-3", 0, joined("t0", 1, 2))),
-        # A slice as pods of a Job: their number is that of a host.
+        # A slice as pods of a Job: the completion index is that of a host.
         (
             SLICE | {"JOB_COMPLETION_INDEX": "1"},
             ("c:1", 3, 8, "worker-3", 0, joined("t0", 1, 2)),
@@ -174,7 +174,7 @@ def test_a_rank_that_is_too_high(set_environment):
             NODES | {"AGN_OPTAX_RANK": "3", "AGN_OPTAX_WORKERS": "4"},
             ("c:1", 3, 4, "worker-3", 0, joined("10.0.0.1", 1, 2)),
         ),
-        # A slice of a job of its own, as xpk starts it: its hosts are pods of a Job.
+        # One slice per job, as xpk starts it: its hosts are pods of a Job.
         (
             SLICE
             | {
@@ -186,7 +186,7 @@ def test_a_rank_that_is_too_high(set_environment):
             },
             ("c:1", 3, 8, "worker-3", 0, joined("t0", 1, 2)),
         ),
-        # An actor knows what it was told, whatever its node runs in.
+        # A Ray actor uses its own variables, not those of its node's engine.
         (
             ARRAY
             | STEP
@@ -195,16 +195,16 @@ def test_a_rank_that_is_too_high(set_environment):
         ),
     ],
 )
-def test_what_engines_say(given, variables, said):
+def test_variables_of_engines_are_understood(given, variables, said):
     assert given(variables, AGN_OPTAX_CENTER="c:1") == said
 
 
-def test_where_the_center_of_a_set_is(given):
+def test_center_address_of_a_jobset(given):
     assert given(SET).address == "run-center-0-0.run:5000"
     assert given(SET, AGN_OPTAX_PORT="6000").address == "run-center-0-0.run:6000"
 
 
-def test_a_heterogeneous_job(given):
+def test_heterogeneous_slurm_job(given):
     said = given(HETEROGENEOUS, AGN_OPTAX_PROCESSES="1")
     assert said == ("n1:5000", 1, 2, "worker-1", 0, ALONE)
     said = given(AGN_OPTAX_PROCESSES="2")
@@ -218,13 +218,13 @@ def test_a_heterogeneous_job(given):
         given(HETEROGENEOUS, SLURM_PROCID="0")
 
 
-def test_where_the_center_of_a_group_is(given):
+def test_center_address_of_a_leader_worker_set(given):
     assert given(GROUP)[:4] == ("run-3.run.default:5000", 1, 4, "worker-1")
     with pytest.raises(errors.InvalidArgumentError, match="this is the leader"):
         given(LWS_WORKER_INDEX="0")
 
 
-def test_what_was_said_by_hand_wins(given):
+def test_explicit_variables_override_the_engine(given):
     said = given(ARRAY, STEP, {f"AGN_OPTAX_{name}": GOOD[name] for name in GOOD})
     assert said[:5] == ("h:1", 1, 2, "w", 3)
     assert given(AGN_OPTAX_PROCESSES="1").distributed == ALONE
@@ -246,29 +246,29 @@ def test_what_was_said_by_hand_wins(given):
         (STEP | {"AGN_OPTAX_PROCESSES": "3"}, "got 3"),
         (
             ARRAY | JOB | {"JOB_COMPLETION_INDEX": "4"},
-            "Kubernetes.*SLURM.*not agree",
+            "Kubernetes.*SLURM.*disagree",
         ),
-        (SLICE | NODES | {"SKYPILOT_NODE_RANK": "0"}, "SkyPilot.*TPU.*do not agree"),
-        (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "may have grown"),
-        (ARRAY | {"SLURM_ARRAY_TASK_COUNT": "4"}, "may have grown"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "AGN_OPTAX_WORKERS is not in"),
-        ({"SLURM_JOB_ID": "5"}, "AGN_OPTAX_RANK is not in"),
+        (SLICE | NODES | {"SKYPILOT_NODE_RANK": "0"}, "SkyPilot.*TPU.*disagree"),
+        (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "may be only a part"),
+        (ARRAY | {"SLURM_ARRAY_TASK_COUNT": "4"}, "may be only a part"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "AGN_OPTAX_WORKERS is not set"),
+        ({"SLURM_JOB_ID": "5"}, "AGN_OPTAX_RANK is not set"),
         (ARRAY | {"SLURM_ARRAY_TASK_ID": "x"}, "SLURM_ARRAY_TASK_ID must be a whole"),
-        (ARRAY | {"AGN_OPTAX_PROCESSES": "2"}, "AGN_OPTAX_PROCESS is not in"),
+        (ARRAY | {"AGN_OPTAX_PROCESSES": "2"}, "AGN_OPTAX_PROCESS is not set"),
     ],
 )
-def test_what_is_ambiguous_is_refused(given, variables, said):
+def test_ambiguous_variables_are_rejected(given, variables, said):
     with pytest.raises(errors.InvalidArgumentError, match=said):
         given(variables, AGN_OPTAX_CENTER="c:1")
 
 
-def test_it_says_what_it_found_where(given, caplog):
+def test_sources_of_rank_and_workers_are_logged(given, caplog):
     with caplog.at_level("INFO", "agn_optax"):
         given(ARRAY, AGN_OPTAX_CENTER="c:1")
     assert "worker 'worker-3', rank 3 of 8 by SLURM_ARRAY_TASK_ID=3" in caplog.text
 
 
-def test_workers_do_not_join_one_job_by_accident(given):
+def test_workers_of_one_step_are_not_joined_by_accident(given):
     env = given(ARRAY, STEP, AGN_OPTAX_CENTER="c:1")
     with pytest.raises(errors.InvalidArgumentError, match="would become one job"):
         agn_optax.initialize_distributed()
@@ -277,9 +277,11 @@ def test_workers_do_not_join_one_job_by_accident(given):
     assert agn_optax.initialize_distributed(**alone) == 1
 
 
-def test_the_rule_is_given_once(set_environment, monkeypatch):
+def test_rule_is_read_from_the_environment(set_environment, monkeypatch):
     set_environment()
-    with pytest.raises(errors.MissingArgumentError, match="make the rule here"):
+    with pytest.raises(
+        errors.MissingArgumentError, match="Make the rule of the center"
+    ):
         _ = service.environment().rule
     monkeypatch.setenv("AGN_OPTAX_RULE", '{"rule": "easgd", "moving_rate": 0.25}')
     assert service.environment().rule.name == "easgd"
@@ -288,8 +290,8 @@ def test_the_rule_is_given_once(set_environment, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "must be an object of JSON"),
-        ("[]", "must be an object of JSON"),
+        ("{", "must be a JSON object"),
+        ("[]", "must be a JSON object"),
         ("{}", "no rule"),
         ('{"rule": "easgd"}', "rule easgd needs moving_rate"),
         ('{"rule": ["agn"]}', "rule must be one of"),
@@ -297,7 +299,7 @@ def test_the_rule_is_given_once(set_environment, monkeypatch):
         ('{"rule": "downpour", "other": 1}', "other does not apply"),
     ],
 )
-def test_a_rule_that_makes_no_sense(set_environment, monkeypatch, text, message):
+def test_bad_rule_is_rejected(set_environment, monkeypatch, text, message):
     set_environment()
     monkeypatch.setenv("AGN_OPTAX_RULE", text)
     with pytest.raises(errors.InvalidArgumentError, match=message):

@@ -1,4 +1,4 @@
-"""A port where anybody may ask whether a center serves, and nothing else."""
+"""The health port: it answers health checks of any caller, and no other calls."""
 
 import grpc
 import jax.numpy as jnp
@@ -7,22 +7,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import certificates, shared
 
 from agn_optax import errors, service
-from agn_optax.service import Access, center_pb2
-from agn_optax.service import _address as address
+from agn_optax.service import Access, address, center_pb2
 
 RULE = shared.downpour()
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
 def server(tmp_path):
-    """One that nobody may call without a certificate and a token."""
+    """A server whose other calls need a certificate and a token."""
     tls = certificates.Authority(tmp_path).issue("/CN=*/OU=chief")
     access = Access(b"chief * 0123456789abcdef")
-    settings = {"tls": tls, "access": access, "health_address": "127.0.0.1:0"}
-    with service.serve(RULE, jnp.zeros(3), **settings) as server:
+    security = service.Security(tls=tls, access=access)
+    with service.serve(
+        RULE, jnp.zeros(3), health_address="127.0.0.1:0", security=security
+    ) as server:
         yield server
 
 
@@ -39,13 +40,13 @@ def said(channel, name=""):
 
 
 @pytest.mark.parametrize("name", ["", address.SERVICE])
-def test_anybody_is_told_whether_it_serves(server, channel, name):
+def test_health_check_needs_no_token_and_reports_a_drain(server, channel, name):
     assert said(channel, name) == SERVING
     server._listeners["health"].drain()
     assert said(channel, name) == NOT_SERVING
 
 
-def test_of_another_service_it_knows_nothing(channel):
+def test_health_check_of_an_unknown_service_is_not_found(channel):
     with pytest.raises(grpc.RpcError) as raised:
         said(channel, "other")
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
@@ -59,7 +60,7 @@ def test_of_another_service_it_knows_nothing(channel):
         "/grpc.health.v1.Health/List",
     ],
 )
-def test_nothing_else_is_answered(channel, call):
+def test_health_port_answers_no_other_calls(channel, call):
     ask = channel.unary_unary(call, center_pb2.StatusRequest.SerializeToString)
     with pytest.raises(grpc.RpcError) as raised:
         ask(center_pb2.StatusRequest(), timeout=LIMIT, wait_for_ready=True)
@@ -67,8 +68,8 @@ def test_nothing_else_is_answered(channel, call):
 
 
 @pytest.mark.parametrize("call", ["Watch", "List"])
-def test_main_port_answers_checks_and_no_other_call_of_health(call):
-    """`Watch` of gRPC keeps each name that it is asked for."""
+def test_main_port_answers_health_check_but_no_other_health_calls(call):
+    """gRPC's own `Watch` would remember every name in a request."""
     request = health_pb2.HealthCheckRequest(service="a name to keep")
     with (
         service.serve(RULE, jnp.zeros(3)) as server,
@@ -84,7 +85,7 @@ def test_main_port_answers_checks_and_no_other_call_of_health(call):
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_it_ends_with_the_server(server, channel):
+def test_health_port_closes_with_the_server(server, channel):
     assert said(channel) == SERVING
     server.stop()
     with pytest.raises(grpc.RpcError) as raised:
@@ -94,12 +95,12 @@ def test_it_ends_with_the_server(server, channel):
     assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_without_it_there_is_no_such_port():
+def test_server_has_no_health_port_by_default():
     with service.serve(RULE) as server:
         assert server.health_address is None
 
 
 @pytest.mark.parametrize("bad", ["unix:/tmp/health", "nowhere"])
-def test_an_address_that_is_none(bad):
+def test_bad_health_address_is_rejected(bad):
     with pytest.raises(errors.InvalidArgumentError, match="address"):
         service.serve(RULE, health_address=bad)

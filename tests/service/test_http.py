@@ -1,4 +1,4 @@
-"""What is a request for the page of a center, and what is none."""
+"""The HTTP parser of a center's page: valid and invalid requests."""
 
 import itertools
 import re
@@ -15,14 +15,16 @@ from agn_optax.ops.watch import _http
 
 RULE = shared.downpour()
 STATE = b"GET /state.json HTTP/1.1\r\n"
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 
 
 @pytest.fixture(scope="module")
 def address():
-    """Of the page of an open center, which answers whoever may ask, however often."""
+    """Host and port of the page of an open center without rate limits."""
     start = np.zeros(3, np.float32)
-    with service.serve(RULE, start, page="127.0.0.1:0", calls=None) as server:
+    with service.serve(
+        RULE, start, page="127.0.0.1:0", limits=service.Limits(calls=None)
+    ) as server:
         host, _, port = server.page_address.strip("/").rpartition("/")[2].partition(":")
         yield host, int(port)
 
@@ -38,7 +40,7 @@ def address():
         *(("192.0.2.1:80", False), ("[::]", False), ("localhost:80:80", False)),
     ],
 )
-def test_which_names_are_this_machines(host, is_own):
+def test_loopback_hosts_are_recognized(host, is_own):
     assert _http.is_loopback(host) is is_own
 
 
@@ -73,13 +75,13 @@ def test_which_names_are_this_machines(host, is_own):
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \r\n\r\n", 400),
     ],
 )
-def test_what_is_refused(text, status, is_local):
+def test_bad_requests_are_rejected(text, status, is_local):
     with pytest.raises(_http.RefusedRequestError) as refused:
         _http.parse(text, is_local=is_local)
     assert refused.value.status == status
 
 
-def test_host_comes_before_all_else():
+def test_foreign_host_is_rejected_before_all_else():
     for rest in (b"Content-Length: 9\r\n\r\n", b"\r\nGET / HTTP/1.1\r\n\r\n", b"\r\n"):
         for line in (b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n"):
             with pytest.raises(_http.RefusedRequestError) as refused:
@@ -87,7 +89,7 @@ def test_host_comes_before_all_else():
             assert refused.value.status == 421
 
 
-def test_a_request_is_read():
+def test_request_is_parsed():
     text = (
         b"HEAD /a?b=c HTTP/1.1\r\nHOST:localhost:80 \r\nAccept: a\r\naccept: b\r\n"
         b"Content-Length: 0\r\nConnection: x, Close\r\n\r\n"
@@ -101,7 +103,7 @@ def test_a_request_is_read():
 
 
 @given(st.data())
-def test_a_request_is_received_in_any_pieces(data):
+def test_request_is_received_in_any_pieces(data):
     text = STATE + b"Host: localhost\r\n\r\n"
     cuts = data.draw(st.sets(st.integers(1, len(text) - 1)))
     ends = [0, *sorted(cuts), len(text)]
@@ -134,7 +136,7 @@ ENDS = st.sampled_from(["\r\n", "\r\n", "\r\n", "\n"])
 
 @st.composite
 def requests(draw):
-    """Like a request, and not always one."""
+    """Draw bytes that resemble a request, valid or not."""
     lines = [draw(LINES), *draw(st.lists(FIELDS, max_size=4)), ""]
     return "".join(line + draw(ENDS) for line in lines).encode()
 
@@ -145,7 +147,7 @@ STREAMS = st.lists(
 
 
 def is_answered(text):
-    """Whether bytes are a request that may see the state, told in another way."""
+    """Return whether bytes are a request that may see the state: another parser."""
     head, blank, rest = text.partition(b"\r\n\r\n")
     names = re.findall(rb"(?m)^([^\r\n:]*):", head.partition(b"\n")[2])
     hosts = re.findall(rb"\nHost: (\S+)\r", head + b"\r")
@@ -165,8 +167,8 @@ def is_answered(text):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=STREAMS)
-def test_nothing_is_shown_unless_one_host_of_this_machine_came(address, text):
-    """Whatever bytes come; and nothing follows a body or an error."""
+def test_state_is_shown_only_for_one_loopback_host(address, text):
+    """For any bytes; and nothing is answered after a body or an error."""
     with socket.create_connection(address, timeout=LIMIT) as end:
         end.sendall(text)
         end.shutdown(socket.SHUT_WR)

@@ -1,6 +1,7 @@
-"""What a peer can do to a center: hold little, not for long, and keep nobody out."""
+"""Limits on peers: memory, time, connections and calls that one of them may take."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
@@ -15,11 +16,10 @@ import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from helpers import sessions, shared
-from helpers.waiting import returned, wait_until
+from helpers.waiting import in_background, returned, wait_until
 
 from agn_optax import errors, service
-from agn_optax._internal.background import in_background
-from agn_optax.center import Journal
+from agn_optax.center import Journal, Submission
 from agn_optax.ops.watch import _http
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
@@ -32,7 +32,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD
 
 RULE = shared.downpour()
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 SIZE = 1 << 20  # elements
 START = np.zeros(SIZE, np.float32)
 pytestmark = pytest.mark.usefixtures("patient_dials")
@@ -41,7 +41,7 @@ transports = pytest.mark.parametrize("transport", ["grpc", "socket"])
 
 @pytest.fixture
 def server():
-    with service.serve(RULE, START, max_workers=4) as made:
+    with service.serve(RULE, START, limits=service.Limits(max_workers=4)) as made:
         yield made
 
 
@@ -52,7 +52,7 @@ def center(server):
 
 
 class Peer:
-    """Says what bytes it likes, as a call to the center."""
+    """A client that sends arbitrary bytes as a call to the center."""
 
     def __init__(self, center, transport, call="Exchange"):
         remote = center._remote
@@ -77,7 +77,7 @@ class Peer:
         assert self.link.control().HasField("joined")
 
     def has_ended(self):
-        """Waits until the center has ended it; returns why, if it said so."""
+        """Wait until the center has ended the call; return its error, if any."""
         try:
             with contextlib.suppress(*self.link.ended):
                 while self.link.control():
@@ -108,7 +108,7 @@ def message(server, sequence=1):
 
 @contextlib.contextmanager
 def dripping(say):
-    """Says a byte now and then meanwhile."""
+    """Send a byte every 50 ms meanwhile."""
     ended = threading.Event()
 
     def drip():
@@ -125,7 +125,7 @@ def dripping(say):
         thread.join()
 
 
-def others_go_on(center, versions=3):
+def others_continue(center, versions=3):
     before = center.pull().version
     for version in range(before, before + versions):
         ones = np.ones(SIZE, np.float32)
@@ -134,22 +134,24 @@ def others_go_on(center, versions=3):
 
 
 @transports
-def test_who_stops_in_the_middle_of_a_message_is_cut_off(
+def test_peer_that_stalls_within_a_message_is_disconnected(
     server, center, transport, monkeypatch
 ):
     monkeypatch.setattr(_servicer, "_STALLED", 1.0)
     with Peer(center, transport) as peer:
         peer.join()
         peer.say(message(server) + bytes(100))
-        others_go_on(center)
+        others_continue(center)
         peer.has_ended()
         wait_until(lambda: not server._servicer._talking)
     wait_until(lambda: not server._servicer.transfers._all)
 
 
 @transports
-def test_a_byte_now_and_then_is_too_slow(server, center, transport, monkeypatch):
-    """Something always moves, and yet it must be over some time."""
+def test_peer_that_sends_single_bytes_is_disconnected(
+    server, center, transport, monkeypatch
+):
+    """Bytes keep coming, but too slowly."""
     monkeypatch.setattr(_servicer, "_STALLED", 1.0)
     monkeypatch.setattr(_watchdog, "LEAST_RATE", 1 << 40)
     with Peer(center, transport) as peer:
@@ -161,7 +163,9 @@ def test_a_byte_now_and_then_is_too_slow(server, center, transport, monkeypatch)
 
 
 @transports
-def test_who_never_says_who_it_is_is_cut_off(server, center, transport, monkeypatch):
+def test_unauthenticated_connections_are_closed_after_timeout(
+    server, center, transport, monkeypatch
+):
     monkeypatch.setattr(_servicer, "_UNKNOWN", 1.0)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -171,12 +175,12 @@ def test_who_never_says_who_it_is_is_cut_off(server, center, transport, monkeypa
         assert center.status()["version"] == 0
         for peer in peers:
             peer.has_ended()
-        others_go_on(center)
+        others_continue(center)
     wait_until(lambda: threading.active_count() < before + 25)
 
 
 @transports
-def test_who_does_not_read_its_answer_is_cut_off(
+def test_peer_that_does_not_read_its_answer_is_disconnected(
     server, center, transport, monkeypatch
 ):
     large = np.zeros(8 * SIZE, np.float32)  # more than sockets hold
@@ -186,16 +190,16 @@ def test_who_does_not_read_its_answer_is_cut_off(
         service.connect(large_server.address, RULE, transports=[transport]) as other,
     ):
         anna = other.join("anna")
-        anna.submit(1, large, anchor_version=0)
+        anna.submit(Submission(1, large, anchor_version=0))
         wait_until(lambda: large_server.center.version == 1)
         wait_until(lambda: not large_server._servicer._talking)
-        # Nothing is lost: it asks again.
+        # Nothing is lost: the worker asks again.
         assert anna.collect(1, timeout=LIMIT).version == 1
 
 
 @pytest.mark.slow
-def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
-    """The grace that nobody said is as long as answers have taken."""
+def test_slow_reader_gets_its_answer_before_the_center_stops(monkeypatch):
+    """The default grace is as long as answers have taken."""
     monkeypatch.setattr(_servicer, "_GRACE", 0.1)
     monkeypatch.setattr(_server, "_LAST", 0.1)
     large = np.zeros(8 * SIZE, np.float32)
@@ -211,13 +215,13 @@ def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
             wait_until(lambda: server.center.version == sequence)
 
         def read():
-            """A thirtieth of an answer at a time, and so for a second and a half."""
+            """Read an answer in about 32 pieces, for more than a second and a half."""
             link, left = peer.link, large.nbytes
             assert link.control().HasField("snapshot")
-            link._follows = 0  # bytes that it would read itself
+            link._follows = 0  # bytes that the link would read by itself
             while left and (got := len(link._end.recv(min(left, 1 << 20)))):
                 left -= got
-                time.sleep(0.05)
+                time.sleep(0.05)  # as a slow reader
             return left
 
         exchange(1)
@@ -230,7 +234,7 @@ def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
 
 @transports
 @pytest.mark.parametrize("size", [0, 257, 60_000])
-def test_names_are_short(server, center, transport, size):
+def test_empty_and_long_names_are_rejected(server, center, transport, size):
     with Peer(center, transport) as peer:
         join = pb.Join(
             protocol=_address.PROTOCOL, worker="a" * size, incarnation="life"
@@ -242,7 +246,7 @@ def test_names_are_short(server, center, transport, size):
     assert server.center.workers == set()
 
 
-def test_a_leave_of_a_name_that_nobody_has_is_not_remembered(server, center):
+def test_leave_of_an_unknown_name_is_not_remembered(server, center):
     ledger = server.center.core.ledger
     for i in range(20):
         request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, incarnation="life")
@@ -253,7 +257,7 @@ def test_a_leave_of_a_name_that_nobody_has_is_not_remembered(server, center):
 
 
 @transports
-def test_a_control_part_is_small(server, center, transport):
+def test_large_control_part_is_rejected(server, center, transport):
     with Peer(center, transport) as peer:
         peer.say(HEAD.pack(_packets.MOST_CONTROL + 1, 0))
         why = peer.has_ended()
@@ -261,33 +265,35 @@ def test_a_control_part_is_small(server, center, transport):
     assert "at most 65536 bytes" in str(why)
 
 
-def test_one_call_is_for_as_many_lives_as_there_may_be(center):
+def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
     lives = [pb.Life(worker="anna", incarnation="life")] * 5
-    with pytest.raises(errors.ProtocolError, match=r"has 4 workers at most, .* 5$"):
+    with pytest.raises(errors.ProtocolError, match=r"has at most 4 workers, .* 5$"):
         center._connection.unary("Alive", pb.AliveRequest(lives=lives), pb.AliveReply)
 
 
-def test_newcomers_are_refused_where_there_is_no_memory_for_them():
-    """Room for the center and two messages: the two that are there go on."""
+def test_worker_beyond_the_memory_limit_is_rejected():
+    """With memory for the center and two messages, two workers can exchange."""
     size = START.nbytes
     memory = (2 + 4 + 2) * size + 3 * _servicer._OVERHEAD
     with (
-        service.serve(RULE, START, memory=memory) as server,
+        service.serve(RULE, START, limits=service.Limits(memory=memory)) as server,
         service.connect(server.address, RULE) as center,
     ):
         ones = np.ones(SIZE, np.float32)
         joined = [center.join(name) for name in ("anna", "bert")]
-        with pytest.raises(errors.CenterFullError, match="is for 2 workers, and 2 are"):
+        with pytest.raises(errors.CenterFullError, match="for 2 workers, and 2 are"):
             center.join("carl")
         for session in joined:
-            assert session.exchange(1, ones, anchor_version=0).applied
+            assert session.exchange(Submission(1, ones, anchor_version=0)).applied
         joined[0].leave()
-        assert center.join("carl").exchange(1, ones, anchor_version=2).applied
+        assert (
+            center.join("carl").exchange(Submission(1, ones, anchor_version=2)).applied
+        )
 
 
-def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
+def test_parameters_beyond_the_memory_limit_are_not_sent():
     with (
-        service.serve(RULE, memory=SIZE) as server,
+        service.serve(RULE, limits=service.Limits(memory=SIZE)) as server,
         service.connect(server.address, RULE) as center,
     ):
         with pytest.raises(errors.CenterFullError, match=f"{4 * SIZE} bytes"):
@@ -307,7 +313,7 @@ BOMB = pb.Schema(leaves=bytes(4 << 20)).SerializeToString()
 
 @pytest.mark.parametrize("size", [len(BOMB), 60 << 20])
 def test_schema_bomb_does_not_hold_the_center(size, monkeypatch):
-    """Nor does one that is too large to be read at all."""
+    """Neither does a schema larger than the limit of its bytes."""
     monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
     with (
         service.serve(RULE) as server,
@@ -324,7 +330,7 @@ def test_schema_bomb_does_not_hold_the_center(size, monkeypatch):
 
 
 def test_center_with_parameters_reads_no_schema(server, center):
-    """Whoever made them; and the same chief, again, hears what differs."""
+    """Another worker, or the same chief with another model, gets an error at once."""
     with Peer(center, "grpc", "Initialize") as peer:
         peer.say(start(BOMB))
         assert isinstance(peer.has_ended(), errors.AlreadyInitializedError)
@@ -343,8 +349,8 @@ def test_center_with_parameters_reads_no_schema(server, center):
             late._remote.initialize(np.zeros(3, np.float32), "chief")
 
 
-def test_one_initializes_at_a_time(monkeypatch):
-    """Others wait for it: what each has sent would be in memory."""
+def test_one_chief_initializes_at_a_time(monkeypatch):
+    """Others wait, because the parameters of each would be held in memory."""
     monkeypatch.setattr(_servicer, "_STALLED_CHIEF", 1.0)
     with (
         service.serve(RULE) as server,
@@ -360,19 +366,19 @@ def test_one_initializes_at_a_time(monkeypatch):
         other = service.connect(server.address, RULE, timeout=LIMIT)
         with other:
             other._remote.initialize(START, "b")
-        peer.has_ended()  # for it says nothing any more
+        peer.has_ended()  # it has stalled
         with pytest.raises(errors.AlreadyInitializedError, match="'b'"):
             center.initialize(START, worker="c")
 
 
-def test_chief_that_hangs_is_cut_off_while_others_still_try():
+def test_stalled_chief_is_disconnected_before_others_time_out():
     timeout = inspect.signature(service.connect).parameters["timeout"].default
     waits = _servicer._STALLED_CHIEF + _servicer.WAITING_INTERVAL
     assert 2 * waits < timeout
 
 
-def test_few_pulls_at_a_time(server, center):
-    """Each may keep a version in memory; the others wait for their turn."""
+def test_number_of_concurrent_pulls_is_limited(server, center):
+    """Each may keep a version in memory; further pulls wait for their turn."""
     places = _servicer._MOST_PULLS
     for number in range(places):
         assert server._servicer._pulls.take(number, timeout=LIMIT)
@@ -388,8 +394,8 @@ def test_few_pulls_at_a_time(server, center):
     assert pulled[0].version == 1
 
 
-def test_one_caller_leaves_a_pull_for_others(server, center):
-    """It may read as slowly as is just allowed."""
+def test_one_caller_cannot_take_all_pulls(server, center):
+    """A caller may read as slowly as is just allowed."""
     pulls = server._servicer._pulls
     while pulls.take("eve", timeout=0.0):
         pass
@@ -400,20 +406,24 @@ def test_one_caller_leaves_a_pull_for_others(server, center):
 
 SMALL = np.zeros(10, np.float32)
 TOKENS = b"worker anna 0123456789abcdef\nobserver * fedcba9876543210"
+GUARDED = service.Security(access=service.Access(TOKENS))
+FEW = service.Limits(max_workers=1, calls=1e-3)
 READERS = TOKENS.replace(b"observer", b"reader")
 ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 
 
 @pytest.fixture
 def little(monkeypatch):
-    """Who makes more than 50 calls at once is ahead for hours."""
+    """A function that serves with so few calls that 50 at once block for hours."""
     monkeypatch.setattr(_servicer, "SPARE", 45.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 @contextlib.contextmanager
 def too_many():
-    with pytest.raises(errors.CenterUnreachableError, match="too many calls: a caller"):
+    with pytest.raises(
+        errors.CenterUnreachableError, match="too many calls: beside its"
+    ):
         yield
 
 
@@ -423,11 +433,13 @@ def again_and_again(call, otherwise=()):
             call()
 
 
-def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch):
+def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
     calls, free = 10.0, 3 + _rate_limits.JOIN
     with (
-        service.serve(RULE, SMALL, max_workers=1, calls=calls) as server,
+        service.serve(
+            RULE, SMALL, limits=service.Limits(max_workers=1, calls=calls)
+        ) as server,
         service.Observer(server.address) as eve,
     ):
         begin, made = time.monotonic(), 0
@@ -438,24 +450,27 @@ def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch)
         assert made <= free + calls * (seconds + 1.0)
 
 
-def test_who_calls_too_often_waits_alone(little):
+def test_rate_limit_of_one_caller_does_not_affect_others(little):
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         service.Observer(server.address, token=EVE) as eve,
         service.connect(server.address, RULE, token=ANNA) as center,
     ):
         anna = center.join("anna")
         with too_many():
             again_and_again(eve.status)
-        for number in range(1, 100):  # what it exchanges is nobody else's loss
-            assert anna.exchange(number, SMALL, anchor_version=0).version == number
+        for number in range(1, 100):  # exchanges are not limited
+            assert (
+                anna.exchange(Submission(number, SMALL, anchor_version=0)).version
+                == number
+            )
         assert center.pull().version == 99
 
 
-def test_a_host_that_calls_too_often_loses_no_worker(little):
-    """Where all that is known of a caller is its host."""
+def test_rate_limited_host_loses_no_worker(little):
+    """At a center without tokens, callers are only known by their host."""
     with (
-        little(lease=1.5) as server,
+        little(limits=dataclasses.replace(FEW, lease=1.5)) as server,
         service.Observer(server.address) as eve,
         service.connect(server.address, RULE) as center,
     ):
@@ -469,18 +484,18 @@ def test_a_host_that_calls_too_often_loses_no_worker(little):
         for _ in range(3):
             before = seen()
             wait_until(lambda before=before: seen() > before)
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
-def test_who_guesses_tokens_waits(little):
-    with little(access=service.Access(TOKENS)) as server:
+def test_guessing_tokens_is_rate_limited(little):
+    with little(security=GUARDED) as server:
         with service.Observer(server.address, token="0" * 16) as eve, too_many():
             again_and_again(eve.status, [errors.NotAllowedError])
         with service.Observer(server.address, token=EVE) as known:
             assert known.status()["version"] == 0
 
 
-def test_health_checks_are_calls(little):
+def test_health_checks_are_rate_limited(little):
     with little() as server, service.Observer(server.address) as eve:
         assert eve.health() == "SERVING"
         with too_many():
@@ -498,7 +513,7 @@ ASKS = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToStrin
 
 @contextlib.contextmanager
 def open_call(address, path, token="", messages=()):
-    """A call that says so much, and does not end by itself."""
+    """Yield a call that sends these messages, and does not end by itself."""
     said = queue.SimpleQueue()
     for message in messages:
         said.put(message)
@@ -514,10 +529,10 @@ def open_call(address, path, token="", messages=()):
 
 
 @pytest.mark.parametrize("path", EVERY_CALL)
-def test_silent_call_of_a_stranger_is_refused_at_once(path):
+def test_silent_call_without_token_is_rejected_at_once(path):
     access = service.Access(TOKENS)
     with (
-        service.serve(RULE, SMALL, access=access) as server,
+        service.serve(RULE, SMALL, security=service.Security(access=access)) as server,
         open_call(server.address, path) as call,
     ):
         assert call.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -537,22 +552,26 @@ def test_silent_call_is_ended_after_timeout(path, monkeypatch):
             assert call.code() != grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_call_without_its_message_is_an_error(server):
+def test_call_without_its_message_is_rejected(server):
     with grpc.insecure_channel(server.address) as channel:
         status = channel.stream_unary(f"/{SERVICE}/Status")
         with pytest.raises(grpc.RpcError, match="must have a message, got none"):
             status(iter(()), timeout=LIMIT)
 
 
-def test_reflection_streams_of_a_caller_are_few_at_a_time():
+def test_number_of_reflection_streams_per_caller_is_limited():
     observers = "".join(f"observer * {token}\n" for token in (EVE, "f" * 20))
     with (
         contextlib.ExitStack() as stack,
-        service.serve(RULE, SMALL, access=service.Access(observers.encode())) as server,
+        service.serve(
+            RULE,
+            SMALL,
+            security=service.Security(access=service.Access(observers.encode())),
+        ) as server,
     ):
 
         def asks(token=EVE):
-            """Return whether one more stream is answered, which then stays."""
+            """Return whether one more stream is answered; it stays open."""
             call = stack.enter_context(
                 open_call(server.address, REFLECTION, token, [ASKS])
             )
@@ -570,23 +589,23 @@ def test_reflection_streams_of_a_caller_are_few_at_a_time():
         wait_until(asks)
 
 
-def test_messages_of_a_reflection_stream_are_calls(little):
+def test_messages_of_a_reflection_stream_are_rate_limited(little):
     with (
         little() as server,
         open_call(server.address, REFLECTION, messages=[ASKS] * 100) as call,
     ):
         answers = []
-        with pytest.raises(grpc.RpcError, match="too many calls: a caller"):
+        with pytest.raises(grpc.RpcError, match="too many calls: beside its"):
             answers.extend(call)
         assert 0 < len(answers) < 50
 
 
-def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
-    """And those that are there go on."""
+def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
+    """The calls within the maximum continue."""
     monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
     monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
     with (
-        service.serve(RULE, SMALL, max_workers=1) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
         service.Observer(server.address) as observer,
     ):
@@ -595,36 +614,38 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
             wait_until(lambda: len(server._servicer.transfers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
         wait_until(lambda: not server._servicer.transfers._all)
         # gRPC counts a call until some milliseconds after its end.
         assert observer._connection.retry(observer.status)["version"] == 1
 
 
 MODEL = 1 << 32  # bytes
-STARTS = (  # of a worker: its calls, and their tokens
+STARTS = (  # the calls of a worker's start, and their tokens
     *(("Describe", 1.0), ("Exchange", _rate_limits.JOIN), ("Pull", 1.0)),
     *(("Pull", MODEL / _rate_limits.MOVED), ("Describe", 1.0)),
 )
 
 
-def test_as_many_calls_as_a_start_makes_are_free(caplog, monkeypatch):
-    """Of all workers at once, and of a model however large."""
+def test_calls_of_a_start_are_not_delayed(caplog, monkeypatch):
+    """For all workers at once, and for a large model."""
     workers = 100
     monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
-    with service.serve(RULE, SMALL, max_workers=workers, calls=1e-9) as server:
+    with service.serve(
+        RULE, SMALL, limits=service.Limits(max_workers=workers, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(workers):
             for call, tokens in STARTS:
                 servicer.admit(caller, call, tokens)
-    assert "has to wait" not in caplog.text
+    assert "is delayed" not in caplog.text
 
 
-def test_start_is_free_where_others_called_before_the_center_had_its_model(
-    caplog, monkeypatch
-):
-    """What a caller may make at once grows with the model, whatever came before."""
-    with service.serve(RULE, max_workers=8, calls=1e-9) as server:
+def test_start_is_not_delayed_after_calls_before_initialization(caplog, monkeypatch):
+    """The number of calls allowed at once grows with the model."""
+    with service.serve(
+        RULE, limits=service.Limits(max_workers=8, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(8):
             servicer.admit(caller, "Describe")
@@ -632,10 +653,10 @@ def test_start_is_free_where_others_called_before_the_center_had_its_model(
         for _ in range(7):
             for call, tokens in STARTS:
                 servicer.admit(caller, call, tokens)
-    assert "has to wait" not in caplog.text
+    assert "is delayed" not in caplog.text
 
 
-def test_what_a_call_may_spend_is_no_other_calls_loss():
+def test_small_calls_do_not_use_up_the_tokens_of_large_ones():
     limiter = _rate_limits.Limiter(1e-9)
     for size in (1.0, 10.0):
         while limiter.take("a", size, patience=0.0):
@@ -643,7 +664,7 @@ def test_what_a_call_may_spend_is_no_other_calls_loss():
     assert 10.0 < limiter._buckets["a"].spent <= 11.0
 
 
-def test_caller_who_has_spent_most_is_remembered_longest(monkeypatch):
+def test_callers_that_spent_most_are_remembered_longest(monkeypatch):
     monkeypatch.setattr(_rate_limits, "_MOST_BUCKETS", 8)
     limiter = _rate_limits.Limiter(1e-3)
     assert limiter.take("eve", 1.0, tokens=100.0)
@@ -655,16 +676,17 @@ def test_caller_who_has_spent_most_is_remembered_longest(monkeypatch):
 
 @pytest.fixture
 def dear(monkeypatch):
-    """Returns how to serve where every pull and snapshot takes all that one may."""
+    """A function that serves with pulls and snapshots that cost all tokens."""
     for name in ("MOVED", "SAVED"):
         monkeypatch.setattr(_servicer, name, 1e-3)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
-def test_who_pulls_and_saves_still_sees_and_ends_the_center(dear, tmp_path):
+def test_rate_limited_operator_can_still_read_status_and_drain(dear, tmp_path):
     access = service.Access(b"operator * " + EVE.encode())
+    security = service.Security(access=access)
     with (
-        dear(access=access, durability=Journal(tmp_path)) as server,
+        dear(security=security, durability=Journal(tmp_path)) as server,
         service.connect(server.address, RULE, token=EVE) as center,
         service.Observer(server.address, token=EVE) as eve,
     ):
@@ -680,7 +702,7 @@ def test_who_pulls_and_saves_still_sees_and_ends_the_center(dear, tmp_path):
         wait_until(lambda: server.wait(0.0))
 
 
-def test_who_has_no_calls_left_still_leaves(little):
+def test_rate_limited_worker_can_still_leave(little):
     with little() as server, service.connect(server.address, RULE) as center:
         anna = center.join("anna")
         with too_many():
@@ -689,7 +711,7 @@ def test_who_has_no_calls_left_still_leaves(little):
         assert not server.center.workers
 
 
-def test_who_only_looks_takes_nothing_of_a_worker_at_the_same_host(little):
+def test_calls_of_an_observer_do_not_limit_a_worker_of_its_host(little):
     with (
         little(page="127.0.0.1:0") as server,
         service.Observer(server.address) as eve,
@@ -697,17 +719,21 @@ def test_who_only_looks_takes_nothing_of_a_worker_at_the_same_host(little):
         with too_many():
             again_and_again(eve.status)
         with service.connect(server.address, RULE, timeout=LIMIT) as center:
-            assert center.join("anna").exchange(1, SMALL, anchor_version=0).applied
+            assert (
+                center.join("anna")
+                .exchange(Submission(1, SMALL, anchor_version=0))
+                .applied
+            )
 
 
-def test_center_that_is_busy_is_not_said_to_be_gone(little, caplog):
+def test_busy_center_is_not_reported_as_unreachable(little, caplog):
     with (
         little() as server,
         contextlib.closing(_connection.Connection(server.address, LIMIT)) as anna,
     ):
         with too_many():
             again_and_again(anna.describe)
-        with pytest.raises(errors.CenterBusyError, match="answers, and has not taken"):
+        with pytest.raises(errors.CenterBusyError, match="answers, but has not"):
             anna.retry(anna.describe, within=0.0)
         assert anna.unreachable_since is None
     assert "is busy (too many calls" in caplog.text
@@ -716,7 +742,7 @@ def test_center_that_is_busy_is_not_said_to_be_gone(little, caplog):
 
 @contextlib.contextmanager
 def asking(server, what):
-    """A call that is refused, to be made again and again."""
+    """Yield a function that makes a call which is rejected."""
     token = ANNA if what == "lives that nobody has" else EVE
     lives = [pb.Life(worker="anna", incarnation="of another")]
     with (
@@ -730,14 +756,14 @@ def asking(server, what):
             ),
             "what it may not": observer.save,
             "nothing that makes sense": lambda: unary(
-                "Status", _Junk(), pb.StatusReply
+                "Status", _InvalidMessage(), pb.StatusReply
             ),
             "by no token": lambda: grpc_call(server.address, "Status", "Basic abc"),
             "joins that are none": lambda: junk(center),
         }[what]
 
 
-class _Junk:
+class _InvalidMessage:
     def SerializeToString(self):  # noqa: N802 as that of protobuf
         return b"\xff" * 9
 
@@ -767,21 +793,25 @@ def junk(center):
         "joins that are none",
     ],
 )
-def test_what_is_refused_is_paid_for_too(little, what):
+def test_rejected_calls_are_rate_limited(little, what):
     refused = errors.NotAllowedError, errors.ProtocolError
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         asking(server, what) as call,
         too_many(),
     ):
         again_and_again(call, refused)
 
 
-def test_pulls_that_wait_are_counted(monkeypatch):
-    """Each has a thread; and one caller cannot have all of them."""
+def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
+    """Each has a thread, and one caller cannot take all threads."""
     monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.1)
     with (
-        service.serve(RULE, max_workers=1, access=service.Access(READERS)) as server,
+        service.serve(
+            RULE,
+            limits=service.Limits(max_workers=1),
+            security=service.Security(access=service.Access(READERS)),
+        ) as server,
         contextlib.ExitStack() as stack,
     ):
         places = server._servicer._pulling
@@ -798,14 +828,14 @@ def test_pulls_that_wait_are_counted(monkeypatch):
             stack.callback(link.cancel)
             assert link.control().HasField("waiting")
             assert places._taken.total() == count
-        with pytest.raises(errors.CenterUnreachableError, match="too many pulls wait"):
+        with pytest.raises(errors.CenterUnreachableError, match="too many pulls are"):
             centers[0]._remote.pull(0.0)
         with pytest.raises(errors.NotInitializedError):
             centers[1]._remote.pull(0.0)
 
 
-def test_a_worker_comes_back_whatever_its_host_does(little):
-    """It is known by its life, and not only by where it is."""
+def test_worker_of_a_rate_limited_host_can_reconnect(little):
+    """The center knows the worker by its session id, not only by its host."""
     with (
         little() as server,
         service.Observer(server.address) as eve,
@@ -815,10 +845,10 @@ def test_a_worker_comes_back_whatever_its_host_does(little):
         with too_many():
             again_and_again(eve._connection.describe)
         anna._link.cancel()
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
-def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkeypatch):
+def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch):
     with Peer(center, "socket") as peer:
         monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
         peer.say(packet(pb.Frame(join=pb.Join(protocol=_address.PROTOCOL))))
@@ -828,39 +858,39 @@ def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkey
         assert time.monotonic() - begin < LIMIT / 2
 
 
-def test_a_greeting_may_not_take_long(server, monkeypatch):
+def test_slow_greeting_is_disconnected(server, monkeypatch):
     monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
     port = int(server.direct_address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as end:
         with contextlib.suppress(OSError):
             for byte in _socket.GREETING:
                 end.sendall(bytes([byte]))
-                time.sleep(0.1)
+                time.sleep(0.1)  # as a slow peer
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
     wait_until(lambda: not server._servicer.transfers._all)
 
 
-def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
+def test_traffic_of_workers_that_left_is_forgotten(server, center):
     ones = np.ones(SIZE, np.float32)
     for number in range(20):
         session = center.join(f"worker {number}")
-        session.exchange(1, ones, anchor_version=number)
+        session.exchange(Submission(1, ones, anchor_version=number))
         session.leave()
     assert len(server._servicer._traffic) <= 2 * server._servicer.workers + 1
     assert center.status()["bytes_received"] == 20 * ones.nbytes
 
 
 @pytest.mark.parametrize("calls", [0.0, -1.0, float("inf"), float("nan")])
-def test_number_of_calls_is_positive(calls):
+def test_calls_must_be_a_positive_number(calls):
     with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, inf\), got"):
-        service.serve(RULE, SMALL, calls=calls)
+        service.Limits(calls=calls)
 
 
-def test_no_number_of_calls_is_no_limit(monkeypatch):
+def test_calls_of_none_is_no_limit(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", -1.0)
     with (
-        service.serve(RULE, SMALL, calls=None) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
     ):
         for _ in range(20):
@@ -869,9 +899,9 @@ def test_no_number_of_calls_is_no_limit(monkeypatch):
 
 @pytest.fixture
 def full(monkeypatch):
-    """Returns how to serve where two newcomers of a host are the most, for hours."""
+    """A function that serves with two new connections per host, for hours."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 def is_refused(end):
@@ -885,7 +915,7 @@ WRONG = _socket.GREETING + bytes(16)
 
 
 def churn(port, count=5):
-    """Connections of this host that greet with a key that nobody has."""
+    """Make connections from this host that greet with an unknown key."""
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", port)) as end:
             end.sendall(WRONG)
@@ -896,7 +926,7 @@ def threads_of_connections(server):
     return len(server._listeners["socket"]._threads._running)
 
 
-def test_connections_of_a_host_beyond_its_tokens_cost_no_thread(full, monkeypatch):
+def test_connections_of_a_host_beyond_its_limit_use_no_thread(full, monkeypatch):
     with full() as server:
         listener = server._listeners["socket"]
         served = []
@@ -904,26 +934,26 @@ def test_connections_of_a_host_beyond_its_tokens_cost_no_thread(full, monkeypatc
             listener, "_serve", lambda end, _: served.append(end.close())
         )
         churn(int(server.direct_address.rpartition(":")[2]), 20)
-        assert len(served) <= 3  # the last one finds no debt yet
+        assert len(served) <= 3  # the last one comes before the limit is reached
 
 
 @pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
-@pytest.mark.parametrize("access", [None, service.Access(TOKENS)])
-def test_worker_joins_whatever_its_host_does_at_the_door(full, transport, access):
-    """Its key is seen before its connection is refused; and established ones go on."""
-    with full(access=access) as server:
+@pytest.mark.parametrize("security", [None, GUARDED])
+def test_worker_joins_from_a_host_with_too_many_connections(full, transport, security):
+    """The worker's key is read before a rejection; open connections continue."""
+    with full(security=security) as server:
         options = {"token": ANNA, "transports": [transport], "timeout": LIMIT}
         port = int(server.direct_address.rpartition(":")[2])
         with service.connect(server.address, RULE, **options) as center:
             anna = center.join("anna")
             churn(port)
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
             anna._link.cancel()
-            assert anna.exchange(2, SMALL, anchor_version=1).version == 2
+            assert anna.exchange(Submission(2, SMALL, anchor_version=1)).version == 2
         assert not server._servicer.lets_in("this machine")
 
 
-def test_silent_calls_beyond_their_tokens_end_sooner(full, monkeypatch):
+def test_silent_calls_beyond_their_limit_end_sooner(full, monkeypatch):
     monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
     monkeypatch.setattr(_servicer, "_HURRY", 0.1)
     with (
@@ -937,17 +967,17 @@ def test_silent_calls_beyond_their_tokens_end_sooner(full, monkeypatch):
         del peers
 
 
-def test_connections_wait_in_the_system_where_too_many_come(monkeypatch):
-    """Whoever they are of."""
+def test_accepting_connections_is_slowed_down(monkeypatch):
+    """For the connections of all hosts together; more wait in the system's queue."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    with service.serve(RULE, SMALL, max_workers=1) as server:
+    with service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server:
         begin, port = time.monotonic(), server.direct_address
         for _ in range(40):
             server._servicer.pace(port)
         assert time.monotonic() - begin >= 37 / _rate_limits.ACCEPTED
 
 
-def test_tokens_come_back_and_no_more_than_there_were():
+def test_limiter_takes_back_no_more_tokens_than_it_gave():
     limiter = _rate_limits.Limiter(1e-3)
     assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
         True,
@@ -964,11 +994,13 @@ def test_tokens_come_back_and_no_more_than_there_were():
     ]
 
 
-def test_probes_of_a_host_are_limited(monkeypatch):
+def test_checks_at_the_health_port_are_rate_limited(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 5.0)
-    settings = {"health_address": "127.0.0.1:0", "calls": 1e-3}
+    limits = service.Limits(calls=1e-3)
     with (
-        service.serve(RULE, SMALL, **settings) as server,
+        service.serve(
+            RULE, SMALL, health_address="127.0.0.1:0", limits=limits
+        ) as server,
         service.Observer(server.health_address) as eve,
         service.Observer(server.address) as friend,
     ):
@@ -985,7 +1017,7 @@ def asked(port, text):
 
 
 def test_connections_to_the_page_are_limited(full):
-    """Of those whose requests are none that it answers."""
+    """Connections count only if their requests are rejected."""
     with full(page="127.0.0.1:0") as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
         text = HEAD_OF_A_PAGE.replace(b"localhost", b"evil.example")
@@ -997,15 +1029,15 @@ def test_connections_to_the_page_are_limited(full):
 def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
     full, path, said
 ):
-    """Whether it is answered or not: a page may have a token of before."""
+    """Also if the request is rejected: a page may still have an old token."""
     access = service.Access(TOKENS.replace(b"0123456789abcdef", b"0" * 16))
-    with full(page="127.0.0.1:0", access=access) as server:
+    with full(page="127.0.0.1:0", security=service.Security(access=access)) as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
         text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
         assert all(asked(port, text) for _ in range(20))
 
 
-def test_ports_that_are_paced_keep_no_socket(full):
+def test_limiter_of_ports_keeps_no_sockets(full):
     with full(page="127.0.0.1:0") as server:
         wait_until(lambda: len(server._servicer._ports._buckets) >= 2)
         kept = server._servicer._ports._buckets
@@ -1018,14 +1050,14 @@ FIELDS = (b"Host", b"Connection", b"Authorization", b"Cookie", b"a")
 
 @pytest.mark.parametrize("repeated", [b" ", b"\t", b" \t", b",", b" ,", b"a", b"."])
 @pytest.mark.parametrize("behind", [b"", b"b", b"\0", b"\r", b":", b"]"])
-def test_head_of_a_page_takes_time_in_proportion_to_its_size(repeated, behind):
-    """Wherever its bytes are: nothing else of the process runs meanwhile."""
+def test_parsing_time_of_a_request_is_linear_in_its_size(repeated, behind):
+    """For repeated bytes anywhere: nothing else of the process runs meanwhile."""
     places = [HEAD_OF_A_PAGE[:i] for i in range(0, len(HEAD_OF_A_PAGE), 3)]
     places += [b"GET / HTTP/1.1\r\n%s: a" % name for name in FIELDS]
     places += [b"GET / HTTP/1.1\r\nHost: localhost\r\n%s:" % name for name in FIELDS]
     gc.disable()  # a collection may take longer than any request
     try:
-        # The worst implementations fail at the smaller sizes already.
+        # Quadratic parsers fail at the smaller sizes already, and quickly.
         for count in (1 << 8, 1 << 10, (1 << 14) - 200):
             for before in places:
                 head = before + repeated * (count // len(repeated)) + behind
@@ -1041,8 +1073,8 @@ def test_head_of_a_page_takes_time_in_proportion_to_its_size(repeated, behind):
     resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024,
     reason="needs 1024 open files for both ends of 300 connections",
 )
-def test_silent_connections_keep_no_worker_out(server):
-    """Long before their time is over."""
+def test_silent_connections_do_not_keep_workers_out(server):
+    """Also long before they time out."""
     port = int(server.direct_address.rpartition(":")[2])
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -1066,11 +1098,29 @@ def test_silent_connections_keep_no_worker_out(server):
         ),
     ],
 )
-def test_what_one_host_has(address, of):
+def test_addresses_of_one_host_are_grouped(address, of):
     assert _address.network(address) == of
 
 
-def test_a_center_that_sends_a_byte_now_and_then_is_as_good_as_gone(monkeypatch):
+@pytest.mark.parametrize(
+    ("said", "host", "seen"),
+    [
+        ("10.0.0.5:5000", "10.0.0.9", "10.0.0.5:5000"),
+        ("0.0.0.0:5000", "10.0.0.9", "10.0.0.9:5000"),
+        ("[::]:5000", "10.0.0.9", "10.0.0.9:5000"),
+        ("0.0.0.0:5000", "this machine", "127.0.0.1:5000"),
+        ("0.0.0.0:5000", "fd00::/64", "0.0.0.0:5000"),
+        ("unix:/tmp/center", "this machine", "unix:/tmp/center"),
+        ("", "10.0.0.9", ""),
+        ("whatever this is", "10.0.0.9", ""),
+    ],
+)
+def test_parent_derives_the_address_of_a_site(said, host, seen):
+    caller = service.Caller("a site", service.EVERYBODY.calls, host=host)
+    assert _servicer._seen_from_here(said, caller) == seen
+
+
+def test_center_that_sends_single_bytes_is_unreachable(monkeypatch):
     monkeypatch.setattr(_connection, "LEAST_RATE", 1 << 40)
     connection = _connection.Connection("127.0.0.1:1", timeout=0.5)
     end, other = socket.socketpair()

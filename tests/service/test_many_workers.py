@@ -1,7 +1,7 @@
-"""Workers that come, go, crash and come back: nothing is lost, or counted twice.
+"""Workers that join, leave, crash and come back: every message counts once.
 
-Every message has an element of the center for itself, and is 1 there: the center says
-exactly which messages it has applied, and how often.
+Every message adds 1 to an element of its own, so the center shows exactly which
+messages it has applied, and how often.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from helpers import sessions, shared, talking
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center import Asynchronous, BoundedStaleness, Submission, Synchronous
 from agn_optax.service import _address
 from agn_optax.service.client import _client
 from agn_optax.service.transports import _connection
@@ -32,11 +32,11 @@ from agn_optax.service.wire._packets import Parcel, Reader
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 12, 5
 RULE = shared.downpour()
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 
 
 def crash(center):
-    """Ends a connection as the death of its process would: nobody leaves."""
+    """End a connection as a kill of its process would: without leaving."""
     center._connection.stop()
     _client._open_centers.discard(center)
     for session in center._sessions.values():
@@ -45,7 +45,7 @@ def crash(center):
 
 
 def lose_an_answer(center, *, after, dies):
-    """The next exchange loses its connection, before or after its answer came."""
+    """Cut the connection of the next exchange, before or after its answer."""
     remote = center._remote
     receive = remote.answer_in
 
@@ -54,7 +54,7 @@ def lose_an_answer(center, *, after, dies):
         if after:
             receive(said, link)
         if dies:
-            center._connection.stop()  # then it is not tried again
+            center._connection.stop()  # no retries
         link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
@@ -66,7 +66,7 @@ def members(server):
 
 
 def wait_until_lost(server, name):
-    """Until the server knows that a connection is gone."""
+    """Wait until the server knows that a worker has no connection."""
 
     def lost():
         member = members(server).get(name)
@@ -75,8 +75,8 @@ def wait_until_lost(server, name):
     wait_until(lost)
 
 
-class Life:
-    """One of many workers, through all of its lives."""
+class RestartingWorker:
+    """One of many workers, over all of its sessions."""
 
     def __init__(self, server, number, seed, acts):
         self.name = f"w{number}"
@@ -147,8 +147,8 @@ class Life:
 
 
 def live(server, acts, seed=0):
-    """All workers at once, to their ends."""
-    lives = [Life(server, number, seed, acts) for number in range(WORKERS)]
+    """Run all workers at once until they have ended."""
+    lives = [RestartingWorker(server, number, seed, acts) for number in range(WORKERS)]
     threads = [threading.Thread(target=life.run, daemon=True) for life in lives]
     for thread in threads:
         thread.start()
@@ -177,9 +177,11 @@ ACTS = ["exchange", "come_back", "crash", "crash_in_an_exchange", "reconnect"]
     ],
     ids=repr,
 )
-def test_workers_come_and_go_at_random(mode, lease):
+def test_each_message_counts_once_with_random_crashes(mode, lease):
     start = np.zeros(WORKERS * MESSAGES, np.float32)
-    with service.serve(RULE, start, mode=mode, lease=lease) as server:
+    with service.serve(
+        RULE, start, mode=mode, limits=service.Limits(lease=lease)
+    ) as server:
         lives = live(server, ACTS)
         assert not members(server)
         end = server.center.pull()
@@ -197,8 +199,8 @@ def test_workers_come_and_go_at_random(mode, lease):
         assert end.version == len(applied)
 
 
-def test_whole_numbers_add_up_exactly():
-    """No crashes: then every message is acknowledged, once."""
+def test_each_message_is_acknowledged_without_crashes():
+    """Workers come back and reconnect, but do not crash."""
     start = np.zeros(WORKERS * MESSAGES, np.float32)
     with service.serve(RULE, start) as server:
         lives = live(server, ["exchange", "come_back", "reconnect"])
@@ -222,7 +224,7 @@ def served(elements=8, **settings):
 
 
 def in_background(work, *args, **kwargs):
-    """Calls ``work`` on a thread; what it returns is waited for by ``result()``."""
+    """Call ``work`` in a thread; return a function that waits for its result."""
     done, said = threading.Event(), {}
 
     def run():
@@ -249,7 +251,7 @@ def send(center, worker, element, version=0):
 
 
 def is_soon(server, condition):
-    """Whether it holds within a second."""
+    """Return whether a condition holds within a second."""
     return any(server.center.core.wait_for(condition, 0.05) for _ in range(20))
 
 
@@ -257,9 +259,10 @@ def wait_until_it_waits(server, worker):
     wait_until(lambda: worker in server.center.core.members()[2])
 
 
-def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
-    """Which counts its exchanges from 1 again."""
-    with served(mode=Synchronous(), lease=60.0) as (server, connected):
+def test_new_session_does_not_get_the_answer_of_an_earlier_one():
+    """The new session counts its exchanges from 1 again."""
+    limits = service.Limits(lease=60.0)
+    with served(mode=Synchronous(), limits=limits) as (server, connected):
         anna, first = connected(), connected()
         sessions.join(anna, "anna")
         sessions.join(first, "bert")
@@ -269,7 +272,7 @@ def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
         with pytest.raises(errors.CenterError):
             lost()
         wait_until_lost(server, "bert")
-        assert send(anna, "anna", 1).version == 1  # with bert's, whose lease runs
+        assert send(anna, "anna", 1).version == 1  # bert's counts: its lease runs
         second = connected()
         sessions.join(second, "bert")
         answer = in_background(send, second, "bert", 2, 1)
@@ -281,15 +284,15 @@ def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
         )
 
 
-def test_a_repeated_exchange_is_told_that_it_was_dropped():
-    """Though its answer has been thrown away, for the worker had been given up."""
+def test_repeated_exchange_learns_that_it_was_dropped():
+    """Although its answer was discarded when the worker was given up."""
     mode = BoundedStaleness(versions=0)
-    with served(mode=mode, lease=0.0) as (server, connected):
+    with served(mode=mode, limits=service.Limits(lease=0.0)) as (server, connected):
         anna, bert = connected(), connected()
         sessions.join(anna, "anna")
         session = sessions.join(bert, "bert")
         send(anna, "anna", 0)
-        # It meets a center that gave bert up before it came back.
+        # The center gives bert up before bert comes back.
         lose_an_answer(bert, after=True, dies=False)
         again = session._open
 
@@ -303,7 +306,7 @@ def test_a_repeated_exchange_is_told_that_it_was_dropped():
         assert server.center.version == 1
 
 
-class Call:
+class CallContext:
     """The context of a call on the server, ended by hand."""
 
     def __init__(self):
@@ -338,10 +341,10 @@ def life(server, call):
     return servicer.exchange(joining(), call, servicer.door.caller(), "grpc")
 
 
-def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
-    """The server learns of the end while the worker is coming back."""
+def test_end_of_an_old_call_does_not_disconnect_its_successor():
+    """The server learns of the old call's end while the worker reconnects."""
     with served() as (server, _):
-        old, new = Call(), Call()
+        old, new = CallContext(), CallContext()
         first = life(server, old)
         next(first)
         ending = threading.Thread(target=old.end)
@@ -350,7 +353,7 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
         def join_meanwhile(*args, **kwargs):
             session = join(*args, **kwargs)
             ending.start()
-            ending.join(0.2)  # it goes on when this has returned
+            ending.join(0.2)  # it can continue only after this function returns
             return session
 
         server.center.core.join = join_meanwhile
@@ -359,21 +362,21 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
         ending.join(LIMIT)
         assert members(server)["anna"].connected
         assert old.cancelled
-        new.end()  # told to the center on a thread
+        new.end()  # passed on to the center by a thread
         wait_until(lambda: not members(server)["anna"].connected)
 
 
-def test_a_call_that_ended_before_it_began_disconnects_nobody():
+def test_call_that_ended_before_its_start_disconnects_nobody():
     with served() as (server, _):
-        late, live = Call(), Call()
+        late, live = CallContext(), CallContext()
         late.end()
         next(life(server, live))
         assert list(life(server, late)) == []
         assert members(server)["anna"].connected
 
 
-def test_a_worker_that_left_does_not_come_back_by_itself():
-    """Its exchange was being repeated when it left."""
+def test_retry_does_not_bring_back_a_worker_that_left():
+    """Its exchange was being retried when it left."""
     with served(mode=Synchronous()) as (server, connected):
         center = connected()
         session = sessions.join(center, "anna")
@@ -407,8 +410,8 @@ def workers():
 @pytest.mark.parametrize(
     "transport", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
 )
-def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
-    """Although nothing else happens in the center's process, which JAX waits for."""
+def test_memory_of_a_message_is_released_with_its_answer(transport):
+    """Although JAX is not called again in the center's process."""
     with (
         talking.processes(PROGRAM, 1) as (worker,),
         served(1 << 18) as (server, _),
@@ -434,13 +437,13 @@ def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
         finally:
             gc.enable()
         assert len(messages) == 4
-        assert free >= 2  # JAX's own threads may be too late to hear of it
+        assert free >= 2  # JAX's own threads may be late
         worker.ask(do="leave")
 
 
 @pytest.mark.slow
-def test_a_process_is_killed_while_its_message_waits(workers):
-    """The others go on; it comes back under its name, and goes on as well."""
+def test_round_counts_message_of_a_killed_process_within_its_lease(workers):
+    """The others continue; a new process continues under the same name."""
     names = ["anna", "bert", "carl"]
     anna, bert, carl = workers
 
@@ -458,8 +461,8 @@ def test_a_process_is_killed_while_its_message_waits(workers):
             assert answer["version"] == version
             assert answer["sum"] == [float(e in elements) for e in range(8)]
 
-    # It may come back within its lease, so its message counts.
-    with served(mode=Synchronous(), lease=600.0) as (server, _):
+    # With a long lease the worker may come back, so its message counts.
+    with served(mode=Synchronous(), limits=service.Limits(lease=600.0)) as (server, _):
         for process, name in zip(workers, names, strict=True):
             process.ask(do="join", address=server.address, worker=name)
         meet(carl, "carl", 0)
@@ -480,8 +483,8 @@ def test_a_process_is_killed_while_its_message_waits(workers):
             process.ask(do="leave")
         assert not members(server)
 
-    # It is given up at once, and its message with it.
-    with served(mode=Synchronous(), lease=0.0) as (server, _):
+    # Without a lease the worker is given up at once, and so is its message.
+    with served(mode=Synchronous(), limits=service.Limits(lease=0.0)) as (server, _):
         for process, name in zip((anna, bert, carl), names, strict=True):
             process.ask(do="join", address=server.address, worker=name)
         meet(anna, "anna", 0)
@@ -493,7 +496,7 @@ def test_a_process_is_killed_while_its_message_waits(workers):
 
 
 @pytest.mark.parametrize("transports", [["memory", "socket"], ["grpc"]])
-def test_a_server_and_a_client_that_stop_leave_no_threads(transports):
+def test_stopped_server_and_client_leave_no_threads(transports):
     before = {*threading.enumerate()}
     with served() as (server, _):
         center = service.connect(server.address, RULE, transports=transports)
@@ -501,13 +504,13 @@ def test_a_server_and_a_client_that_stop_leave_no_threads(transports):
             center.join("anna")
             send(center, "anna", 0)
     for thread in {*threading.enumerate()} - before:
-        if thread.name != "agn-optax watchdog":  # which all connections share
+        if thread.name != "agn-optax watchdog":  # shared by all connections
             thread.join(LIMIT)
             assert not thread.is_alive(), thread
 
 
-def test_a_process_that_fails_ends_though_workers_are_there():
-    """Without a word to its server."""
+def test_failing_process_of_a_server_ends_with_connected_workers():
+    """Without a call of `Server.stop`."""
     program = (
         "import numpy as np\n"
         "from agn_optax import rules, service\n"
@@ -538,12 +541,12 @@ def test_a_process_that_fails_ends_though_workers_are_there():
     assert said.endswith("RuntimeError: it fails\n")
 
 
-def test_a_center_forgets_sessions_that_have_left():
-    """And with them the contributions that they hold, as large as the model."""
+def test_sessions_that_left_are_released():
+    """With them the contributions that they hold, as large as the model."""
     with served() as (_, connected):
         center = connected()
         session = center.join("anna")
-        session.exchange(1, np.ones(8, np.float32), anchor_version=0)
+        session.exchange(Submission(1, np.ones(8, np.float32), anchor_version=0))
         held = weakref.ref(session)
         session.leave()
         assert not center._sessions
@@ -553,10 +556,10 @@ def test_a_center_forgets_sessions_that_have_left():
             gc.collect()
             return held() is None
 
-        wait_until(is_forgotten, limit=BUSY)  # a heartbeat on its way holds it
+        wait_until(is_forgotten, limit=BUSY)  # a heartbeat in flight holds it
 
 
-def test_a_worker_that_joins_again_keeps_its_new_session():
+def test_leave_of_an_old_session_keeps_the_new_one():
     with served() as (_, connected):
         center = connected()
         first, second = center.join("anna"), center.join("anna")
@@ -564,13 +567,13 @@ def test_a_worker_that_joins_again_keeps_its_new_session():
         assert list(center._sessions.values()) == [second]
 
 
-def test_bytes_of_workers_that_exchange_together_are_all_counted(monkeypatch):
-    """Whatever thread comes between the reading of a sum and its writing."""
+def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
+    """Also if threads switch between reading and writing a sum."""
     size = Parcel.nbytes.fget
 
     def slow(parcel):
         found = size(parcel)
-        time.sleep(0.005)
+        time.sleep(0.005)  # so that other threads run meanwhile
         return found
 
     with served() as (_, connected):
@@ -581,7 +584,9 @@ def test_bytes_of_workers_that_exchange_together_are_all_counted(monkeypatch):
         def work(session):
             for sequence in range(1, 1 + exchanges):
                 sent = np.ones(8, np.float32)
-                session.exchange(sequence, sent, anchor_version=sequence - 1)
+                session.exchange(
+                    Submission(sequence, sent, anchor_version=sequence - 1)
+                )
 
         threads = [threading.Thread(target=work, args=(each,)) for each in workers]
         for thread in threads:
@@ -594,7 +599,7 @@ def test_bytes_of_workers_that_exchange_together_are_all_counted(monkeypatch):
         assert said["bytes_received"] == len(workers) * exchanges * 8 * 4
 
 
-def test_signs_of_life_go_on_after_one_that_raises(monkeypatch, caplog):
+def test_signs_of_life_continue_after_one_that_raises(monkeypatch, caplog):
     unary, calls, again = _connection.Connection.unary, [], threading.Event()
 
     def fails_once(connection, name, *args, **kwargs):
@@ -606,7 +611,7 @@ def test_signs_of_life_go_on_after_one_that_raises(monkeypatch, caplog):
         return unary(connection, name, *args, **kwargs)
 
     monkeypatch.setattr(_connection.Connection, "unary", fails_once)
-    with served(lease=1.0) as (_, connected):
+    with served(limits=service.Limits(lease=1.0)) as (_, connected):
         connected().join("anna")
         assert again.wait(LIMIT)
     assert "thread 'agn-optax heartbeat' failed, and goes on" in caplog.text
@@ -633,4 +638,4 @@ def test_connections_are_accepted_after_one_that_raised(transport, monkeypatch, 
             ):
                 send(center, "anna", 0)
         assert server.center.version
-    assert "a direct connection is refused: on purpose" in caplog.text
+    assert "a direct connection is rejected: on purpose" in caplog.text

@@ -1,4 +1,4 @@
-"""What a served center remembers for whoever watches: what happened, and no more."""
+"""The monitor of a served center: events, workers and curves, in bounded memory."""
 
 import contextlib
 import json
@@ -14,6 +14,7 @@ from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.ops.watch import _metrics, _monitor
 from agn_optax.ops.watch._monitor import Series
 from agn_optax.service import center_pb2 as pb
@@ -27,7 +28,7 @@ HERE = "127.0.0.1:0"
 
 @contextlib.contextmanager
 def watched(params=START, **settings):
-    """A served center, its monitor, and a connection to it."""
+    """Yield a served center, its monitor, and a connection to it."""
     with (
         service.serve(RULE, params, page=HERE, **settings) as server,
         service.connect(server.address, RULE) as center,
@@ -50,12 +51,12 @@ def worker(monitor, name):
 
 
 def exchanged(session, sequence, anchor=0, value=ONES, **said):
-    session.submit(sequence, value, anchor_version=anchor, **said)
+    session.submit(Submission(sequence, value, anchor_version=anchor, **said))
     session.collect(sequence)
 
 
 @pytest.mark.parametrize("seconds", [5, 599, 600, 601, 5_000, 200_000])
-def test_a_series_covers_the_whole_run_with_few_points(seconds):
+def test_series_covers_the_whole_run_with_few_points(seconds):
     series = Series()
     for second in range(seconds):
         series.add(second + 0.001 * (second % 7), second)
@@ -68,8 +69,8 @@ def test_a_series_covers_the_whole_run_with_few_points(seconds):
     assert np.ptp(gaps) <= 0.01 * seconds / 300
 
 
-def test_a_worker_that_exchanges_no_more_has_stalled():
-    """Though it is connected and gives signs of life; all who watch are told alike."""
+def test_worker_without_recent_exchanges_has_stalled():
+    """Also while it is connected; page, status and metrics all report it."""
     with watched() as (server, monitor, center):
         session = center.join("anna")
         exchanged(session, 1)
@@ -98,11 +99,11 @@ def test_a_worker_that_exchanges_no_more_has_stalled():
         assert gauge not in _metrics.exposition(monitor.view()).decode()
 
 
-def test_who_waits_for_others_has_not_stalled():
+def test_worker_that_waits_for_a_round_has_not_stalled():
     mode = centers.Synchronous()
     with watched(mode=mode) as (server, monitor, center):
         anna, _ = center.join("anna"), center.join("bert")
-        anna.submit(1, ONES, anchor_version=0)
+        anna.submit(Submission(1, ONES, anchor_version=0))
         ledger = server.center.core.ledger
         wait_until(lambda: "anna" in ledger.pending)
         now = time.monotonic()
@@ -115,13 +116,13 @@ def test_who_waits_for_others_has_not_stalled():
         assert worker(monitor, "bert")["stalled"] >= 59
 
 
-def test_everything_is_counted_once():
+def test_repeated_exchange_is_counted_once():
     with watched() as (_, monitor, center):
         session = center.join("anna")
         exchanged(session, 1, steps=10, reported={"loss": 2.0})
-        exchanged(session, 1, steps=10)  # is answered again
+        exchanged(session, 1, steps=10)  # a repetition
         exchanged(session, 2, steps=10, reported={"loss": 1.0})
-        exchanged(center.join("bert"), 1)  # anchored at the beginning: 2 behind
+        exchanged(center.join("bert"), 1)  # anchored at version 0: staleness 2
         monitor.look()
         view = monitor.view()
         assert (view["version"], view["exchanges"]) == (3, 3)
@@ -142,12 +143,12 @@ def test_everything_is_counted_once():
         )
 
 
-def test_those_who_come_and_go_are_told():
-    with watched(lease=LIMIT) as (server, monitor, center):
+def test_joining_losing_and_leaving_are_events():
+    with watched(limits=service.Limits(lease=LIMIT)) as (server, monitor, center):
         monitor.look()
         session = center.join("anna")
         center.join("carl").leave()
-        session._link.cancel()  # as a network does
+        session._link.cancel()  # as at a network failure
         wait_until(lambda: monitor.look() or ("lost", "anna") in events(monitor))
         assert worker(monitor, "anna")["gone"] == ""
         exchanged(session, 1)
@@ -173,8 +174,8 @@ def test_those_who_come_and_go_are_told():
         assert worker(monitor, "anna")["gone"] == ""
 
 
-def test_a_life_that_took_another_ones_place_is_told():
-    """A worker that was killed and started again, faster than anybody looks."""
+def test_new_session_of_the_same_worker_is_an_event():
+    """A worker that was killed and restarted between two looks of the monitor."""
     with (
         watched() as (server, monitor, center),
         service.connect(server.address, RULE) as again,
@@ -187,12 +188,12 @@ def test_a_life_that_took_another_ones_place_is_told():
         monitor.look()
         texts = told(monitor, "joined")
         assert [text.split(", by")[0] for text in texts] == [
-            *("joined", "joined again, in another life")
+            *("joined", "joined again, with a new session")
         ]
         assert worker(monitor, "anna")["exchanges"] == 2
 
 
-def test_workers_of_this_process_are_seen():
+def test_workers_in_the_server_process_are_shown():
     with watched() as (server, monitor, _):
         session = server.center.join("here")
         monitor.look()
@@ -204,8 +205,8 @@ def test_workers_of_this_process_are_seen():
         assert events(monitor, "joined") == [("joined", "here")] * 2
 
 
-def test_who_is_refused_hears_why_and_so_do_those_who_watch():
-    with watched(max_workers=1) as (_, monitor, center):
+def test_rejections_are_events_with_their_reason():
+    with watched(limits=service.Limits(max_workers=1)) as (_, monitor, center):
         session = center.join("anna")
         for _ in range(2):
             with pytest.raises(errors.CenterFullError):
@@ -215,13 +216,13 @@ def test_who_is_refused_hears_why_and_so_do_those_who_watch():
         (refused,) = [e for e in monitor.view()["events"] if e["kind"] == "refused"]
         assert refused["worker"] == "bert"
         assert refused["count"] == 2
-        assert "was refused: no room for worker 'bert'" in refused["text"]
+        assert "was rejected: no room for worker 'bert'" in refused["text"]
         assert "not finite" in told(monitor, "message")[0]
         assert worker(monitor, "anna")["refused"] == 1
         json.dumps(monitor.view(), allow_nan=False)
 
 
-def test_what_is_on_disk_is_told(tmp_path):
+def test_snapshots_and_restarts_are_events(tmp_path):
     kept = centers.Snapshots(tmp_path)
     with watched(None, durability=kept) as (server, monitor, center):
         assert monitor.view()["version"] is None
@@ -229,18 +230,18 @@ def test_what_is_on_disk_is_told(tmp_path):
         monitor.look()
         assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
         assert told(monitor, "initialized") == [
-            "the first parameters are there, 3 numbers"
+            "the center has its first parameters, 3 numbers"
         ]
-        center.join("anna").exchange(1, {"w": ONES}, anchor_version=0)
+        center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
         monitor.look()
         assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
     with watched(None, durability=kept) as (_, monitor, _):
         (text,) = told(monitor, "restarted")
-        assert text == f"the center in {tmp_path} goes on at version 1"
+        assert text == f"the center in {tmp_path} continues at version 1"
 
 
-def test_that_the_disk_has_failed_is_told(tmp_path, monkeypatch):
+def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
     with watched(durability=centers.Snapshots(tmp_path)) as (server, monitor, _):
         keeper = server.center.core._keeper
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
@@ -254,10 +255,10 @@ def test_that_the_disk_has_failed_is_told(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_workers_of_the_life_before_are_shown_until_they_are_back(tmp_path):
+def test_workers_from_before_a_restart_are_shown_as_disconnected(tmp_path):
     kept = centers.Journal(tmp_path)
     with watched(durability=kept) as (server, _, center):
-        center.join("anna").exchange(1, ONES, anchor_version=0)
+        center.join("anna").exchange(Submission(1, ONES, anchor_version=0))
         server.stop()  # before it leaves
     with watched(None, durability=kept) as (_, monitor, center):
         monitor.look()
@@ -268,7 +269,7 @@ def test_workers_of_the_life_before_are_shown_until_they_are_back(tmp_path):
         assert events(monitor, "joined") == [("joined", "anna")]
 
 
-def test_a_stranger_cannot_drive_out_what_others_did():
+def test_rejected_callers_do_not_displace_other_events():
     with watched() as (server, monitor, _):
         monitor.look()
         tell = server._servicer.tell
@@ -284,14 +285,14 @@ def test_a_stranger_cannot_drive_out_what_others_did():
         assert {"started", "joined"} < {event["kind"] for event in found}
         (who,) = [e for e in found if e["kind"] == "refused" and not e["worker"]]
         assert who["count"] == 1000
-        assert who["text"] == "somebody at 192.0.2.1 was refused: who?"
+        assert who["text"] == "a caller at 192.0.2.1 was rejected: who?"
         numbers = [event["number"] for event in found]
         assert numbers == sorted(set(numbers))
         assert monitor.view()["event_counts"]["refused"] == 2000
 
 
-def test_of_workers_that_are_gone_the_last_ones_are_shown():
-    with watched(max_workers=None) as (server, monitor, _):
+def test_workers_that_left_last_are_shown():
+    with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
             server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")
@@ -301,7 +302,7 @@ def test_of_workers_that_are_gone_the_last_ones_are_shown():
         assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MOST_GONE, 50)]
 
 
-def test_there_are_only_so_many_curves(monkeypatch):
+def test_number_of_curves_is_limited(monkeypatch):
     monkeypatch.setattr(_monitor, "MOST_CURVES", 8)
     with watched() as (_, monitor, center):
         anna, bert = center.join("anna"), center.join("bert")
@@ -319,7 +320,7 @@ def test_there_are_only_so_many_curves(monkeypatch):
         assert {curve["worker"] for curve in monitor.view()["curves"]} == {"bert"}
 
 
-def test_a_worker_that_reports_other_names_each_time_takes_no_more_room():
+def test_reports_with_ever_new_names_take_no_more_memory():
     with watched() as (server, _, center):
         session = center.join("anna")
         for n in range(1, 5):
@@ -328,7 +329,7 @@ def test_a_worker_that_reports_other_names_each_time_takes_no_more_room():
         assert len(server._servicer._traffic["anna"].reported) == 60
 
 
-def test_a_curve_has_points_where_there_were_exchanges_and_gaps_between_lives():
+def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
     with watched() as (_, monitor, center):
         session = center.join("anna")
         exchanged(session, 1, reported={"loss": 3.0})
@@ -345,7 +346,7 @@ def test_a_curve_has_points_where_there_were_exchanges_and_gaps_between_lives():
         assert curve["time"] == sorted(curve["time"])
 
 
-def test_what_is_not_finite_is_null():
+def test_nonfinite_reports_are_null():
     with watched() as (_, monitor, center):
         said = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
         exchanged(center.join("anna"), 1, reported=said)
@@ -358,8 +359,8 @@ def test_what_is_not_finite_is_null():
         }
 
 
-def test_bins_of_staleness_are_narrow_and_side_by_side():
-    """A sixteenth wide, so that what 50 workers make is not one of them."""
+def test_bins_of_staleness_are_narrow_and_adjacent():
+    """A bin is at most 1/16 of its values wide, so 50 workers fill more than one."""
     first, seen = 0, set()
     while first < 1 << 12:
         last = _monitor._bin_end(first)
@@ -370,21 +371,22 @@ def test_bins_of_staleness_are_narrow_and_side_by_side():
     assert seen == set(range(1 << 12))
     assert len({_monitor._bin(n) for n in range(35, 65)}) > 10
     assert _monitor._bin_end(_monitor._bin(1 << 40)) < (1 << 40) * 17 / 16
-    for n in range(20):  # metrics have powers of two
+    for n in range(20):  # metrics use powers of two
         assert _monitor._bin(1 << n) == 1 << n
 
 
-def test_nobody_is_told_more_than_fits_and_nobody_waits(monkeypatch):
-    """An exchange appends, whoever looks at the time, and whatever came before."""
+def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
+    """Exchanges append to the queue while the monitor's lock is held."""
     with watched() as (server, monitor, _), monitor._lock:
         began = time.monotonic()
         for n in range(2 * _monitor._MOST_TOLD):
-            server._servicer.tell("exchange", "anna", "life", n, 1, 0, True, "")
+            answer = centers.Answer(None, n, n)
+            server._servicer.tell("exchange", "anna", "life", 1, answer)
         assert len(monitor._told) == _monitor._MOST_TOLD
         assert time.monotonic() - began < 10
 
 
-def test_it_looks_by_itself_survives_errors_and_ends_with_its_server(caplog):
+def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
     with watched() as (server, monitor, center):
         server._servicer.tell("exchange", "wrong")
         center.join("anna")
@@ -394,7 +396,7 @@ def test_it_looks_by_itself_survives_errors_and_ends_with_its_server(caplog):
     assert "agn-optax monitor" not in names
 
 
-def test_without_a_page_nothing_is_remembered():
+def test_server_without_a_page_keeps_no_events():
     with service.serve(RULE, START) as server:
         assert server.page_address is None
         assert server._servicer.tell is _servicer._unheard

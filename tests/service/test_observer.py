@@ -1,4 +1,4 @@
-"""A connection that only watches."""
+"""A connection for observers."""
 
 import contextlib
 import socket
@@ -12,10 +12,10 @@ from agn_optax import service
 
 @contextlib.contextmanager
 def slow_link(address, delay):
-    """An address at which a connection is passed on to another, but late."""
+    """Yield an address that forwards connections after a delay."""
 
     def answer(near):
-        time.sleep(delay)  # what is tested
+        time.sleep(delay)  # the delay under test
         host, port = address.split(":")
         with near, socket.create_connection((host, int(port))) as far:
             joined(near, far)
@@ -24,8 +24,8 @@ def slow_link(address, delay):
         yield link
 
 
-def test_a_connection_may_take_its_time():
-    """As over continents, where greetings of TCP, TLS and HTTP go back and forth."""
+def test_slow_connection_is_not_given_up():
+    """Long distances take several round trips of TCP, TLS and HTTP."""
     with (
         service.serve(shared.downpour()) as server,
         slow_link(server.address, 1.5) as address,

@@ -1,4 +1,4 @@
-"""The page of a center and its metrics, as HTTP has them: who sees them."""
+"""The page of a center and its metrics over HTTP: content, access and limits."""
 
 import base64
 import contextlib
@@ -21,6 +21,7 @@ from helpers.waiting import returned, wait_until
 from prometheus_client import parser
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.ops.watch import _page
 from agn_optax.service import Access, Tls
 from agn_optax.service.server import _servicer
@@ -30,19 +31,21 @@ START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
 HERE = "127.0.0.1:0"
 LOOKS, WORKS = "observer-0123456789", "worker-0123456789"
 TOKENS = f"observer * {LOOKS}\nchief anna {WORKS}".encode()
-LIMIT = 20  # seconds that nothing here takes
+LIMIT = 20  # s, generous: no test should come near it
 
 
 @pytest.fixture(scope="module")
 def open_server():
-    """Of which no test asks more than to be read."""
+    """A server with a page, which tests must not change."""
     with (
         service.serve(RULE, START, page=HERE) as server,
         service.connect(server.address, RULE) as center,
     ):
         session = center.join('a"n\\n\na')
-        session.exchange(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
-        center.join("bert").exchange(1, ONES, anchor_version=0)
+        session.exchange(
+            Submission(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
+        )
+        center.join("bert").exchange(Submission(1, ONES, anchor_version=0))
         server._listeners["page"].monitor.look()
         yield server
 
@@ -53,7 +56,7 @@ def place(server):
 
 
 def ask(server, path="/", method="GET", context=None, body=None, **headers):
-    """What comes back of one request: status, headers and body."""
+    """Make a request; return status, headers and body of the answer."""
     kind = http.client.HTTPConnection
     more = {}
     if context is not None:
@@ -66,7 +69,7 @@ def ask(server, path="/", method="GET", context=None, body=None, **headers):
 
 
 def said(server, text, timeout=LIMIT):
-    """What comes back of anything, until the connection ends."""
+    """Send any bytes; return all that comes back until the connection ends."""
     with socket.create_connection(place(server), timeout=timeout) as end:
         with contextlib.suppress(OSError):
             end.sendall(text)
@@ -81,7 +84,7 @@ def bearer(token):
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_the_page_is_one_file_that_asks_nobody_else(open_server):
+def test_page_is_one_file_without_other_resources(open_server):
     status, headers, body = ask(open_server)
     assert status == 200
     assert headers["Content-Type"] == "text/html; charset=utf-8"
@@ -100,7 +103,7 @@ def test_the_page_is_one_file_that_asks_nobody_else(open_server):
 
 
 @pytest.mark.parametrize("path", ["/", "/state.json", "/metrics", "/else"])
-def test_nothing_is_kept_framed_or_guessed(open_server, path):
+def test_headers_forbid_caching_framing_and_sniffing(open_server, path):
     _, headers, _ = ask(open_server, path)
     assert headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -111,7 +114,7 @@ def test_nothing_is_kept_framed_or_guessed(open_server, path):
     assert "Python" not in headers["Server"]
 
 
-def test_its_routes(open_server):
+def test_routes_of_the_page(open_server):
     status, headers, body = ask(open_server, "/state.json?a=b")
     assert (status, headers["Content-Type"]) == (200, "application/json")
     view = json.loads(body)
@@ -126,7 +129,7 @@ def test_its_routes(open_server):
     assert ask(open_server, "/", "DELETE")[0] == 405
 
 
-def test_what_is_long_comes_compressed_to_whoever_takes_that(open_server):
+def test_page_is_compressed_if_the_client_accepts_gzip(open_server):
     plain = ask(open_server, "/")
     pressed = ask(open_server, "/", Accept_Encoding="gzip, br")
     assert pressed[1]["Content-Encoding"] == "gzip"
@@ -156,7 +159,7 @@ def test_several_requests_share_a_connection(open_server):
         ("GET", "/", {"headers": {"Transfer-Encoding": "chunked"}}, 400),
     ],
 )
-def test_a_connection_ends_with_an_error_or_a_body(
+def test_connection_closes_after_an_error_or_a_body(
     open_server, method, path, more, status
 ):
     with contextlib.closing(
@@ -174,8 +177,8 @@ NEXT = b"GET /state.json HTTP/1.1\r\nHost: localhost\r\nX: "
 
 @pytest.mark.parametrize("head", [b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n"])
 @pytest.mark.parametrize("length", [b"Content-Length: %d\r\n", b""])
-def test_a_body_is_never_taken_for_a_request(open_server, head, length):
-    """The way around `Host`: a browser sends this to a name that leads here."""
+def test_body_is_never_taken_for_a_request(open_server, head, length):
+    """A browser could send this to a foreign name for this host, to evade `Host`."""
     length = length % len(NEXT) if length else b""
     body = head + b"Host: evil.example\r\n" + length + b"\r\n" + NEXT
     heard = said(open_server, body + head + b"Host: evil.example\r\n\r\n")
@@ -184,13 +187,13 @@ def test_a_body_is_never_taken_for_a_request(open_server, head, length):
     assert b"downpour" not in heard
 
 
-def test_who_sends_more_than_is_read_still_hears_why(open_server):
+def test_request_with_a_large_body_gets_its_error(open_server):
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n"
     for _ in range(10):
         assert b" 405 " in said(open_server, head + b"a" * 500_000)
 
 
-def test_metrics_are_what_prometheus_reads(open_server):
+def test_metrics_can_be_parsed_by_prometheus(open_server):
     status, headers, body = ask(open_server, "/metrics")
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain; version=")
@@ -218,7 +221,7 @@ def test_metrics_are_what_prometheus_reads(open_server):
     assert all(family.documentation for family in families.values())
 
 
-def test_without_their_package_metrics_say_what_to_install(open_server, monkeypatch):
+def test_metrics_without_their_package_name_the_extra(open_server, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status, _, body = ask(open_server, "/metrics")
     assert status == 501
@@ -226,7 +229,7 @@ def test_without_their_package_metrics_say_what_to_install(open_server, monkeypa
     assert ask(open_server, "/state.json")[0] == 200
 
 
-def test_a_name_of_somebody_else_that_leads_here_is_refused(open_server):
+def test_foreign_host_name_is_rejected(open_server):
     for path in ("/", "/state.json", "/metrics"):
         status, _, body = ask(open_server, path, Host="evil.example:80")
         assert status == 421
@@ -237,8 +240,10 @@ def test_a_name_of_somebody_else_that_leads_here_is_refused(open_server):
     assert b" 400 " in said(open_server, b"GET / HTTP/1.0\r\n\r\n")
 
 
-def test_tokens_are_those_of_the_center():
-    with service.serve(RULE, START, page=HERE, access=Access(TOKENS)) as server:
+def test_page_needs_the_tokens_of_the_center():
+    with service.serve(
+        RULE, START, page=HERE, security=service.Security(access=Access(TOKENS))
+    ) as server:
         for path in ("/state.json", "/metrics"):
             status, headers, body = ask(server, path)
             assert (status, headers["WWW-Authenticate"]) == (
@@ -255,18 +260,21 @@ def test_tokens_are_those_of_the_center():
             assert ask(server, path + "?token=" + LOOKS)[0] == 401
             assert ask(server, path, Cookie="token=" + LOOKS)[0] == 401
             assert ask(server, path, **bearer("tok\u00e9n-0123456789"))[0] == 401
-        assert ask(server, "/")[0] == 200  # has nothing in it of the center
+        assert ask(server, "/")[0] == 200  # the page itself has no data
         page = server._listeners["page"]
         page.monitor.look()
-        page._state._next = 0.0  # what was made before is shown for a while
+        page._state._next = 0.0  # do not use the cached state
         seen = ask(server, "/state.json", **bearer(LOOKS))[2].decode()
         assert "does not know that token" in seen
         assert not any(token in seen for token in (LOOKS, WORKS, "wrong-012"))
 
 
-def test_who_asks_too_often_waits_or_is_sent_away(monkeypatch):
+def test_rate_limited_request_gets_status_503(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
-    settings = {"access": Access(TOKENS), "calls": 0.01}
+    settings = {
+        "security": service.Security(access=Access(TOKENS)),
+        "limits": service.Limits(calls=0.01),
+    }
     with service.serve(RULE, START, page=HERE, **settings) as server:
         assert ask(server, "/state.json", **bearer(LOOKS))[0] == 200
         status, headers, _ = ask(server, "/state.json", **bearer(LOOKS))
@@ -278,12 +286,12 @@ def authority(tmp_path_factory):
     return certificates.Authority(tmp_path_factory.mktemp("page"))
 
 
-def test_it_is_encrypted_as_the_center_is(authority):
+def test_page_uses_the_tls_of_the_center(authority):
     own = authority.issue("/CN=center")
     trusts = ssl.create_default_context(cafile=str(authority.ca))
     tls = Tls(None, own.certificate, own.key)
-    settings = {"tls": tls, "page": HERE, "access": Access(TOKENS)}
-    with service.serve(RULE, START, **settings) as server:
+    security = service.Security(tls=tls, access=Access(TOKENS))
+    with service.serve(RULE, START, page=HERE, security=security) as server:
         assert server.page_address.startswith("https://127.0.0.1:")
         assert ask(server, "/", context=trusts)[0] == 200
         assert ask(server, "/state.json", context=trusts)[0] == 401
@@ -296,9 +304,11 @@ def test_it_is_encrypted_as_the_center_is(authority):
             ask(server, "/", context=ssl.create_default_context())
 
 
-def test_where_the_center_asks_for_certificates_so_does_the_page(authority):
+def test_page_needs_certificates_if_the_center_does(authority):
     own, mine = authority.issue("/CN=center"), authority.issue("/CN=anna/OU=observer")
-    with service.serve(RULE, START, tls=own, page=HERE) as server:
+    with service.serve(
+        RULE, START, security=service.Security(tls=own), page=HERE
+    ) as server:
         bare = ssl.create_default_context(cafile=str(authority.ca))
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
             ask(server, "/", context=bare)
@@ -306,10 +316,10 @@ def test_where_the_center_asks_for_certificates_so_does_the_page(authority):
         assert ask(server, "/state.json", context=bare)[0] == 200
 
 
-def test_where_it_may_not_be_is_said(open_server):
+def test_bad_addresses_of_the_page_are_rejected(open_server):
     for page, why in [
         ("0.0.0.0:0", "is not for this machine only"),
-        ("unix:/tmp/page", "browsers know no Unix sockets"),
+        ("unix:/tmp/page", "a browser cannot open a Unix socket"),
         ("nonsense", "an address must be"),
         (":".join(map(str, place(open_server))), "the page cannot listen at 127.0.0.1"),
     ]:
@@ -317,8 +327,10 @@ def test_where_it_may_not_be_is_said(open_server):
             service.serve(RULE, START, page=page)
     tls = Tls(None, b"-----BEGIN", b"-----BEGIN")
     with pytest.raises(errors.InvalidArgumentError, match="give access="):
-        service.serve(RULE, START, page="0.0.0.0:0", tls=tls)
-    with service.serve(RULE, START, page="0.0.0.0:0", insecure=True) as server:
+        service.serve(RULE, START, page="0.0.0.0:0", security=service.Security(tls=tls))
+    with service.serve(
+        RULE, START, page="0.0.0.0:0", security=service.Security(insecure=True)
+    ) as server:
         assert ask(server, "/state.json", Host="center.example")[0] == 200
         assert server.page_address.startswith("http://0.0.0.0:")
 
@@ -336,14 +348,14 @@ def test_where_it_may_not_be_is_said(open_server):
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"505"),
     ],
 )
-def test_what_is_no_request_is_answered_and_ended(open_server, text, answer):
+def test_malformed_request_gets_an_error_and_is_closed(open_server, text, answer):
     heard = said(open_server, text)
     assert heard.split(b" ")[1] == answer
     assert b"<script" not in heard
     assert ask(open_server, "/state.json")[0] == 200
 
 
-def test_whoever_is_slow_is_cut_off(open_server, monkeypatch):
+def test_slow_request_is_disconnected(open_server, monkeypatch):
     monkeypatch.setattr(_page, "_PATIENCE", 0.3)
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         began = time.monotonic()
@@ -357,7 +369,7 @@ def test_whoever_is_slow_is_cut_off(open_server, monkeypatch):
         assert time.monotonic() - began < LIMIT
 
 
-def test_whoever_takes_no_answer_is_cut_off(open_server, monkeypatch):
+def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
     page = open_server._listeners["page"]
     monkeypatch.setattr(_page, "_PATIENCE", 0.3)
     monkeypatch.setattr(page, "_html", _page._Body(bytes(64 << 20)))
@@ -365,10 +377,10 @@ def test_whoever_takes_no_answer_is_cut_off(open_server, monkeypatch):
     cut = returned(monkeypatch, page, "_forget")
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert cut.wait(LIMIT)  # and nothing was read
+        assert cut.wait(LIMIT)  # without reading anything
 
 
-def test_however_many_come_there_are_few_threads_and_nobody_is_kept_out():
+def test_many_connections_use_few_threads_and_block_no_request():
     with (
         service.serve(RULE, START, page=HERE) as server,
         service.connect(server.address, RULE) as center,
@@ -382,14 +394,14 @@ def test_however_many_come_there_are_few_threads_and_nobody_is_kept_out():
         assert ask(server, "/state.json")[0] == 200
         assert len(server._listeners["page"]._open) <= _page._MOST_CONNECTIONS
         most = before + _page._MOST_CONNECTIONS + 1
-        # Some are about to end; silent connections would be cut after ten seconds.
+        # Some are about to end; silent connections would be closed after 10 s only.
         wait_until(lambda: threading.active_count() <= most, limit=5)
-        session.exchange(1, ONES, anchor_version=0)
+        session.exchange(Submission(1, ONES, anchor_version=0))
         server.stop()
         wait_until(lambda: threading.active_count() < before)
 
 
-def test_what_costs_much_is_made_seldom(monkeypatch):
+def test_expensive_state_is_cached_longer(monkeypatch):
     stopped = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: 100.0})
     monkeypatch.setattr(_page, "time", stopped)
     made = []
@@ -405,7 +417,7 @@ def test_what_costs_much_is_made_seldom(monkeypatch):
     for _ in range(100):
         state()
     assert len(made) == 1
-    state._next -= 0.35  # of at least 0.02 / 0.05 = 0.4, and of 0.5
+    state._next -= 0.35  # less than the pause: 0.02 / 0.05 = 0.4, and 0.5 at least
     state()
     assert len(made) == 1
     state._next -= 0.65
@@ -413,7 +425,7 @@ def test_what_costs_much_is_made_seldom(monkeypatch):
     assert len(made) == 2
 
 
-def test_it_goes_with_its_server():
+def test_page_ends_with_its_server():
     server = service.serve(RULE, START, page=ports.free_address())
     host, port = place(server)
     with contextlib.closing(http.client.HTTPConnection(host, port)) as end:
@@ -433,6 +445,6 @@ def test_it_goes_with_its_server():
     again.stop()
 
 
-def test_its_address_is_in_the_status(open_server):
+def test_status_has_the_address_of_the_page(open_server):
     with service.Observer(open_server.address) as observer:
         assert observer.status()["page_address"] == open_server.page_address

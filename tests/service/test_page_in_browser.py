@@ -1,4 +1,4 @@
-"""The page in a real browser: workers join, one is killed, and the page says so."""
+"""The page in a real browser: workers, failures, access and accessibility."""
 
 import contextlib
 import http.server
@@ -12,6 +12,7 @@ import pytest
 from helpers import shared, talking
 
 from agn_optax import errors, service
+from agn_optax.center import Answer, Submission
 from agn_optax.service import Access
 
 pytestmark = pytest.mark.slow
@@ -22,9 +23,9 @@ RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.full(3, 0.01, np.float32)
 LOOKS, WORKS = "observer-0123456789", "worker-0123456789"
 TOKENS = f"observer * {LOOKS}\nchief,worker * {WORKS}".encode()
-NOTHING = "\u2013"  # where there is no number
+NOTHING = "\u2013"  # stands for a missing number
 EVIL = "<script>document.title = 'evil'</script><img src=x onerror=alert(1)>"
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 60  # s, generous: no test should come near it
 _FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
@@ -52,16 +53,16 @@ def browser(tmp_path):
 
 
 def until(condition, limit=LIMIT):
-    """A tenth of a second apart, for each look is a call of the browser."""
+    """Wait for a condition with few checks: each is a call of the browser."""
     end = time.monotonic() + limit
     while not (found := condition()):
-        assert time.monotonic() < end, "it does not come"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.1)
     return found
 
 
-class Shown:
-    """What somebody who has the page in front of him finds on it."""
+class BrowserPage:
+    """The page as a user sees it."""
 
     def __init__(self, browser):
         self._browser = browser
@@ -78,7 +79,7 @@ class Shown:
         )
 
     def row(self, name):
-        """A worker's cells, by what stands over them; {} if it is not there."""
+        """Return a worker's cells by their column titles; {} if it has no row."""
         return self.run(
             "const heads = [...document.querySelectorAll('#columns th')];"
             "const row = [...document.querySelectorAll('#rows tr')]"
@@ -89,7 +90,7 @@ class Shown:
         )
 
     def names(self, selector):
-        """Of everything that has a name for those who do not see it."""
+        """Return the accessible names of the elements."""
         return self.run(
             "return [...document.querySelectorAll(arguments[0])]"
             "  .map(each => each.getAttribute('aria-label'))",
@@ -107,14 +108,14 @@ class Shown:
         return self.run("return getComputedStyle(document.body).backgroundColor")
 
     def complaints(self):
-        """Of the browser, but for what it could not fetch."""
+        """Return the browser's log messages, except failed requests."""
         log = self._browser.get_log("browser")
         return [each["message"] for each in log if each["source"] != "network"]
 
 
 @contextlib.contextmanager
 def training(address, name):
-    """A worker on a thread, over a socket; it reports a loss that falls."""
+    """Run a worker in a thread, over a socket, that reports a falling loss."""
 
     def train():
         with (
@@ -127,7 +128,9 @@ def training(address, name):
             while not ended.wait(0.05):
                 number += 1
                 said = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
-                answer = session.exchange(number, ONES, anchor_version=version, **said)
+                answer = session.exchange(
+                    Submission(number, ONES, anchor_version=version, **said)
+                )
                 version = answer.version
 
     ended = threading.Event()
@@ -140,12 +143,15 @@ def training(address, name):
         thread.join(LIMIT)
 
 
-def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
+def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
     monkeypatch.setenv("AGN_OPTAX_TOKEN", WORKS)  # of the process
     program = pathlib.Path(__file__).with_name("durable_worker.py")
-    # What is lost is seen only by looks, a second apart.
-    settings = {"access": Access(TOKENS), "lease": 3.0}
-    shown = Shown(browser)
+    # A lost connection is noticed by the monitor, which looks once a second.
+    settings = {
+        "security": service.Security(access=Access(TOKENS)),
+        "limits": service.Limits(lease=3.0),
+    }
+    shown = BrowserPage(browser)
     with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
         server = service.serve(RULE, START, page="127.0.0.1:0", **settings)
         stack.callback(server.stop)
@@ -155,7 +161,7 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         )
         browser.get(where)
 
-        # Nobody sees anything without a token; a wrong one is not kept.
+        # Without a token nothing is shown; a wrong one is not stored.
         until(lambda: shown.find("#token").is_displayed())
         assert not shown.find("#shown").is_displayed()
         shown.find("#token").send_keys("wrong-0123456789\n")
@@ -165,10 +171,10 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         assert browser.current_url == where
         assert shown.text("#title") == f"downpour at {server.address}"
 
-        # They join, and their names are nothing but text.
+        # Workers join; markup in their names is shown as text.
         stack.enter_context(training(server.address, EVIL))
         process.answer()
-        until(lambda: "there" in shown.row("worker-1").get("state", ""))
+        until(lambda: "connected" in shown.row("worker-1").get("state", ""))
         until(lambda: shown.row(EVIL).get("loss", NOTHING) not in ("", NOTHING))
         row = shown.row(EVIL)
         assert (row["transport"], row["period"]) == ("socket", "5")
@@ -177,7 +183,7 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         assert not shown.run("return document.querySelectorAll('main img').length")
         assert f"{EVIL} joined, by socket" in shown.text("#events")
 
-        # A process is killed.
+        # The process of a worker is killed.
         process.kill()
         until(lambda: "given up" in shown.row("worker-1")["state"])
         until(lambda: "worker-1 lost its connection" in shown.text("#events"))
@@ -185,7 +191,7 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         heard = shown.run("return document.getElementById('live').textContent")
         assert "was given up" in heard
 
-        # It can be read without a pointer, without eyes, and on a phone.
+        # The page works by keyboard, with a screen reader, and on a phone.
         charts = shown.names("#shown figure svg")
         assert len(charts) == 5
         assert charts[0].startswith("Exchanges a second: ")
@@ -201,7 +207,7 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         assert not any(shown.overflows(width) for width in (320, 800, 1250, 2560))
         assert shown.ground("light") != shown.ground("dark")
 
-        # The center goes, and comes back with the same page.
+        # The center stops, and another one starts with the same page.
         server.stop()
         until(lambda: "has not answered since" in shown.text("#banner"))
         assert shown.find("#shown").is_displayed()
@@ -213,8 +219,8 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         assert not shown.complaints()
 
 
-class _Elsewhere(http.server.BaseHTTPRequestHandler):
-    """A site whose name will lead to this machine later."""
+class _OtherSite(http.server.BaseHTTPRequestHandler):
+    """A site whose name resolves to this machine, for DNS rebinding."""
 
     def do_GET(self):
         self.send_response(200)
@@ -225,7 +231,7 @@ class _Elsewhere(http.server.BaseHTTPRequestHandler):
         pass
 
 
-# A body that is the beginning of a request, which the next request ends.
+# Request smuggling: the body begins a request that the next one completes.
 ATTACK = """
 const done = arguments[0], heard = [];
 const body = "GET /state.json HTTP/1.1\\r\\nHost: localhost\\r\\nX: ";
@@ -245,9 +251,9 @@ const say = async (path, more) => {
 """
 
 
-def test_a_page_of_another_origin_reads_nothing_of_an_open_center(browser):
-    """Its name leads to that page first, and then to the center's machine."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as site:
+def test_page_of_another_origin_cannot_read_an_open_center(browser):
+    """The name resolves first to the other site, then to the center's machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherSite) as site:
         port = site.server_address[1]
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
@@ -264,11 +270,11 @@ def test_a_page_of_another_origin_reads_nothing_of_an_open_center(browser):
         assert not [text for text in heard if "downpour" in text]
         assert any(text.startswith("421 ") for text in heard)
         browser.get(f"http://localhost:{port}/")
-        until(lambda: Shown(browser).text("#title").startswith("downpour at "))
+        until(lambda: BrowserPage(browser).text("#title").startswith("downpour at "))
 
 
 def bars(shown):
-    """What each bar of the staleness stands for, and how wide it is."""
+    """Return range and count of each bar of the staleness, and its width."""
     script = (
         "const chart = charts[2];"
         "return chart.bins.map(bin => [bin.from, bin.to, bin.count])"
@@ -280,22 +286,22 @@ def bars(shown):
     return shown.run(script), widths
 
 
-def test_staleness_of_however_many_workers_is_more_than_one_bar(browser):
-    rng, shown = np.random.default_rng(0), Shown(browser)
+def test_staleness_histogram_has_several_bars_for_any_workers(browser):
+    rng, shown = np.random.default_rng(0), BrowserPage(browser)
     few, many = [(0, 0), (3, 2), (49, 0), (49, 7)], [(499, 22), (4_000, 400), (0, 1e5)]
     for mean, spread in few + many:
         staleness = np.rint(rng.normal(mean, spread, 5000)).clip(0).astype(int)
-        staleness[:20] = np.linspace(0, mean, 20)  # when they began
+        staleness[:20] = np.linspace(0, mean, 20)  # at the beginning
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
-                told = ("a", "life", number + 1, 1, value, True, "")
-                server._servicer.tell("exchange", *told)
+                answer = Answer(None, number + 1, number + 1, staleness=value)
+                server._servicer.tell("exchange", "a", "life", 1, answer)
             server._listeners["page"].monitor.look()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())
             found, widths = bars(shown)
         firsts, lasts, counts = np.transpose(found)
-        assert list(firsts[1:]) == list(lasts[:-1] + 1)  # side by side, none left out
+        assert list(firsts[1:]) == list(lasts[:-1] + 1)  # adjacent, without gaps
         assert 4 <= len(found) <= 48
         assert min(widths) >= 3
         assert sum(counts > 0.02 * 5000) >= (4 if spread else 1)
@@ -304,12 +310,12 @@ def test_staleness_of_however_many_workers_is_more_than_one_bar(browser):
         assert sum(counts) == 5000
 
 
-def test_a_worker_that_has_stalled_is_not_green(browser):
-    shown = Shown(browser)
+def test_stalled_worker_is_not_shown_as_good(browser):
+    shown = BrowserPage(browser)
     with service.serve(RULE, START, page="127.0.0.1:0") as server:
         with training(server.address, "anna"):
             browser.get(server.page_address)
-            until(lambda: "there" in shown.row("anna").get("state", ""))
+            until(lambda: "connected" in shown.row("anna").get("state", ""))
             shown.run("clearTimeout(timer); paused = true")
             shown.run("newest.workers[0].stalled = arguments[0]; show(newest)", 23.4)
             assert shown.row("anna")["state"] == "stalled for 23 s"

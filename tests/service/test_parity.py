@@ -1,4 +1,4 @@
-"""The recorded trajectories again: center behind gRPC, one process for each worker."""
+"""The recorded trajectories with a served center and one process per worker."""
 
 import pathlib
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 PROGRAM = pathlib.Path(__file__).with_name("parity_worker.py")
 
 
-class Elsewhere:
-    """A `parity_records.Participant` in a process of its own."""
+class RemoteParticipant:
+    """A `parity_records.Participant` in another process."""
 
     def __init__(self, process, address, record, number):
         self._process = process
@@ -49,7 +49,7 @@ def embedded(record, rule, start):
 
 
 @pytest.mark.parametrize("name", [n for n in RECORDS if n != ADAM])
-def test_trajectory_over_processes(processes, name):
+def test_trajectory_over_processes_is_as_recorded(processes, name):
     record = parity_records.load(name)
     rule = parity_records.rule_of(record)
     start = parity_records.as_arrays(record["params_init"])
@@ -58,7 +58,7 @@ def test_trajectory_over_processes(processes, name):
         service.connect(server.address, rule, timeout=60) as center,
     ):
         workers = [
-            Elsewhere(process, server.address, name, number)
+            RemoteParticipant(process, server.address, name, number)
             for number, process in enumerate(processes[: record["num_worker"]])
         ]
         replayed = list(parity_records.replay(record, center, workers))

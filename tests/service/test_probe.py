@@ -1,30 +1,27 @@
-"""Bytes that are sent to be measured: how fast, how many, and by whom."""
+"""Probes, which measure the bandwidth of connections: results and limits."""
 
 import time
 
 import jax.numpy as jnp
 import pytest
-from helpers import sessions, shared
+from helpers import links, sessions, shared, tuning
 
 from agn_optax import errors, service
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import TRANSPORTS, Target, _path
-from agn_optax.service.transports._socket import SocketLink
-from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 
 RULE = shared.downpour()
+MOST = 4 << 20  # bytes of a probe in each direction
 pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
 @pytest.fixture(scope="module")
 def server():
-    with service.serve(RULE, jnp.zeros(3), calls=None) as server:
+    with service.serve(RULE, jnp.zeros(3), limits=service.Limits(calls=None)) as server:
         yield server
 
 
 @pytest.mark.parametrize("transport", ["memory", "socket", "grpc"])
-def test_every_way_is_measured_each_direction(server, transport):
+def test_every_transport_is_measured_in_both_directions(server, transport):
     with service.Observer(server.address) as observer:
         way = observer.measure(transport)
     assert way.transport == transport
@@ -35,23 +32,23 @@ def test_every_way_is_measured_each_direction(server, transport):
     assert (way.path is not None) == (transport == "socket")
 
 
-def test_a_pause_is_not_taken_for_a_slow_way(server, monkeypatch):
-    """A busy end delays one probe, and the next one of its size is quick."""
-    send, pauses = SocketLink.send, [0.3]
+def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
+    """A busy end may delay one probe; the next one of the same size is quick."""
+    send, pauses = service.sockets.SocketLink.send, [0.3]
 
     def late(link, parcel):
         if parcel.nbytes and pauses:
             time.sleep(pauses.pop())
         send(link, parcel)
 
-    monkeypatch.setattr(SocketLink, "send", late)
+    monkeypatch.setattr(service.sockets.SocketLink, "send", late)
     with service.Observer(server.address) as observer:
         way = observer.measure("socket")
     assert not pauses
     assert way.up > 1e6
 
 
-def test_workers_do_not_notice(server):
+def test_probes_do_not_affect_workers(server):
     before = server.center.version
     with (
         service.Observer(server.address) as observer,
@@ -68,16 +65,13 @@ def test_workers_do_not_notice(server):
 
 
 def linked(server, transport):
-    (way,) = (each for each in TRANSPORTS if each.name == transport)
     observer = service.Observer(server.address)
-    offer = sessions.offer(server, transport)
-    link = way.dial(Target(observer._connection, offer, Buffers()))
-    return observer, link
+    return observer, links.dialled(observer, server, transport)
 
 
 def say(observer, link, frame):
     with observer._connection.watching(link):
-        link.send(in_bytes(frame, 0))
+        links.send(link, frame)
         return link.control()
 
 
@@ -85,37 +79,39 @@ def say(observer, link, frame):
 @pytest.mark.parametrize(
     ("probe", "message"),
     [
-        (pb.Probe(answer=MOST_PROBED + 1), "at most 4194304 bytes each way"),
+        (pb.Probe(answer=MOST + 1), "at most 4194304 bytes each way"),
         (pb.Probe(size=3), "a probe of 3 bytes was expected, got 0"),
     ],
 )
-def test_probes_that_are_none_are_refused(server, transport, probe, message):
+def test_bad_probes_are_rejected(server, transport, probe, message):
     observer, link = linked(server, transport)
     with observer, pytest.raises(errors.ProtocolError, match=message):
         say(observer, link, pb.Frame(probe=probe))
 
 
-def test_after_a_probe_there_is_nothing_but_probes(server):
+def test_other_messages_after_a_probe_are_rejected(server):
     observer, link = linked(server, "socket")
     with observer, observer._connection.watching(link):
-        link.send(in_bytes(pb.Frame(probe=pb.Probe(size=5, answer=7)), 5))
+        links.send(link, pb.Frame(probe=pb.Probe(size=5, answer=7)), size=5)
         assert link.control().HasField("probed")
-        assert len(link.buffer(of_bytes(7), "an answer")) == 7
-        link.send(in_bytes(pb.Frame(acknowledge=1), 0))
-        with pytest.raises(errors.ProtocolError, match="a probe was expected"):
+        assert len(links.receive(link, 7)) == 7
+        links.send(link, pb.Frame(acknowledge=1))
+        with pytest.raises(errors.ProtocolError, match="expected a probe"):
             link.control()
 
 
-def test_only_so_many_measure_at_a_time(server, monkeypatch):
+def test_number_of_concurrent_measurements_is_limited(server, monkeypatch):
     many = [linked(server, "socket") for _ in range(12)]
     try:
         for observer, link in many:
             say(observer, link, pb.Frame(probe=pb.Probe()))
-        # Half of it is how long somebody waits for a place.
-        monkeypatch.setattr(service._servicer, "_STALLED", 2.0)
+        # Half of this is the time that a measurement waits for its turn.
+        tuning.set_stall_timeout(monkeypatch, 2.0)
         with (
             service.Observer(server.address, timeout=5.0) as observer,
-            pytest.raises(errors.CenterUnreachableError, match="others measure"),
+            pytest.raises(
+                errors.CenterUnreachableError, match="other callers are already"
+            ),
         ):
             observer.measure("socket")
     finally:
@@ -124,23 +120,23 @@ def test_only_so_many_measure_at_a_time(server, monkeypatch):
             observer.close()
 
 
-def test_a_way_that_there_is_not():
+def test_measuring_an_unavailable_transport_raises():
     with (
-        service.serve(RULE, jnp.zeros(3), direct=False) as server,
+        service.serve(RULE, jnp.zeros(3), direct_address=False) as server,
         service.Observer(server.address) as observer,
-        pytest.raises(errors.CenterUnreachableError, match="no way by socket"),
+        pytest.raises(errors.CenterUnreachableError, match="cannot connect by socket"),
     ):
         observer.measure("socket")
 
 
-def test_a_route_of_choice(server):
-    """By the loopback interface, in short segments; or by none that there is."""
-    loopback = next(each for each in _path.interfaces() if each.is_loopback)
+def test_measurement_uses_the_given_route(server):
+    """The loopback interface with short segments, or an interface that is missing."""
+    loopback = next(each for each in service.path.interfaces() if each.is_loopback)
     assert "127.0.0.1" in loopback.addresses
-    route = _path.Route(loopback.name, 1000)
+    route = service.path.Route(loopback.name, 1000)
     with service.Observer(server.address) as observer:
         way = observer.measure("socket", route=route)
         assert way.path.source == "127.0.0.1"
         assert way.path.segment <= 1000
         with pytest.raises(errors.CenterUnreachableError, match="No such device"):
-            observer.measure("socket", route=_path.Route("no-such-card"))
+            observer.measure("socket", route=service.path.Route("no-such-card"))

@@ -1,4 +1,4 @@
-"""What goes wrong at bad moments: nothing is lost, nothing counts twice."""
+"""Failures at inconvenient moments: no step is lost, and none counts twice."""
 
 import contextlib
 import functools
@@ -12,25 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import commands, network, ports, sessions, shared
-from helpers.waiting import BUSY, LIMIT, wait_until
+from helpers import commands, links, network, ports, sessions, shared, tuning
+from helpers.waiting import BUSY, LIMIT, in_background, wait_until
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax._internal.background import in_background
 from agn_optax.center import Snapshots, Synchronous
-from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import GrpcLink
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, of_bytes
-from agn_optax.worker import _tree
 
 RULE = shared.downpour()
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
 ONES = {"w": jnp.ones(2), "v": jnp.ones(2)}
-PAGE = 0.1  # seconds; a page lets in so many connections a second, and closes others
+PAGE = 0.1  # s between requests, below the rate limit of the page
 
 
 def step(worker, params, state):
@@ -43,7 +36,7 @@ def start(center, **settings):
     return worker, worker.start()
 
 
-def test_many_workers_of_one_process_share_a_center_in_shards():
+def test_many_workers_of_one_process_share_a_sharded_center():
     count = 6
     servers = [service.serve(RULE, mode=Synchronous(), barrier=count) for _ in "ab"]
     with service.connect([s.address for s in servers], RULE) as center:
@@ -69,7 +62,7 @@ def test_many_workers_of_one_process_share_a_center_in_shards():
         server.stop()
 
 
-def test_a_message_that_is_not_finite_reaches_no_shard():
+def test_nonfinite_message_reaches_no_shard():
     servers = [service.serve(RULE) for _ in "ab"]
     with service.connect([s.address for s in servers], RULE) as center:
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
@@ -84,9 +77,9 @@ def test_a_message_that_is_not_finite_reaches_no_shard():
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
+def test_message_in_flight_does_not_bring_back_a_worker_that_left(transport):
     with (
-        service.serve(RULE, ZEROS, lease=0.5) as server,
+        service.serve(RULE, ZEROS, limits=service.Limits(lease=0.5)) as server,
         network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=10) as center,
     ):
@@ -96,7 +89,7 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
         worker.exchange(*step(worker, *loop))
         worker.leave()
         net.mend()
-        time.sleep(3)
+        time.sleep(3)  # only time can show that it does not come back
         assert not server.center.core.members()[1]
         assert server.center.version == 1
         worker.start()
@@ -105,7 +98,7 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
 @pytest.mark.slow
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_after_giving_up_nothing_is_lost(transport):
+def test_no_step_is_lost_after_an_exchange_gave_up(transport):
     with (
         service.serve(RULE, ZEROS) as server,
         network.Network(server, transport) as net,
@@ -129,7 +122,7 @@ def test_after_giving_up_nothing_is_lost(transport):
 
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_the_time_to_come_back_begins_with_the_last_sign_of_life(transport):
+def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
         network.Network(server, transport) as net,
@@ -141,7 +134,8 @@ def test_the_time_to_come_back_begins_with_the_last_sign_of_life(transport):
         center._connection.timeout = 3.0
 
         def hiccup():
-            time.sleep(4.0)  # longer than it has without a sign of life
+            # Only time can show it: longer than the timeout without a sign of life.
+            time.sleep(4.0)
             net.cut()
             net.mend()
             sessions.exchange(other, ONES, anchor_version=0, worker="other")
@@ -160,7 +154,7 @@ def refuse(net):
 
 
 def swallow(net):
-    """Connections are taken, and what they carry is lost; new ones are well again."""
+    """Accept connections and drop their bytes; then let only new ones work again."""
     gates = (net.there.gate, net.back.gate)
     for gate in gates:
         gate.clear()
@@ -173,9 +167,9 @@ def swallow(net):
 @pytest.mark.slow
 @pytest.mark.parametrize("outage", [refuse, swallow])
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_who_could_not_join_is_there_soon_after_an_outage(transport, outage):
+def test_worker_joins_soon_after_an_outage(transport, outage):
     with (
-        service.serve(RULE, ZEROS, lease=60.0) as server,
+        service.serve(RULE, ZEROS, limits=service.Limits(lease=60.0)) as server,
         network.Network(server, transport) as net,
         service.connect(
             net.address, RULE, transports=[transport], timeout=60
@@ -185,7 +179,7 @@ def test_who_could_not_join_is_there_soon_after_an_outage(transport, outage):
         breaking = outage(net)
         next(breaking)
         joined = in_background(functools.partial(center.join, "anna"), "a test")
-        with pytest.raises(TimeoutError):  # until attempts are as rare as they become
+        with pytest.raises(TimeoutError):  # until the backoff is at its longest
             joined.result(7.0)
         next(breaking, None)
         ended = time.monotonic()
@@ -195,23 +189,23 @@ def test_who_could_not_join_is_there_soon_after_an_outage(transport, outage):
         assert server.center.workers == {"anna"}
 
 
-def test_what_a_site_does_while_it_joins_its_parent_is_kept():
+def test_exchanges_while_a_site_joins_its_parent_are_kept():
     class Slow(agn_optax.LocalCenter):
         def join(self, *args, **settings):
+            joins.set()
             assert met.wait(20)
             return super().join(*args, **settings)
 
-    met = threading.Event()
+    joins, met = threading.Event(), threading.Event()
     parent = Slow(RULE)
     with (
-        service.serve(RULE, parent=parent, parent_period=100) as site,
+        service.serve(RULE, parent=service.Parent(parent, period=100)) as site,
         service.connect(site.address, RULE) as center,
     ):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         loop = worker.start(ZEROS, chief=True)
-        while not parent.core.is_initialized:
-            time.sleep(0.05)
-        time.sleep(0.2)
+        assert joins.wait(20)
+        assert parent.core.is_initialized
         worker.exchange(*step(worker, *loop))
         met.set()
         assert site.uplink.ready.wait(20)
@@ -221,9 +215,8 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch, lively):
-    """A site below a parent that can be killed, to go on from its last snapshot."""
-    monkeypatch.setattr(_tree, "_POLL", 0.05)
-    monkeypatch.setattr(_tree, "_LONGEST", 0.2)
+    """A site below a parent that can be killed and restarted from a snapshot."""
+    tuning.set_parent_pauses(monkeypatch, 0.05, longest=0.2)
     address, killed = ports.free_address(), tmp_path / "killed"
 
     class Tree:
@@ -258,7 +251,9 @@ def tree(tmp_path, monkeypatch, lively):
             service.connect(address, RULE, timeout=1.0, transports=["grpc"])
         )
         made.site = stack.enter_context(
-            service.serve(RULE, parent=made.above, parent_period=2, page="127.0.0.1:0")
+            service.serve(
+                RULE, parent=service.Parent(made.above, period=2), page="127.0.0.1:0"
+            )
         )
         assert made.site.uplink.ready.wait(LIMIT)
         made.center = stack.enter_context(service.connect(made.site.address, RULE))
@@ -270,8 +265,8 @@ def state(server):
         return json.load(answer)
 
 
-def test_a_site_joins_a_parent_anew_that_goes_on_from_a_snapshot(tree):
-    """What the parent has lost is lost; all that it was not sent is sent, once."""
+def test_site_joins_anew_a_parent_restarted_from_a_snapshot(tree):
+    """Updates that the parent lost stay lost; all others are sent once."""
     tree.exchange(2)
     wait_until(lambda: tree.has(-2))
     tree.saves()
@@ -280,7 +275,7 @@ def test_a_site_joins_a_parent_anew_that_goes_on_from_a_snapshot(tree):
     wait_until(lambda: not tree.site.uplink._rounds)  # the site has the answer
     tree.loses()
     tree.exchange(2)
-    wait_until(lambda: tree.center.status()["degraded"])  # by a round of just these two
+    wait_until(lambda: tree.center.status()["degraded"])  # at the end of this period
     tree.exchange(1)
     said = tree.center.status()["degraded"]
     assert "goes on without its parent since" in said
@@ -289,16 +284,16 @@ def test_a_site_joins_a_parent_anew_that_goes_on_from_a_snapshot(tree):
         assert b"agn_optax_degraded 1.0" in answer.read()
     tree.serves()
     wait_until(lambda: not tree.center.status()["degraded"])
-    wait_until(lambda: tree.has(-2 - 2))  # of the three, one is to come
+    wait_until(lambda: tree.has(-2 - 2))  # one of the three is still to come
     wait_until(lambda: not state(tree.site)["degraded"], pause=PAGE)
-    assert "is well again" in state(tree.site)["events"][-1]["text"]
+    assert "no longer degraded" in state(tree.site)["events"][-1]["text"]
     tree.site.stop()
     assert tree.has(-2 - 3)
     assert tree.site.center.pull().params["w"][0] == -5
     assert tree.site.uplink.error is None
 
 
-def test_commands_say_that_a_site_goes_on_without_its_parent(tree):
+def test_commands_report_that_a_site_runs_without_its_parent(tree):
     tree.parent.stop(0.0)
     tree.exchange(2)
     wait_until(lambda: tree.center.status()["degraded"])
@@ -310,11 +305,11 @@ def test_commands_say_that_a_site_goes_on_without_its_parent(tree):
     found = {each["check"]: each for each in json.loads(checked.stdout)["checks"]}
     assert found["parent"]["result"] == "warning"
     assert found["disk"]["result"] == "ok"
-    tree.site.stop(0.0)  # it owes its parent what it cannot send
+    tree.site.stop(0.0)  # no grace: it cannot send its last updates
 
 
-def test_a_site_sends_nothing_again_that_is_in_the_snapshot_of_its_parent(tree):
-    """Though it has never had the answer."""
+def test_site_sends_nothing_again_that_its_restarted_parent_has(tree):
+    """Although the site never got the answer."""
     receive = tree.above._remote.answer_in
 
     def lost(said, link):
@@ -335,13 +330,13 @@ def test_a_site_sends_nothing_again_that_is_in_the_snapshot_of_its_parent(tree):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lively")
-def test_what_a_site_owes_reaches_a_parent_that_is_back_within_the_grace():
+def test_stopping_site_sends_its_updates_if_parent_returns_in_grace():
     with (
         service.serve(RULE, ZEROS) as parent,
         network.Network(parent) as net,
         service.connect(net.address, RULE, transports=["grpc"], timeout=1.0) as above,
     ):
-        site = service.serve(RULE, parent=above, parent_period=1000)
+        site = service.serve(RULE, parent=service.Parent(above, period=1000))
         assert site.uplink.ready.wait(60)
         with service.connect(site.address, RULE, timeout=60) as center:
             sessions.exchange(center, ONES, anchor_version=0, worker="anna")
@@ -355,7 +350,7 @@ def test_what_a_site_owes_reaches_a_parent_that_is_back_within_the_grace():
         assert parent.center.pull().params["w"].tolist() == [-1.0, -1.0]
 
 
-def test_a_message_in_a_dtype_that_the_center_cannot_read():
+def test_message_in_a_dtype_without_x64_is_rejected():
     with service.serve(RULE, ZEROS) as server:
         message = pb.Message(sequence=1, dtype="float64")
         with pytest.raises(errors.InvalidArgumentError, match="JAX_ENABLE_X64"):
@@ -363,8 +358,8 @@ def test_a_message_in_a_dtype_that_the_center_cannot_read():
 
 
 @pytest.mark.parametrize("ends", ["breaks off", "initializes"])
-def test_chief_waits_for_another_one_that_initializes_the_center(ends, lively, caplog):
-    """A chief whose connection broke comes back before the center has noticed."""
+def test_chief_waits_while_another_one_initializes_the_center(ends, lively, caplog):
+    """A chief may reconnect before the center has noticed its lost connection."""
     caplog.set_level("WARNING")
     params = np.zeros(2, np.float32)
     with (
@@ -372,27 +367,18 @@ def test_chief_waits_for_another_one_that_initializes_the_center(ends, lively, c
         service.connect(server.address, RULE) as first,
         service.connect(server.address, RULE) as second,
     ):
-        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
-        described = np.frombuffer(_trees.to_bytes(schema), np.uint8)
-        start = pb.Start(
-            protocol=_address.PROTOCOL,
-            worker="first",
-            schema_hash=schema.hash,
-            schema_size=described.size,
-        )
-        link = GrpcLink(first._connection, "Initialize", Buffers())
-        link.send(Parcel(pb.Frame(start=start), of_bytes(described.size), [described]))
+        link, frame = links.begin_to_initialize(first, params, "first")
         wait_until(lambda: server._servicer._initializations._taken)
         asked = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )
-        wait_until(lambda: "another worker initializes this center" in caplog.text)
+        wait_until(lambda: "another worker is initializing this center" in caplog.text)
         assert not asked.done()
         if ends == "breaks off":
             link.cancel()
             np.testing.assert_array_equal(asked.result(LIMIT).params, params + 1)
             return
-        link.send(Parcel(pb.Frame(parameters=pb.Parameters()), schema, arrays))
+        link.send(frame)
         link.end()
         with pytest.raises(errors.AlreadyInitializedError, match="'first'"):
             asked.result(LIMIT)

@@ -1,10 +1,11 @@
-"""The service on real sockets: what it says, what it refuses, and what it survives."""
+"""The service on real sockets: its answers, its errors, and lost connections."""
 
 import concurrent.futures
 import contextlib
 import functools
 import gc
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
@@ -19,21 +20,24 @@ from grpc._server import _RPCState
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from helpers import network, ports, shared
+from helpers import network, ports, shared, tuning
 from helpers.support import RULES, assert_close, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Refuse, ShardedCenter, Synchronous
-from agn_optax.service import _address
+from agn_optax.center import (
+    BoundedStaleness,
+    Refuse,
+    ShardedCenter,
+    Submission,
+    Synchronous,
+)
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client import _client, _session
-from agn_optax.service.wire import _trees
-from agn_optax.service.wire._packets import HEAD
 
 PACKAGE = pathlib.Path(service.__file__).parent
 ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
+HEAD = struct.Struct("<IQ")  # of a frame: sizes of its control message and buffer
 
 
 @pytest.fixture
@@ -61,9 +65,9 @@ def connect(stack):
     return connect
 
 
-def test_what_tells_its_rule_is_known_before_anybody_asks(serve, connect):
-    """Calls that come together would each compute it."""
-    rules.fingerprint(shared.downpour())  # the worker's own
+def test_fingerprint_of_the_rule_is_computed_at_the_start(serve, connect):
+    """Otherwise concurrent first calls would each compute it."""
+    rules.fingerprint(shared.downpour())  # that of the worker
     server = serve(rules.downpour())
     before = rules.fingerprint.cache_info().misses
     connect(server.address).describe()
@@ -71,7 +75,7 @@ def test_what_tells_its_rule_is_known_before_anybody_asks(serve, connect):
 
 
 def a_step(worker, params, state):
-    """One local step down a slope of 1, and an exchange if it is time."""
+    """Make a local step with a gradient of 1, and an exchange if one is due."""
     slope = jax.tree.map(jnp.ones_like, params)
     updates, state = worker.tx.update(slope, state, params)
     return worker.exchange(optax.apply_updates(params, updates), state)
@@ -83,10 +87,10 @@ def a_worker(center, name="anna", period=1, **settings):
     )
 
 
-# What the service says.
+# Answers of the service.
 
 
-def test_the_generated_code_is_what_the_proto_says(tmp_path):
+def test_generated_code_is_up_to_date_with_the_proto(tmp_path):
     root = PACKAGE.parents[1]
     subprocess.run(  # noqa: S603 our own command
         [
@@ -101,7 +105,7 @@ def test_the_generated_code_is_what_the_proto_says(tmp_path):
         assert made == (PACKAGE / name).read_text(), "run `make proto`"
 
 
-def test_health_reflection_and_channelz(serve):
+def test_health_reflection_and_channelz_are_served(serve):
     server = serve()
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -120,7 +124,7 @@ def test_health_reflection_and_channelz(serve):
         assert servers.server
 
 
-def test_status(serve, connect):
+def test_status_reports_exchanges_and_traffic(serve, connect):
     server = serve()
     center = connect(server.address)
     worker = a_worker(center, period=3)
@@ -141,33 +145,32 @@ def test_status(serve, connect):
     assert center.status()["workers"] == []
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_connection_that_ends_before_it_is_read_has_the_reason(
-    serve, connect, direct
-):
-    """The message is not sent again, which would be refused a second time."""
-    server = serve(refuse=Refuse(norm=1.0, in_a_row=1), direct=direct)
+@pytest.mark.parametrize("direct", [None, False])
+def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, direct):
+    """The message is not sent again: it would be rejected a second time."""
+    limits = service.Limits(messages=Refuse(norm=1.0, in_a_row=1))
+    server = serve(limits=limits, direct_address=direct)
     center = connect(server.address)
     session = center.join("anna", ONES)
-    session.submit(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0)
+    session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
     wait_until(lambda: center.status()["refused"])
-    if not direct:  # gRPC notices the end by itself
+    if direct is False:  # gRPC notices the end by itself
         wait_until(lambda: session._link.done())
     with pytest.raises(errors.MessageRefusedError, match="its norm is"):
         session.collect(1)
     assert center.status()["refused"] == {"norm": 1}
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_worker_hears_why_its_message_was_refused(serve, connect, direct, caplog):
+@pytest.mark.parametrize("direct", [None, False])
+def test_worker_gets_the_reason_of_a_rejection(serve, connect, direct, caplog):
     refuse = Refuse(norm=10.0, in_a_row=2)
-    server = serve(refuse=refuse, direct=direct)
+    server = serve(limits=service.Limits(messages=refuse), direct_address=direct)
     center = connect(server.address)
     worker = a_worker(center)
     params, state = worker.start()
     params, state = worker.exchange(jax.tree.map(lambda x: x + 9, params), state)
     assert worker.refusal.startswith("its norm is 32.45, and this center takes 10")
-    assert "a message of worker 'anna' was refused: its norm is 32.45" in caplog.text
+    assert "a message of worker 'anna' was rejected: its norm is 32.45" in caplog.text
     assert_identical(params, ONES)
     params, state = a_step(worker, params, state)
     assert (worker.exchanges, worker.refused, server.center.version) == (2, 1, 1)
@@ -184,7 +187,7 @@ def test_a_worker_hears_why_its_message_was_refused(serve, connect, direct, capl
     assert (row["refused"], row["dropped"], row["exchanges"]) == (3, 0, 1)
 
 
-def test_a_unix_socket(serve, connect, tmp_path):
+def test_worker_exchanges_over_a_unix_socket(serve, connect, tmp_path):
     address = f"unix:{tmp_path}/center"
     server = serve(address=address)
     worker = a_worker(connect(server.address))
@@ -195,14 +198,14 @@ def test_a_unix_socket(serve, connect, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_messages_travel_narrow_and_the_center_stays_wide(serve, connect, dtype):
+def test_codec_casts_messages_but_not_the_center(serve, connect, dtype):
     params = {"w": jnp.linspace(0.1, 1.0, 1000)}
     rule = shared.downpour(codec=codecs.cast(dtype))
     server = serve(rule, params=params)
     narrow = connect(server.address, rule)
     worker = a_worker(narrow)
     adopted, state = worker.start()
-    assert_identical(adopted["w"], params["w"])  # what is pulled is exact
+    assert_identical(adopted["w"], params["w"])  # a pull is not cast
     adopted, _ = a_step(worker, adopted, state)
     assert_identical(server.center.pull().params, {"w": params["w"] - 1.0})
     rounded = (params["w"] - 1.0).astype(dtype).astype(jnp.float32)
@@ -210,8 +213,8 @@ def test_messages_travel_narrow_and_the_center_stays_wide(serve, connect, dtype)
     assert narrow.status()["workers"][0]["bytes_received"] < 2300
 
 
-def test_narrow_workers_of_a_wide_center(serve, connect):
-    """A bfloat16 model: messages travel as they are, and lose nothing."""
+def test_bfloat16_workers_of_a_float32_center(serve, connect):
+    """Messages of a bfloat16 model are sent in bfloat16, without loss."""
     rule = shared.agn(shared.sgd(0.5))
     server = serve(rule, None, dtype="float32")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ONES)
@@ -226,14 +229,14 @@ def test_narrow_workers_of_a_wide_center(serve, connect):
     assert center.status()["workers"][0]["bytes_received"] == 2 * (128 + 5 * 2)
 
 
-def test_float64_needs_a_center_that_can_keep_it(serve, connect):
+def test_float64_parameters_need_a_center_with_x64(serve, connect):
     center = connect(serve(params=None).address)
     with jax.enable_x64(True), pytest.raises(errors.TreeMismatchError, match="X64"):
         # The server's threads have the setting of the process, which is 32 bits.
         center.initialize({"w": np.ones(3)}, worker="anna")
 
 
-def test_a_large_leaf_and_many_small_ones(serve, connect):
+def test_large_leaf_and_many_small_ones_are_exchanged(serve, connect):
     params = {"large": jnp.zeros((3_000_000,))} | {
         f"small-{i}": jnp.full((i % 5,), float(i)) for i in range(300)
     }
@@ -243,16 +246,16 @@ def test_a_large_leaf_and_many_small_ones(serve, connect):
     assert_identical(server.center.pull().params, jax.tree.map(lambda x: x - 1, params))
 
 
-def test_containers_come_back(serve, connect):
+def test_pull_keeps_the_containers_of_the_tree(serve, connect):
     rule, params = shared.downpour(), tree()
     center = connect(serve(rule, params).address, rule)
     assert_identical(center.pull().params, params)
 
 
-# What it refuses.
+# Errors.
 
 
-def test_nobody_is_there(unused_port):
+def test_connect_to_an_unused_port_times_out(unused_port):
     with pytest.raises(
         errors.CenterUnreachableError,
         match=rf"127.0.0.1:{unused_port} does not answer since .*attempts",
@@ -265,7 +268,9 @@ def unused_port():
     return ports.free()
 
 
-def test_a_worker_that_comes_before_its_center(unused_port, serve, connect, caplog):
+def test_worker_waits_for_a_center_that_starts_later(
+    unused_port, serve, connect, caplog
+):
     found = []
     waiting = threading.Thread(
         target=lambda: found.append(connect(f"127.0.0.1:{unused_port}").pull())
@@ -279,7 +284,7 @@ def test_a_worker_that_comes_before_its_center(unused_port, serve, connect, capl
     assert "answers again" in caplog.text
 
 
-def test_something_else_listens(stack):
+def test_another_grpc_server_is_no_center(stack):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         other = grpc.server(threads)
         port = other.add_insecure_port("127.0.0.1:0")
@@ -292,9 +297,46 @@ def test_something_else_listens(stack):
 @pytest.mark.parametrize(
     "address", ["", "localhost", "host:", "host:70000", "::1:80", 5, ["a:1", "a:1"]]
 )
-def test_what_is_no_address(address):
+def test_bad_addresses_are_rejected(address):
     with pytest.raises(errors.InvalidArgumentError, match="address"):
         service.connect(address, shared.downpour())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"limits": agn_optax.center.Limits()},
+            r"limits must be agn_optax.service.Limits",
+        ),
+        ({"security": Refuse()}, r"security must be agn_optax.service.Security"),
+        ({"parent": service}, r"parent must be agn_optax.service.Parent"),
+    ],
+)
+def test_settings_of_another_type_are_rejected(settings, message):
+    with pytest.raises(errors.InvalidTypeError, match=message):
+        service.serve(shared.downpour(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda own: service.Limits(memory=0), "memory must be .* >= 1, got 0"),
+        (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
+        (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
+        (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
+        (lambda own: service.Parent(own, period=0), "period must be a positive int"),
+    ],
+)
+def test_invalid_groups_of_settings_are_rejected(call, message):
+    own = agn_optax.LocalCenter(shared.downpour(), ONES)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        call(own)
+
+
+def test_local_center_rejects_limits_of_a_service():
+    with pytest.raises(errors.InvalidTypeError, match=r"must be agn_optax.center.Lim"):
+        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(memory=1))
 
 
 @pytest.mark.parametrize(
@@ -304,19 +346,19 @@ def test_what_is_no_address(address):
         lambda: service.serve(shared.downpour(), address="0.0.0.0:0"),
     ],
 )
-def test_plain_text_stays_on_this_machine(call):
+def test_plain_text_to_other_machines_needs_insecure(call):
     with pytest.raises(errors.InvalidArgumentError, match="insecure=True"):
         call()
 
 
-def test_a_port_that_is_taken(serve):
+def test_port_in_use_is_reported(serve):
     with pytest.raises(errors.InvalidArgumentError, match="cannot listen at"):
         service.serve(shared.downpour(), address=serve().address)
 
 
-def test_another_protocol(serve, connect, monkeypatch):
+def test_client_with_another_protocol_is_rejected(serve, connect, monkeypatch):
     server = serve()
-    monkeypatch.setattr("agn_optax.service._address.PROTOCOL", 7)
+    monkeypatch.setattr(service.address, "PROTOCOL", 7)
     with pytest.raises(errors.ProtocolError, match=r"speaks version 2.*got 7"):
         connect(server.address)
 
@@ -330,11 +372,11 @@ def test_another_protocol(serve, connect, monkeypatch):
         (shared.agn(shared.adam(0.2)), "each is 0.5 times as large as here.*rates may"),
     ],
 )
-def test_another_rule(serve, connect, rule, message):
+def test_worker_with_another_rule_is_rejected(serve, connect, rule, message):
     server = serve(shared.agn(shared.adam(0.1)))
     with pytest.raises(errors.RuleMismatchError, match=message):
         connect(server.address, rule)
-    connect(server.address, rules.agn(optax.adam(0.1)))  # made anew, and the same
+    connect(server.address, rules.agn(optax.adam(0.1)))  # an equal rule
 
 
 @pytest.mark.parametrize(
@@ -346,7 +388,7 @@ def test_another_rule(serve, connect, rule, message):
         (jax.tree.map(jnp.bfloat16, ONES), r"bfloat16\[4, 2\], where .* float32"),
     ],
 )
-def test_another_model(serve, connect, params, message):
+def test_worker_with_another_model_is_rejected(serve, connect, params, message):
     worker = a_worker(connect(serve().address))
     for chief in (None, False):
         with pytest.raises(errors.TreeMismatchError, match=message):
@@ -354,21 +396,21 @@ def test_another_model(serve, connect, params, message):
     worker.start(ONES)
 
 
-def test_two_workers_of_one_name(serve, connect):
+def test_second_worker_of_the_same_name_is_rejected(serve, connect):
     server = serve()
     first = a_worker(connect(server.address))
     params, state = first.start()
     second = a_worker(connect(server.address))
     with pytest.raises(errors.NameTakenError, match="a worker 'anna' already"):
         second.start()
-    a_step(first, params, state)  # which is unharmed
+    a_step(first, params, state)  # not affected
     first.leave()
     a_step(second, *second.start())
     assert server.center.version == 2
 
 
-def test_a_full_center(serve, connect):
-    server = serve(max_workers=2)
+def test_worker_beyond_max_workers_is_rejected(serve, connect):
+    server = serve(limits=service.Limits(max_workers=2))
     workers = [a_worker(connect(server.address), str(i)) for i in range(3)]
     for worker in workers[:2]:
         worker.start()
@@ -379,14 +421,15 @@ def test_a_full_center(serve, connect):
 
 
 @pytest.mark.parametrize("size", [0, 3, 1000])
-def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
+def test_wrong_sizes_and_hostile_frames_are_rejected(serve, size):
     def packet(frame, follows, rest=b""):
         control = frame.SerializeToString()
         return HEAD.pack(len(control), follows) + control + rest
 
     server = serve()
-    schema = _trees.schema_of(ONES)
-    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", incarnation="1")
+    with service.Observer(server.address) as observer:
+        schema = service.wire.from_bytes(observer.describe().schema)
+    join = pb.Join(protocol=service.address.PROTOCOL, worker="eve", incarnation="1")
     joining = packet(pb.Frame(join=join), 0)
     message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
     other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
@@ -413,13 +456,16 @@ def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
     assert_identical(server.center.pull().params, ONES)
 
 
-# What it survives.
+# Lost connections and restarts.
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_an_answer_that_got_lost_is_given_again(serve, connect, transport, monkeypatch):
-    """The message was applied; what is repeated is not applied again."""
-    monkeypatch.setattr(_session, "SOON", LIMIT)  # however late the network is mended
+def test_lost_answer_is_sent_again_without_applying_twice(
+    serve, connect, transport, monkeypatch
+):
+    """The retry of an applied message gets its answer, and is not applied again."""
+    # Also if the network is mended late.
+    tuning.set_session_patience(monkeypatch, LIMIT)
     server = serve()
     with network.Network(server, transport) as net:
         center = connect(net.address)
@@ -434,7 +480,7 @@ def test_an_answer_that_got_lost_is_given_again(serve, connect, transport, monke
         while server.center.version < 2:
             exchange.join(0.01)
         net.cut()
-        # Another one's message comes in between: the first answer is still the first.
+        # A message of another worker comes between; the answer is still the first one.
         other = a_worker(connect(server.address), "bert")
         a_step(other, *other.start())
         net.mend()
@@ -446,7 +492,7 @@ def test_an_answer_that_got_lost_is_given_again(serve, connect, transport, monke
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect, transport):
+def test_worker_with_patience_trains_through_an_outage(serve, connect, transport):
     server = serve()
     with network.Network(server, transport) as net:
         center = connect(net.address)
@@ -456,7 +502,7 @@ def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect, tran
             params, state = a_step(worker, params, state)
         net.cut()
         center._connection.timeout = 0.2
-        for _ in range(2 + 5):  # its message cannot be sent, and it has patience
+        for _ in range(2 + 5):  # the message cannot be sent; patience covers it
             params, state = a_step(worker, params, state)
         assert worker.exchanges == server.center.version == 1
         assert center.unreachable_since is not None
@@ -465,16 +511,16 @@ def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect, tran
         mending.start()
         params, state = a_step(worker, params, state)  # waits
         mending.join()
-        assert worker.exchanges == 3  # the lost one, and a longer round
+        assert worker.exchanges == 3  # the lost one, and one of more steps
         params, state = worker.flush(params, state)
         assert server.center.version == worker.exchanges == 3
         for leaf in jax.tree.leaves((params, server.center.pull().params)):
-            np.testing.assert_array_equal(leaf, 1.0 - 10)  # nothing lost, nothing twice
+            np.testing.assert_array_equal(leaf, 1.0 - 10)  # every step counts once
         assert center.unreachable_since is None
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_without_patience_a_lost_center_is_an_error(serve, connect, transport):
+def test_worker_without_patience_raises_for_a_lost_center(serve, connect, transport):
     server = serve()
     with network.Network(server, transport) as net:
         center = connect(net.address)
@@ -491,9 +537,7 @@ def test_without_patience_a_lost_center_is_an_error(serve, connect, transport):
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_a_worker_does_not_wait_for_an_answer_when_it_overlaps(
-    serve, connect, transport
-):
+def test_worker_with_overlap_does_not_wait_for_an_answer(serve, connect, transport):
     server = serve()
     with network.Network(server, transport) as net:
         worker = a_worker(connect(net.address), period=2, overlap=True, patience=5)
@@ -513,15 +557,15 @@ def test_a_worker_does_not_wait_for_an_answer_when_it_overlaps(
 
 
 @pytest.mark.parametrize("rule", ["agn", "easgd_rho"])
-def test_overlap_with_records_and_elastic_rules(serve, connect, rule):
-    """One worker alone at a constant slope: all that differs is when answers come."""
+def test_overlap_with_agn_and_elastic_rules(serve, connect, rule):
+    """A single worker with constant gradients, so only the time of answers varies."""
     rule = RULES[rule]()
     server = serve(rule, ONES)
     worker = a_worker(connect(server.address, rule), period=3, overlap=True)
     params, state = worker.start()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def local_step(params, state):  # donates what may still be on its way
+    def local_step(params, state):  # donates arrays that may still be in flight
         slope = jax.tree.map(jnp.ones_like, params)
         updates, state = worker.tx.update(slope, state, params)
         return optax.apply_updates(params, updates), state
@@ -535,8 +579,8 @@ def test_overlap_with_records_and_elastic_rules(serve, connect, rule):
     assert float(server.center.pull().params["w"][0]) < 0.7
 
 
-def test_draining(serve, connect):
-    """What runs ends; what comes is told to come back, and is not lost."""
+def test_drain_ends_waiting_exchanges_without_applying_them(serve, connect):
+    """An exchange that waits in a round ends with an error and is not applied."""
     server = serve(mode=Synchronous(quorum=2, grace=0.0))
     center = connect(server.address)
     anna, bert = (a_worker(connect(server.address), name) for name in ("anna", "bert"))
@@ -549,7 +593,7 @@ def test_draining(serve, connect):
         except errors.CenterUnreachableError as error:
             waiting.append(error)
 
-    anna._patience = 0
+    anna._parts[0].machine.patience = 0
     anna.center._connection.timeout = 1.0
     thread = threading.Thread(target=exchange)
     thread.start()
@@ -560,12 +604,10 @@ def test_draining(serve, connect):
     thread.join(20)
     assert "going down" in str(waiting[0]) or "does not answer" in str(waiting[0])
     assert server.center.version == 0
-    server.stop()  # again: nothing
+    server.stop()  # a second stop does nothing
 
 
-def test_a_center_that_was_started_anew_is_not_taken_for_the_old_one(
-    serve, connect, unused_port
-):
+def test_new_center_at_the_same_address_is_detected(serve, connect, unused_port):
     address = f"127.0.0.1:{unused_port}"
     server = serve(address=address)
     worker = a_worker(connect(address))
@@ -578,8 +620,8 @@ def test_a_center_that_was_started_anew_is_not_taken_for_the_old_one(
     np.testing.assert_array_equal(params["w"], 0.0)
 
 
-def test_rounds(serve, connect):
-    """Two workers in synchronous rounds: each is the mean, as on a mesh."""
+def test_synchronous_rounds_apply_the_mean(serve, connect):
+    """Two workers in synchronous rounds; each applies the mean, as on a mesh."""
     server = serve(shared.average(), mode=Synchronous())
     center = connect(server.address, shared.average())
     workers = [a_worker(center, name) for name in ("anna", "bert")]
@@ -606,8 +648,8 @@ def test_rounds(serve, connect):
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_a_round_does_not_wait_for_the_dead(serve, connect, transport):
-    server = serve(mode=Synchronous(), lease=0.3)
+def test_round_does_not_wait_for_a_worker_with_expired_lease(serve, connect, transport):
+    server = serve(mode=Synchronous(), limits=service.Limits(lease=0.3))
     net = network.Network(server, transport)
     with net:
         anna = a_worker(connect(server.address), "anna")
@@ -619,7 +661,7 @@ def test_a_round_does_not_wait_for_the_dead(serve, connect, transport):
         assert server.center.version == 1
 
 
-def test_a_worker_too_far_behind_goes_on_from_the_center(serve, connect):
+def test_worker_too_far_behind_continues_from_the_center(serve, connect):
     server = serve(mode=BoundedStaleness(versions=2))
     center = connect(server.address)
     slow, fast = a_worker(center, "slow"), a_worker(center, "fast")
@@ -634,7 +676,7 @@ def test_a_worker_too_far_behind_goes_on_from_the_center(serve, connect):
 
 
 @pytest.mark.parametrize("chief", [True, False])
-def test_the_center_moves_in_place_where_nobody_reads(serve, connect, chief):
+def test_center_is_updated_in_place_without_readers(serve, connect, chief):
     rule = shared.agn(shared.adam(0.1))
     server = serve(rule, None if chief else {"w": jnp.ones(100_000)})
     worker = a_worker(connect(server.address, rule))
@@ -642,7 +684,7 @@ def test_the_center_moves_in_place_where_nobody_reads(serve, connect, chief):
     places = {server.center.core.store.current.params["w"].unsafe_buffer_pointer()}
     for _ in range(6):
         params, state = a_step(worker, params, state)
-        while server.center.core._answers:  # until the acknowledgement is there
+        while server.center.core._answers:  # until the acknowledgement has come
             with server.center.core.atomically():
                 server.center.core.atomically().wait(0.01)
         current = server.center.core.store.current
@@ -652,14 +694,12 @@ def test_the_center_moves_in_place_where_nobody_reads(serve, connect, chief):
 
 
 def test_sites_of_a_tree_share_a_parent(serve, connect):
-    """Everything that any worker of any site did is in the parent, once."""
+    """The parent has every step of every worker of each site, once."""
     parent = serve()
     sites = [
         serve(
             params=None,
-            parent=connect(parent.address),
-            parent_period=2,
-            name=f"site-{i}",
+            parent=service.Parent(connect(parent.address), period=2, name=f"site-{i}"),
         )
         for i in range(2)
     ]
@@ -679,10 +719,12 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
     assert 2 <= parent.center.version <= 6
 
 
-def test_a_tree_of_gradient_sums(serve, connect):
+def test_site_of_agn_sends_the_mean_of_its_messages(serve, connect):
     rule = shared.agn(shared.sgd(1.0))
     parent = serve(rule)
-    site = serve(rule, None, parent=connect(parent.address, rule), parent_period=1000)
+    site = serve(
+        rule, None, parent=service.Parent(connect(parent.address, rule), period=1000)
+    )
     assert site.uplink.ready.wait(20)
     worker = a_worker(connect(site.address, rule), period=2)
     params, state = worker.start()
@@ -693,15 +735,14 @@ def test_a_tree_of_gradient_sums(serve, connect):
     # The mean of the site's messages, each a mean gradient of 1.
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
-        serve(shared.easgd(0.5), parent=connect(parent.address, rule))
+        serve(shared.easgd(0.5), parent=service.Parent(connect(parent.address, rule)))
 
 
-def test_who_waits_for_a_chief_says_what_is_missing(
+def test_worker_that_waits_for_a_chief_logs_it_repeatedly(
     serve, connect, monkeypatch, caplog
 ):
-    """Soon, and then again."""
-    monkeypatch.setattr(_client, "_COMES", 0.01)
-    monkeypatch.setattr(_client, "_WAITS", 0.02)
+    """The log names the center, and the call that is missing."""
+    tuning.set_chief_warnings(monkeypatch, 0.01, 0.02)
     center = connect(serve(params=None).address)
     worker = a_worker(center, name="second")
     running = threading.Thread(
@@ -716,10 +757,10 @@ def test_who_waits_for_a_chief_says_what_is_missing(
     assert not running.is_alive()
 
 
-# In shards.
+# Shards.
 
 
-def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
+def test_rule_that_needs_the_whole_tree_is_rejected_at_shards(serve, connect):
     clipped = optax.chain(optax.clip_by_global_norm(1.0), shared.sgd(0.1))
     rule = shared.agn(clipped)
     center = connect([serve(rule, None).address for _ in range(2)], rule)
@@ -731,9 +772,7 @@ def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
 
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_what_reached_one_shard_only_is_completed_when_repeated(
-    serve, connect, transport
-):
+def test_retry_completes_an_exchange_that_reached_one_shard(serve, connect, transport):
     rule = shared.downpour()
     servers = [serve(params=None) for _ in range(2)]
     with network.Network(servers[1], transport) as net:
@@ -744,7 +783,7 @@ def test_what_reached_one_shard_only_is_completed_when_repeated(
         center.centers[1]._connection.timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match=net.address):
             worker.exchange(jax.tree.map(lambda x: x - 1, params), state)
-        # Over gRPC it may still be on its way there.
+        # Over gRPC the message may still be in flight.
         assert servers[0].center.core.wait_for(
             lambda: servers[0].center.version == 1, timeout=60
         )
@@ -763,11 +802,11 @@ def calls_that_are_kept():
 
 
 @pytest.mark.parametrize("name", ["Describe", "Alive", "Leave", "Status", "Pull"])
-def test_a_request_that_is_none_is_refused_and_forgotten(serve, name):
+def test_malformed_request_is_rejected_and_released(serve, name):
     server, before = serve(), calls_that_are_kept()
     with grpc.insecure_channel(server.address) as channel:
-        path = f"/{_address.SERVICE}/{name}"
-        call = channel.unary_stream(path)  # as all of them look to a caller
+        path = f"/{service.address.SERVICE}/{name}"
+        call = channel.unary_stream(path)  # works for unary methods, too
         for _ in range(20):
             with pytest.raises(grpc.RpcError, match="not a request") as raised:
                 list(call(b"\xff\xff", timeout=20))
@@ -777,8 +816,8 @@ def test_a_request_that_is_none_is_refused_and_forgotten(serve, name):
     wait_until(lambda: calls_that_are_kept() <= before, limit=BUSY, pause=0.05)
 
 
-def test_what_they_say_of_themselves():
-    """Rule, version, workers, address and transport: what one would ask first."""
+def test_repr_has_rule_version_workers_address_and_transport():
+    """Covers workers, local, remote and sharded centers, and servers."""
     rule, zeros = shared.downpour(), jnp.zeros(2)
     local = agn_optax.LocalCenter(rule)
     assert repr(local) == "LocalCenter(downpour, no parameters yet, 0 workers)"

@@ -1,4 +1,4 @@
-"""Fragments of a served center: each server keeps one, and holds its messages alone."""
+"""Fragments of a served center: each server has one, and holds only its messages."""
 
 import contextlib
 import threading
@@ -20,8 +20,8 @@ PARAMS = {f"layer {i}": jnp.ones((64, 64)) for i in range(2 * FRAGMENTS)}
 MODEL = sum(leaf.nbytes for leaf in PARAMS.values())
 
 
-class Held:
-    """Bytes that servers hold for messages, now and at their most."""
+class HeldBytes:
+    """The bytes that servers hold for messages, now and at most so far."""
 
     def __init__(self):
         self.now = self.most = 0
@@ -32,8 +32,8 @@ class Held:
         take = buffers.take
 
         def watched(size):
-            # JAX's threads may be late to let go of the message before. What may be
-            # held is a chief's schema, while its parameters come.
+            # JAX's threads may be late to release the previous message. A chief's
+            # schema may still be held while its parameters come.
             wait_until(lambda: self.now < MODEL / 100, limit=20)
             buffer = take(size)
             with self._lock:
@@ -51,8 +51,8 @@ class Held:
 
 @contextlib.contextmanager
 def served(count):
-    """A center in shards, what is held for messages, and what each message has."""
-    rule, held, sent = shared.average(), Held(), []
+    """Yield a worker of a sharded center, the held bytes, and the bytes sent."""
+    rule, held, sent = shared.average(), HeldBytes(), []
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(service.serve(rule)) for _ in range(count)]
         for server in servers:
@@ -73,13 +73,13 @@ def served(count):
 
 
 @pytest.mark.parametrize("count", [1, FRAGMENTS])
-def test_servers_hold_a_fragment_at_a_time(count):
+def test_servers_hold_one_fragment_at_a_time(count):
     with served(count) as (worker, held, sent):
         loop = worker.start(PARAMS, chief=True)
         params, _ = run_worker(worker, *loop, feeds(PARAMS, 2 * PERIOD))
         assert sent == [MODEL / count] * 2 * count
         assert jax.tree.leaves(worker.version) == [2] * count
-        # What stands in a buffer beside the arrays is less than a hundredth.
+        # Apart from arrays, buffers hold less than 1 %.
         assert MODEL / count <= held.most <= 1.01 * MODEL / count
         # The last fragment has just been exchanged.
         last = agn_optax.Fragments(count).divide(PARAMS)
@@ -87,7 +87,7 @@ def test_servers_hold_a_fragment_at_a_time(count):
         assert_identical(last.take(count - 1, params), last.take(count - 1, center))
 
 
-def test_who_exchanges_the_whole_says_what_each_server_keeps():
+def test_worker_without_fragments_joins_if_connect_knows_them():
     rule, fragments = shared.average(), agn_optax.Fragments(2)
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(service.serve(rule)) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_who_exchanges_the_whole_says_what_each_server_keeps():
         run_worker(whole, *loop, feeds(params, 2))
         run_worker(worker, *worker.start(params), feeds(params, 2))
         assert worker.version == (2, 2)
-        with pytest.raises(errors.TreeMismatchError):  # as large leaves would be cut
+        with pytest.raises(errors.TreeMismatchError):  # large leaves would be divided
             agn_optax.Worker(other, shared.adam(0.1), period=2).start(params)
         with pytest.raises(errors.InvalidArgumentError, match="got one address"):
             service.connect(addresses[0], rule, fragments=fragments)

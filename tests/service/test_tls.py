@@ -1,4 +1,4 @@
-"""Encrypted connections: one set of certificates for gRPC and for sockets."""
+"""Encrypted connections: the same certificates for gRPC and for direct sockets."""
 
 import contextlib
 import dataclasses
@@ -11,19 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import certificates, sessions, shared
-from helpers.support import assert_identical
+from helpers import certificates, links, sessions, shared
+from helpers.support import SHARES_MEMORY, assert_identical
 
 from agn_optax import codecs, errors, service
 from agn_optax.service import Tls
-from agn_optax.service.transports import TRANSPORTS, Target, _memory
-from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire._buffers import Buffers
 
 RULE = shared.downpour()
 SIZE = 300_000  # elements: more than a socket takes at once
-LIMIT = 20  # seconds that nothing here takes
-MEMORY, SOCKET, GRPC = TRANSPORTS
+LIMIT = 20  # s, generous: no test should come near it
 pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
@@ -39,7 +35,7 @@ def server_tls(pem):
 
 @pytest.fixture(scope="module")
 def mutual(pem):
-    """What both ends have: each vouches for the other."""
+    """Settings of both ends for mutual TLS."""
     return Tls(pem[0], *pem)
 
 
@@ -61,7 +57,7 @@ def way(center, worker="anna"):
 
 
 def exchanged(server, tls, *transports, **settings):
-    """What comes of three exchanges, and how they travelled."""
+    """Make three exchanges; return the last answer and the transport."""
     with connected(server, tls, *transports, **settings) as center:
         for version in range(3):
             sent = jax.tree.map(lambda x, v=version: jnp.sin(x + v), params())
@@ -72,10 +68,12 @@ def exchanged(server, tls, *transports, **settings):
 
 
 @pytest.mark.parametrize("codec", [codecs.identity(), codecs.cast("bfloat16")], ids=str)
-def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
+def test_every_transport_gives_identical_results(server_tls, pem, codec):
     numbers, rule = [], dataclasses.replace(RULE, codec=codec)
-    for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
-        with service.serve(rule, params(), tls=server_tls) as server:
+    for name in ("grpc", "socket", *["memory"] * SHARES_MEMORY):
+        with service.serve(
+            rule, params(), security=service.Security(tls=server_tls)
+        ) as server:
             made = exchanged(server, Tls(pem[0]), name, rule=rule)
         numbers.append(made[0])
         assert made[1] == name
@@ -84,10 +82,12 @@ def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
 
 
 @pytest.mark.slow
-def test_many_small_leaves(server_tls, pem):
+def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
     leaves = [jnp.full(i % 7, float(i)) for i in range(500)]
     with (
-        service.serve(RULE, leaves, tls=server_tls) as server,
+        service.serve(
+            RULE, leaves, security=service.Security(tls=server_tls)
+        ) as server,
         connected(server, Tls(pem[0]), "socket") as center,
     ):
         answer = sessions.exchange(center, leaves, anchor_version=0, worker="anna")
@@ -96,10 +96,10 @@ def test_many_small_leaves(server_tls, pem):
         assert link._end.version() in ("TLSv1.2", "TLSv1.3")
 
 
-def test_both_ends_have_certificates(mutual, pem):
-    with service.serve(RULE, params(), tls=mutual) as server:
+def test_mutual_tls_needs_certificates_on_every_transport(mutual, pem):
+    with service.serve(RULE, params(), security=service.Security(tls=mutual)) as server:
         assert exchanged(server, mutual, "socket")[1] == "socket"
-        # Its certificate is asked for at the socket as well, whoever knows the key.
+        # The direct socket needs a client certificate, too, besides the key.
         for tls, error in ((Tls(pem[0]), OSError), (None, OSError)):
             with pytest.raises(error):
                 dial(server, tls)
@@ -108,36 +108,41 @@ def test_both_ends_have_certificates(mutual, pem):
 
 
 def dial(server, tls):
-    """The socket of a center whose offer came some other way."""
-    offer = sessions.offer(server, "socket")
-    connection = Connection(server.address, LIMIT, tls)
-    link = SOCKET.dial(Target(connection, offer, Buffers()))
-    try:
-        link.control()  # who comes without a certificate hears of it here
-    finally:
-        link.cancel()
+    """Connect to a center's direct socket with a known key."""
+    with service.Observer(server.address, timeout=LIMIT, tls=tls) as observer:
+        link = links.dialled(observer, server, "socket")
+        try:
+            link.control()  # a missing certificate raises here
+        finally:
+            link.cancel()
 
 
-def test_a_center_of_another_name_is_not_trusted(tmp_path):
+def test_center_with_another_host_name_is_not_trusted(tmp_path):
     certificate, key = certificates.make(tmp_path, "DNS:elsewhere.example.org")
-    with service.serve(RULE, params(), tls=Tls(None, certificate, key)) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(tls=Tls(None, certificate, key))
+    ) as server:
         with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
             dial(server, Tls(certificate))
         with pytest.raises(errors.CenterUnreachableError):
             service.connect(server.address, RULE, tls=Tls(certificate), timeout=0.3)
 
 
-def test_a_center_that_nobody_vouches_for_is_not_trusted(server_tls, tmp_path):
+def test_center_of_an_unknown_authority_is_not_trusted(server_tls, tmp_path):
     other, _ = certificates.make(tmp_path)
     with (
-        service.serve(RULE, params(), tls=server_tls) as server,
+        service.serve(
+            RULE, params(), security=service.Security(tls=server_tls)
+        ) as server,
         pytest.raises(ssl.SSLCertVerificationError),
     ):
         dial(server, Tls(other))
 
 
-def test_plain_text_is_not_answered(server_tls):
-    with service.serve(RULE, params(), tls=server_tls) as server:
+def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
+    with service.serve(
+        RULE, params(), security=service.Security(tls=server_tls)
+    ) as server:
         host, _, port = server.direct_address.rpartition(":")
         listener = server._listeners["socket"]
         with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
@@ -151,11 +156,13 @@ def test_plain_text_is_not_answered(server_tls):
 
 
 @pytest.mark.slow
-def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
+def test_grpc_credentials_disable_direct_connections(pem, caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     certificate, key = (path.read_bytes() for path in pem)
     credentials = grpc.ssl_server_credentials([(key, certificate)])
-    with service.serve(RULE, params(), credentials=credentials) as server:
+    with service.serve(
+        RULE, params(), security=service.Security(credentials=credentials)
+    ) as server:
         assert "cannot encrypt" in caplog.text
         assert server.direct_address is None
         theirs = grpc.ssl_channel_credentials(certificate)
@@ -168,20 +175,26 @@ def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
         ):
             center.join("anna")
     with pytest.raises(errors.InvalidArgumentError, match="direct_address needs tls"):
-        service.serve(RULE, credentials=credentials, direct_address="127.0.0.1:0")
+        service.serve(
+            RULE,
+            security=service.Security(credentials=credentials),
+            direct_address="127.0.0.1:0",
+        )
 
 
-def test_certificates_as_bytes(pem):
+def test_certificates_can_be_given_as_bytes(pem):
     certificate, key = (path.read_bytes() for path in pem)
     tls = Tls(certificate, certificate, key)
-    with service.serve(RULE, params(), tls=tls) as server:
+    with service.serve(RULE, params(), security=service.Security(tls=tls)) as server:
         assert exchanged(server, tls, "socket")[1] == "socket"
     assert b"PRIVATE" not in repr(tls).encode()
 
 
-def test_a_broken_encrypted_connection_is_made_again(server_tls, pem):
+def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     with (
-        service.serve(RULE, params(), tls=server_tls) as server,
+        service.serve(
+            RULE, params(), security=service.Security(tls=server_tls)
+        ) as server,
         connected(server, Tls(pem[0]), "socket") as center,
     ):
         for version in range(4):
@@ -202,12 +215,12 @@ def test_a_broken_encrypted_connection_is_made_again(server_tls, pem):
         ({"tls": Tls(), "credentials": object()}, "not both"),
     ],
 )
-def test_settings_that_make_no_sense(settings, message):
+def test_bad_settings_are_rejected(settings, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
-        service.serve(RULE, **settings)
+        service.serve(RULE, security=service.Security(**settings))
 
 
-def test_who_listens_elsewhere_needs_it():
+def test_public_address_needs_tls():
     for settings in ({"address": "8.8.8.8:0"}, {"direct_address": "8.8.8.8:0"}):
         with pytest.raises(errors.InvalidArgumentError, match="give tls="):
             service.serve(RULE, **settings)

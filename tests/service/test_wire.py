@@ -1,4 +1,4 @@
-"""Trees as bytes: they come back as they were, or not at all."""
+"""The wire format: arrays round-trip bit for bit, and bad input is rejected."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ LAYOUTS = ["C", "F", "strided", "reversed", "read-only"]
 
 
 def array(dtype, shape, layout="C", seed=0):
-    """Any bits, NaN included, in memory of any order."""
+    """Return an array of random bits, NaN included, in the given memory layout."""
     rng = np.random.default_rng(seed)
     if layout == "F":
         return array(dtype, shape[::-1], "C", seed).T
@@ -62,17 +62,17 @@ def assert_same_bits(came, sent):
         assert one.tobytes() == other.tobytes()
 
 
-def test_bfloat16_is_numpys_name():
+def test_numpy_knows_bfloat16_by_name():
     assert np.dtype("bfloat16") == ml_dtypes.bfloat16
 
 
 def read(messages):
-    """A reader of bytes that come in pieces."""
+    """Return a reader of bytes that arrive in pieces."""
     return Reader(_Messages(iter(messages)), Buffers())
 
 
 def came(schema, messages):
-    """The arrays of a packet in ``messages``, which has nothing behind it."""
+    """Return the arrays of the only packet in ``messages``."""
     reader = read(messages)
     assert reader.control() == CONTROL
     views = schema.views(reader.buffer(schema, "a tree"))
@@ -87,7 +87,7 @@ CONTROL = pb.Frame(snapshot=pb.Snapshot(version=7))
 @example([array("float32", (4,))], 1)
 @example([array("float32", (4,)), array("float32", (0, 3))], 64)
 @example([array("int8", ()), array("bool", ()), array("bfloat16", (2, 3), "F")], 7)
-def test_arrays_come_back_bit_for_bit(sent, size):
+def test_arrays_round_trip_bit_for_bit(sent, size):
     schema = schema_of(sent)
     messages = list(joined(Parcel(CONTROL, schema, sent).pieces(), size))
     length = HEAD.size + len(CONTROL.SerializeToString()) + schema.size
@@ -101,14 +101,14 @@ def test_arrays_come_back_bit_for_bit(sent, size):
         assert not made.size or made.ctypes.data % 64 == 0
 
 
-def test_many_leaves():
+def test_many_leaves_round_trip():
     sent = [array("float16", (i % 5,), seed=i) for i in range(2000)]
     schema = schema_of(sent)
     messages = joined(Parcel(CONTROL, schema, sent).pieces(), 1000)
     assert_same_bits(came(schema, messages), sent)
 
 
-def test_no_leaves():
+def test_tree_without_leaves_round_trips():
     schema = Schema([])
     assert schema.size == 0
     assert came(schema, Parcel(CONTROL, schema, []).pieces()) == []
@@ -129,8 +129,8 @@ def test_pieces_are_views_of_the_arrays():
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000])
-def test_a_packet_is_not_whole_before_it_may_be(size):
-    """The rest of it travels meanwhile."""
+def test_last_byte_of_a_packet_waits_for_its_callback(size):
+    """The bytes before it are sent meanwhile."""
     sent = [array("int8", (size,))]
     schema, gone, seen = schema_of(sent), 0, []
     parcel = Parcel(CONTROL, schema, sent, lambda: seen.append(gone))
@@ -140,14 +140,14 @@ def test_a_packet_is_not_whole_before_it_may_be(size):
     assert seen == [gone - 1]
 
 
-def test_a_released_parcel_holds_no_arrays():
+def test_released_parcel_holds_no_arrays():
     sent = [array("int8", (5,))]
     with Parcel(CONTROL, schema_of(sent), sent) as parcel:
         assert parcel.nbytes == 5
     assert not parcel.arrays
 
 
-def test_leaves_lie_in_the_buffer():
+def test_leaves_are_aligned_views_of_the_buffer():
     schema = schema_of([array("int8", (3,)), array("float32", ()), array("bool", (0,))])
     assert schema.offsets == (0, 256, 320)
     buffer = allocate(schema.size)
@@ -166,7 +166,7 @@ def test_leaves_lie_in_the_buffer():
         [array("float32", (1, 2))],
     ],
 )
-def test_arrays_of_another_schema(wrong):
+def test_arrays_of_another_schema_are_rejected(wrong):
     schema = schema_of([array("float32", (2,))])
     with pytest.raises(ValueError):
         list(schema.pieces(wrong))
@@ -217,7 +217,7 @@ def packet(control, tree=None):
 @given(
     st.lists(st.tuples(st.sampled_from(CONTROLS), st.booleans())), st.integers(1, 99)
 )
-def test_packets_come_one_after_the_other(said, size):
+def test_packets_are_read_one_after_the_other(said, size):
     tree = array("int8", (9,))
     whole = b"".join(packet(control, tree if has else None) for control, has in said)
     reader = read(whole[at : at + size] for at in range(0, len(whole), size))
@@ -229,7 +229,7 @@ def test_packets_come_one_after_the_other(said, size):
 
 
 def everything(messages):
-    """All packets in bytes that may be anything; how it ended."""
+    """Return all packets in arbitrary bytes, and how reading ended."""
     reader = read(messages)
     packets = []
     try:
@@ -250,7 +250,7 @@ def everything(messages):
 @example([HEAD.pack(0, 0), HEAD.pack(0, 1)])
 @example([HEAD.pack(2**32 - 1, 0)])
 @example([HEAD.pack(3, 2**64 - 1), b"abc"])
-def test_random_bytes_are_read_or_refused(messages):
+def test_random_bytes_are_read_or_rejected(messages):
     everything(messages)
 
 
@@ -258,7 +258,7 @@ def test_random_bytes_are_read_or_refused(messages):
     st.lists(st.sampled_from(CONTROLS), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
 )
-def test_spoiled_packets_are_read_or_refused(controls, changes):
+def test_corrupted_packets_are_read_or_rejected(controls, changes):
     spoiled = bytearray(b"".join(packet(control) for control in controls))
     for at, byte in changes:
         spoiled[at % len(spoiled)] = byte
@@ -266,7 +266,7 @@ def test_spoiled_packets_are_read_or_refused(controls, changes):
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.WhichOneof("control"))
-def test_packets_that_were_cut(control):
+def test_truncated_packets_are_detected(control):
     tree = array("int8", (9,))
     has = control.HasField("snapshot")
     whole = packet(control, tree if has else None)
@@ -288,13 +288,13 @@ def test_packets_that_were_cut(control):
             HEAD.pack(2**32 - 1, 0) + bytes(9),
             "at most 65536 bytes, got 4294967295",
         ),
-        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control part"),
+        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control message"),
         (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
         (HEAD.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),
         (HEAD.pack(0, 0), "of 9 bytes was expected, got 0 bytes"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_memory_is_taken(whole, message):
+def test_bad_sizes_are_rejected_before_memory_is_allocated(whole, message):
     class Never(Buffers):
         def take(self, size):
             raise AssertionError
@@ -308,7 +308,7 @@ def test_what_makes_no_sense_is_refused_before_memory_is_taken(whole, message):
         read_it()
 
 
-def test_a_buffer_that_nobody_expects():
+def test_unexpected_buffer_is_rejected():
     reader = read([packet(pb.Frame(acknowledge=1), array("int8", (9,)))])
     assert reader.control().acknowledge == 1
     with pytest.raises(errors.ProtocolError, match="a buffer of 9 bytes came"):
@@ -325,23 +325,23 @@ B = Leaf("['b']", "int32", ())
     ("leaf", "message"),
     [
         (A._replace(dtype="complex64"), r"leaf \['a'\] has dtype 'complex64'"),
-        (A._replace(dtype="object"), "'object', which does not travel"),
-        (A._replace(dtype=">f4"), "'>f4', which does not travel"),
-        (A._replace(dtype=""), "'', which does not travel"),
+        (A._replace(dtype="object"), "'object', which cannot be sent"),
+        (A._replace(dtype=">f4"), "'>f4', which cannot be sent"),
+        (A._replace(dtype=""), "'', which cannot be sent"),
         (A._replace(shape=(2, -1)), r"leaf \['a'\] has shape \[2, -1\]"),
         (A._replace(shape=(2**63,)), r"has shape \[9223372036854775808\]"),
         (A._replace(shape=(2**40, 2**40)), "has shape"),
         (A._replace(shape=(0, 2**64 - 1)), "has shape"),
         (A._replace(shape=(1,) * 65), "has shape"),
-        (B, r"leaf \['b'\] comes twice"),
+        (B, r"leaf \['b'\] occurs twice"),
     ],
 )
-def test_leaves_that_are_refused(leaf, message):
+def test_bad_leaves_are_rejected(leaf, message):
     with pytest.raises(errors.ProtocolError, match=message):
         Schema([B, leaf])
 
 
-def test_a_buffer_that_no_machine_has():
+def test_schema_larger_than_any_memory_is_rejected():
     huge = [Leaf(str(i), "float64", (2**58,)) for i in range(4)]
     assert Schema(huge[:3]).size == 3 * 2**61
     with pytest.raises(errors.ProtocolError, match=f"no buffer has {2**63} bytes"):
@@ -352,7 +352,7 @@ def test_a_buffer_that_no_machine_has():
     st.sampled_from(DTYPES),
     st.lists(st.integers(0, 2) | st.integers(0, 2**64 - 1), max_size=70),
 )
-def test_any_shape_is_viewed_or_refused(dtype, shape):
+def test_any_shape_is_viewed_or_rejected(dtype, shape):
     try:
         schema = Schema([Leaf("x", dtype, tuple(shape))])
     except errors.ProtocolError:
@@ -363,7 +363,7 @@ def test_any_shape_is_viewed_or_refused(dtype, shape):
         assert (view.dtype.name, view.shape) == (dtype, tuple(shape))
 
 
-def test_cast_is_of_floating_leaves():
+def test_cast_changes_floating_leaves_only():
     leaves = [Leaf(dtype, dtype, (3,)) for dtype in DTYPES]
     schema = Schema(leaves, "structure")
     for dtype in FLOATS:
@@ -380,14 +380,14 @@ def test_cast_is_of_floating_leaves():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float", "float8_e5m2", "complex64", "x"])
-def test_cast_to_what_does_not_travel(dtype):
+def test_cast_to_other_dtypes_is_rejected(dtype):
     with pytest.raises(
-        errors.ProtocolError, match=f"floats travel as .* got '{dtype}'"
+        errors.ProtocolError, match=f"floats must be sent as .* got '{dtype}'"
     ):
         Schema([A]).cast(dtype)
 
 
-def test_the_hash_is_that_of_the_leaves():
+def test_hash_depends_on_the_leaves_only():
     schema = Schema([A, B], "one")
     assert schema.hash == Schema((A, B), "another").hash
     assert len(schema.hash) == 16
@@ -405,7 +405,7 @@ def test_the_hash_is_that_of_the_leaves():
     assert schema.hash not in hashes
 
 
-def test_the_wire_needs_neither_jax_nor_grpc():
+def test_wire_format_imports_neither_jax_nor_grpc():
     named = set()
     for node in ast.walk(ast.parse(inspect.getsource(_schema))):
         if isinstance(node, ast.Import):
@@ -413,7 +413,7 @@ def test_the_wire_needs_neither_jax_nor_grpc():
         elif isinstance(node, ast.ImportFrom):
             named |= {f"{node.module}.{alias.name}" for alias in node.names}
     foreign = {n for n in named if n.split(".")[0] not in sys.stdlib_module_names}
-    # What is internal knows numpy at most.
+    # These internal modules import nothing but numpy.
     own = {"agn_optax.errors"} | {
         f"agn_optax._internal.{name}" for name in ("Description", "Leaf", "layout")
     }

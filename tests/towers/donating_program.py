@@ -1,7 +1,7 @@
-"""Train on one device with donated arguments and a center on the host.
+"""Train on one device with donated arguments and a center in host memory.
 
-`test_placement` runs this in a process of its own: JAX aborts where a donated buffer of
-the host becomes an output on the device.
+`test_placement` runs this in its own process: JAX aborts if a donated host buffer
+becomes an output on the device.
 """
 
 import functools
@@ -18,7 +18,7 @@ PARAMS = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "scale": jnp.ones(())}
 
 
 def centers():
-    """Optimizers of a center: one that keeps no scalars, and one that keeps several."""
+    """Return center optimizers: one without scalars in its state, one with several."""
     return [
         optax.sgd(0.1),
         optax.chain(
@@ -48,7 +48,7 @@ def step(tx):
 
 
 def split(tx):
-    """As the docs of `phases` have it: only the state is donated by a local step."""
+    """Train as the docs of `phases` do: a local step donates only the state."""
     local = jax.jit(tx.update, donate_argnums=1)
     exchange = jax.jit(tx.exchange, donate_argnums=(0, 1))
     params = jax.tree.map(jnp.copy, PARAMS)

@@ -1,4 +1,4 @@
-"""Every way of reducing gradients gives the same numbers, in the messages it says."""
+"""Gradient reduction: every method gives the same numbers in the stated messages."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def gradients(towers, dtype="float32", shapes=SHAPES):
 
 
 def program(tx, mesh):
-    """``tx`` on the gradients of every tower, which are rows."""
+    """Return a program that applies ``tx`` to the gradients of every tower, as rows."""
 
     def update(grads):
         grads = jax.tree.map(lambda g: g[0], grads)
@@ -81,8 +81,8 @@ WAYS = {
         *((way, "sum") for way in ("buckets", "scattered buckets", "half", "8 bits")),
     ],
 )
-def test_every_way_gives_the_same(way, reduction):
-    # Three towers: nothing divides evenly.
+def test_every_method_gives_the_same_numbers(way, reduction):
+    # With three towers, no size divides evenly.
     options, grads = WAYS[way], gradients(3)
     tx = agn_optax.all_reduce("towers", reduction=reduction, **options)
     reduced = program(tx, mesh((3,)))(grads)
@@ -98,7 +98,7 @@ def test_every_way_gives_the_same(way, reduction):
 @pytest.mark.parametrize(
     "wide", [{}, {"codec": codecs.cast("float16"), "sum_dtype": "float32"}]
 )
-def test_hierarchical(wide):
+def test_hierarchical_reduction_equals_a_flat_one(wide):
     both = ("hosts", "towers")
     grads = gradients(6)
     flat = program(agn_optax.all_reduce(both), mesh((2, 3), both))(grads)
@@ -107,7 +107,7 @@ def test_hierarchical(wide):
     support.assert_close(tiered, flat, tolerance=5e-3 if wide else 1e-6)
 
 
-def test_a_hierarchy_sends_each_element_once_over_the_slow_link():
+def test_hierarchical_reduction_sends_each_element_once_on_slow_links():
     both, n = ("hosts", "towers"), 1200
     grads = gradients(8, shapes=[(n,)])
     tx = agn_optax.all_reduce(both, algorithm="hierarchical")
@@ -122,18 +122,19 @@ def test_a_hierarchy_sends_each_element_once_over_the_slow_link():
 @pytest.mark.parametrize(
     ("shapes", "options", "collectives"),
     [
-        # 12 small ones of 40 bytes: three fit into 120 bytes.
+        # 12 small leaves of 40 bytes: three fit into 120 bytes.
         ([(10,)] * 12, {"bucket_bytes": 120}, 4),
         ([(10,)] * 12, {"bucket_bytes": 10**6}, 1),
         ([(10,)] * 12, {"bucket_bytes": 10**6, "bucket_leaves": 5}, 3),
-        # A large one of 4000 bytes in equal pieces, small ones of their own.
+        # A large leaf of 4000 bytes is cut into equal pieces; small leaves are
+        # separate.
         ([(1000,)], {"bucket_bytes": 1000}, 4),
         ([(1000,)], {"bucket_bytes": 1001}, 4),
         ([(10,), (1000,), (10,)], {"bucket_bytes": 1000}, 6),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_the_number_of_collectives(shapes, options, collectives, algorithm):
+def test_number_of_collectives_with_buckets(shapes, options, collectives, algorithm):
     tx = agn_optax.all_reduce("towers", algorithm=algorithm, **options)
     grads = gradients(8, shapes=shapes)
     sent = traffic(compiled(tx, mesh(), grads))
@@ -144,7 +145,7 @@ def test_the_number_of_collectives(shapes, options, collectives, algorithm):
     assert sent.kinds == kinds
 
 
-def test_pieces_are_equal_and_bytes_are_the_minimum():
+def test_pieces_of_a_bucketed_leaf_are_equal():
     grads = gradients(8, shapes=[(1024,)])
     tx = agn_optax.all_reduce(
         "towers", algorithm="reduce_scatter", bucket_bytes=1000
@@ -152,20 +153,22 @@ def test_pieces_are_equal_and_bytes_are_the_minimum():
     text = compiled(tx, mesh(), grads).as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     assert len(gathers) == 5
-    assert sum("f32[208]" in line for line in gathers) == 5  # 205 or 204, filled up
+    assert (
+        sum("f32[208]" in line for line in gathers) == 5
+    )  # 205 or 204 elements, padded
     plain = traffic(compiled(agn_optax.all_reduce("towers"), mesh(), grads))
     assert plain.bytes_sent == 2 * 7 / 8 * 4 * 1024
 
 
 @pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
+def test_half_precision_messages_are_summed_in_float32(algorithm):
     grads = gradients(8, shapes=[(1024,)])
     tx = agn_optax.all_reduce(
         "towers", algorithm=algorithm, codec=HALF, sum_dtype="float32"
     )
     sent = traffic(compiled(tx, mesh(), grads))
     assert sent.bytes_sent == 2 * 7 / 8 * 2 * 1024
-    # And it is a better sum than one of 16 bits.
+    # The sum is more exact than one in bfloat16.
     ones = {"g": jnp.ones((8, 1024)).at[0].set(256.0)}  # 256 + 1 is 256 in bfloat16
     tx = agn_optax.all_reduce(
         "towers", reduction="sum", codec=HALF, sum_dtype="float32"
@@ -174,7 +177,7 @@ def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
+def test_sum_has_the_requested_dtype(algorithm):
     with jax.enable_x64(True):
         terms = jnp.array([1e9, 1, 1, 1, -1e9, 1, 1, 1], jnp.float32)
         tx = agn_optax.all_reduce(
@@ -188,13 +191,13 @@ def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
         np.testing.assert_array_equal(reduced["g"], np.full((8, 5), 6.0))
 
 
-def test_a_mean_in_float16_does_not_overflow():
+def test_mean_sent_in_float16_does_not_overflow():
     grads = {"g": jnp.full((8, 16), 30000.0)}
     tx = agn_optax.all_reduce("towers", codec=codecs.cast("float16"))
     np.testing.assert_allclose(program(tx, mesh())(grads)["g"], 30000.0, rtol=1e-3)
 
 
-def test_a_delayed_reduction_is_that_of_the_step_before():
+def test_delayed_reduction_returns_the_previous_gradients():
     grads = gradients(8)
     later = jax.tree.map(lambda g: g + 1, grads)
     tx = agn_optax.all_reduce("towers", delay=1)
@@ -212,7 +215,7 @@ def test_a_delayed_reduction_is_that_of_the_step_before():
         expected = np.broadcast_to(np.mean(grad, axis=0), grad.shape)
         np.testing.assert_allclose(reduced[name], expected, rtol=1e-5, atol=1e-6)
     support.assert_identical(state.in_flight, later)
-    # Towers differ in what is in flight, and agree all the same.
+    # Gradients in flight differ between towers and are not compared.
     towers = agn_optax.Towers()
     assert towers.towers_agree({"opt_state": state, "loss": jnp.zeros(8)})
 
@@ -224,7 +227,7 @@ def embedding_gradient(rng, towers, count, table):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rows_of_embeddings_are_gathered(reduction):
+def test_row_sparse_embedding_gradients_are_gathered(reduction):
     table, count = (1000, 4), 6
     values, rows = embedding_gradient(np.random.default_rng(0), 8, count, table)
     dense = np.zeros((8, *table), np.float32)
@@ -252,14 +255,14 @@ def test_rows_of_embeddings_are_gathered(reduction):
     for row in reduced["table"]:
         np.testing.assert_allclose(row, reduced_to, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(reduced["b"], getattr(np, reduction)(bias))
-    # Nothing of the size of the table travelled.
+    # No message has the size of the table.
     sent = traffic(mapped.lower(*arguments).compile())
     assert sent.kinds["all-gather"] == 2
     assert sent.bytes_sent < values.nbytes + rows.nbytes + 100 < dense[0].nbytes
 
 
 @pytest.mark.parametrize("towers", [1, 12])
-def test_reduced_rows_are_unique(towers):
+def test_reduced_sparse_rows_are_unique(towers):
     values, rows = embedding_gradient(np.random.default_rng(1), towers, 5, (50, 2))
     tx = agn_optax.all_reduce("towers", codec=HALF)
 
@@ -268,7 +271,9 @@ def test_reduced_rows_are_unique(towers):
         return tx.update(grad, tx.init(grad))[0].indices
 
     indices = jax.jit(jax.vmap(update, axis_name="towers"))(values, rows)[0, :, 0]
-    assert len(indices) == min(5 * towers, 50)  # no more than there can be
+    assert len(indices) == min(
+        5 * towers, 50
+    )  # at most the number of rows of the table
     inside = [i for i in indices.tolist() if i < 50]
     assert sorted(inside) == sorted(set(rows.ravel().tolist()))
     other = sparse.BCOO.fromdense(jnp.eye(3))
@@ -292,7 +297,7 @@ def test_reduced_rows_are_unique(towers):
         (
             ("t",),
             {"codec": codecs.low_rank(2)},
-            r"low_rank\(2\) makes matrices smaller",
+            r"got low_rank\(2\): gradients",
         ),
         (
             ("t",),
@@ -302,12 +307,12 @@ def test_reduced_rows_are_unique(towers):
         ((None,), {}, "axis_name must name the axis"),
     ],
 )
-def test_bad_options(arguments, options, message):
+def test_invalid_all_reduce_options_are_rejected(arguments, options, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         agn_optax.all_reduce(*arguments, **options)
 
 
-def test_bad_gradients():
+def test_invalid_gradients_are_rejected():
     tx = agn_optax.all_reduce("towers")
     with pytest.raises(errors.UnboundAxisError, match="'towers' is not bound"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
@@ -326,7 +331,7 @@ def test_bad_gradients():
         update({"a": jnp.arange(3)})
 
 
-def test_a_bucket_may_be_empty():
+def test_bucket_may_be_empty():
     grads = {"empty": jnp.zeros((4, 0)), "full": jnp.arange(4.0)}
     tx = agn_optax.all_reduce("towers", bucket_bytes=4)
     reduced = program(tx, mesh((4,)))(grads)
@@ -334,13 +339,13 @@ def test_a_bucket_may_be_empty():
     assert reduced["empty"].shape == (4, 0)
 
 
-def test_a_mean_of_float16_gradients_does_not_overflow():
+def test_mean_of_float16_gradients_does_not_overflow():
     grads = {"g": jnp.full((4, 8), 30000.0, jnp.float16)}
     reduced = program(agn_optax.all_reduce("towers"), mesh((4,)))(grads)
     np.testing.assert_array_equal(reduced["g"], 30000.0)
 
 
-def test_constant_gradients_under_vmap():
+def test_constant_gradients_are_reduced_under_vmap():
     tx = agn_optax.all_reduce(
         "towers", codec=HALF, sum_dtype="float32", reduction="sum"
     )
@@ -354,7 +359,7 @@ def test_constant_gradients_under_vmap():
     np.testing.assert_array_equal(reduced["unused"], 6.0)
 
 
-def test_gradients_wait_in_the_dtype_of_the_parameters():
+def test_delayed_gradients_are_kept_in_the_params_dtype():
     tx = agn_optax.all_reduce("towers", delay=1)
     params = jnp.zeros(3, jnp.bfloat16)
 
@@ -376,7 +381,7 @@ def test_gradients_wait_in_the_dtype_of_the_parameters():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_in_flight_are_saved_as_one(reduction):
+def test_gradients_in_flight_are_saved_reduced(reduction):
     towers = agn_optax.Towers(4)
     tx = optax.chain(
         agn_optax.all_reduce("towers", delay=1, reduction=reduction), optax.sgd(1.0)
@@ -398,7 +403,7 @@ def test_gradients_in_flight_are_saved_as_one(reduction):
     assert float(through[0][0, 0]) < 1.0
 
 
-def test_a_loss_that_is_reduced_is_not_a_gradient_that_is():
+def test_reduced_loss_without_reduced_gradients_is_rejected():
     towers = agn_optax.Towers(4)
     tx = optax.sgd(0.1)
 

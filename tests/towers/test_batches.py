@@ -1,4 +1,4 @@
-"""Rows of arrays, trees, dataclasses and sparse matrices, split over towers."""
+"""Batches of arrays, trees, dataclasses and sparse matrices, split over towers."""
 
 import dataclasses
 
@@ -31,15 +31,15 @@ class Plain:
     image: object
 
 
-def of_dense(matrix):
-    """As `sparse.BCOO.fromdense`, which compiles a program for each of its steps."""
+def bcoo_from_dense(matrix):
+    """Convert as `sparse.BCOO.fromdense`, which compiles a program for each step."""
     places = np.argwhere(matrix)
     values = matrix[tuple(places.T)].astype(np.float32)
     return sparse.BCOO((values, places.astype(np.int32)), shape=matrix.shape)
 
 
 def sums(towers, batch):
-    """What every tower sees of a batch: the sums of its rows, in order."""
+    """Return the sums of the rows that each tower receives, in order."""
 
     def step(state, batch):
         return state, jax.tree.map(lambda x: x.sum(axis=0), batch)
@@ -48,7 +48,7 @@ def sums(towers, batch):
     return workers.step(step)(workers.replicate(0), batch)[1]
 
 
-def test_arrays_trees_and_dataclasses():
+def test_shard_splits_arrays_trees_and_dataclasses():
     towers = agn_optax.Towers(4)
     images = np.arange(24.0, dtype=np.float32).reshape(8, 3)
     expected = images.reshape(4, 2, 3).sum(axis=1)
@@ -82,14 +82,14 @@ def test_arrays_trees_and_dataclasses():
         ({"x": Plain(np.zeros(4))}, r"batch\['x'\] is a dataclass.*register_dataclass"),
     ],
 )
-def test_bad_batches(batch, message):
+def test_invalid_batches_are_rejected(batch, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         agn_optax.Towers(4).shard(batch)
 
 
-def test_the_rest_is_dropped():
+def test_remaining_rows_are_dropped():
     towers = agn_optax.Towers(4)
-    batch = {"x": np.arange(11.0), "rows": of_dense(np.eye(11))}
+    batch = {"x": np.arange(11.0), "rows": bcoo_from_dense(np.eye(11))}
     kept = towers.shard(batch, remainder="drop")
     np.testing.assert_array_equal(kept["x"], np.arange(8.0))
     assert kept["rows"].shape == (4, 2, 11)
@@ -100,8 +100,8 @@ def test_the_rest_is_dropped():
 
 
 @pytest.mark.parametrize("rows", [1, 9, 15])
-def test_padding_does_not_count(rows):
-    """Towers with fewer real rows, or none, still give the gradient of the rows."""
+def test_padding_does_not_change_the_gradient(rows):
+    """The gradient is right even if a tower has fewer real rows or none."""
     towers = agn_optax.Towers()
     (batch,) = problem.batches(1, rows=rows)
     padded, mask = towers.shard_padded(batch)
@@ -125,10 +125,10 @@ def test_padding_does_not_count(rows):
     np.testing.assert_allclose(towers.mean(values), whole[0], rtol=1e-5)
 
 
-def test_sparse_rows():
-    """Unequal rows, stored out of order, with duplicates and with padding."""
+def test_sparse_rows_are_split_over_towers():
+    """Rows are unequal, stored out of order, with duplicates and with padding."""
     rng = np.random.default_rng(0)
-    rows = np.array([7, 0, 0, 3, 7, 7, 2, 8])  # 8 is outside: BCOO's padding
+    rows = np.array([7, 0, 0, 3, 7, 7, 2, 8])  # 8 is out of range: BCOO's padding
     columns = np.array([1, 4, 4, 0, 3, 2, 2, 5])
     values = rng.normal(size=8).astype(np.float32)
     matrix = sparse.BCOO((values, np.stack([rows, columns], 1)), shape=(8, 5))
@@ -142,7 +142,7 @@ def test_sparse_rows():
     bias = np.arange(8.0, dtype=np.float32)[:, None]
     workers = agn_optax.Towers(4, workers=4)
     sharded = workers.shard({"features": matrix, "bias": bias})
-    # As much room as the fullest tower needs, which has three elements of row 7.
+    # Each tower stores three elements, as many as the fullest (row 7) needs.
     assert sharded["features"].data.shape == (4, 3)
     _, products = workers.step(step)(workers.replicate(0), sharded)
     np.testing.assert_allclose(
@@ -150,10 +150,10 @@ def test_sparse_rows():
     )
 
 
-def test_sparse_rows_of_a_round_and_of_predictions():
+def test_sparse_rows_work_in_rounds_and_predictions():
     workers = agn_optax.Towers(2, workers=2)
     matrices = [np.eye(4, dtype=np.float32), np.ones((4, 4), np.float32)]
-    batches = [of_dense(m) for m in matrices]
+    batches = [bcoo_from_dense(m) for m in matrices]
 
     def step(state, rows):
         total = rows.todense().sum()
@@ -165,7 +165,7 @@ def test_sparse_rows_of_a_round_and_of_predictions():
     np.testing.assert_array_equal(state, [10.0, 10.0])
 
     weights = np.arange(8.0, dtype=np.float32).reshape(4, 2)
-    odd = of_dense(np.tri(3, 4, dtype=np.float32))
+    odd = bcoo_from_dense(np.tri(3, 4, dtype=np.float32))
     out = workers.predict(lambda rows: rows @ weights, odd)
     np.testing.assert_allclose(out, np.tri(3, 4) @ weights)
 
@@ -174,7 +174,7 @@ def test_sparse_rows_of_a_round_and_of_predictions():
         workers.shard(batched)
 
 
-def test_batches_of_a_round_are_alike():
+def test_batches_of_a_round_must_be_alike():
     towers = agn_optax.Towers(2)
     with pytest.raises(errors.InvalidArgumentError, match="at least one batch"):
         towers.shard_round([])
@@ -184,7 +184,7 @@ def test_batches_of_a_round_are_alike():
         towers.shard_round([np.zeros(2), np.zeros(4)])
 
 
-def test_random_keys_are_rows_too():
+def test_random_keys_can_be_rows():
     towers = agn_optax.Towers(2)
     keys = jax.random.split(jax.random.key(0), 3)
     padded, mask = towers.shard_padded(keys)
@@ -195,7 +195,7 @@ def test_random_keys_are_rows_too():
     assert (out["keys"] == keys).all()
 
 
-def test_a_loader_may_fill_its_buffer_again():
+def test_shard_copies_the_loader_s_buffer():
     towers = agn_optax.Towers(4)
     for _ in range(8):
         buffer = np.zeros(4096, np.float32)
@@ -204,7 +204,7 @@ def test_a_loader_may_fill_its_buffer_again():
         assert float(jnp.max(batch)) == 0.0
 
 
-def test_rows_of_other_shapes_do_not_stack():
+def test_round_rejects_batches_of_different_shapes():
     with pytest.raises(
         errors.TreeMismatchError, match=r"batches\[1\] has the only leaf .*\[2, 4\]"
     ):

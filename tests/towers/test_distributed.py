@@ -1,4 +1,4 @@
-"""Two real processes with two devices each are one process with four."""
+"""Two real processes with two devices each equal one process with four."""
 
 import importlib.util
 import pathlib
@@ -15,12 +15,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]  # real processes, on a busy machine
-PROGRAM = pathlib.Path(__file__).with_name("processes.py")
+PROGRAM = pathlib.Path(__file__).with_name("distributed_program.py")
 
 
-def test_two_processes_are_one(tmp_path):
+def test_two_processes_equal_one_process(tmp_path):
     support.run_processes(PROGRAM, [tmp_path], count=2)
-    spec = importlib.util.spec_from_file_location("processes", PROGRAM)
+    spec = importlib.util.spec_from_file_location("distributed_program", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     expected = {
@@ -43,7 +43,7 @@ def test_two_processes_are_one(tmp_path):
         assert value.all() or "agree" not in name
 
 
-def test_a_process_alone():
+def test_single_process_needs_no_initialization():
     assert agn_optax.initialize_distributed() == 1
     with pytest.raises(
         errors.InvalidArgumentError, match="without num_processes and process_id"

@@ -21,7 +21,7 @@ def metrics(params, batch):
 
 
 @pytest.mark.parametrize("rows", [[13], [8, 3], [1], [5, 5, 5, 1]])
-def test_metrics_are_means_of_all_rows(rows):
+def test_evaluate_reduces_metrics_over_all_rows(rows):
     towers, params = agn_optax.Towers(), problem.params()
     (data,) = problem.batches(1, rows=sum(rows))
     ends = np.cumsum(rows)
@@ -47,13 +47,13 @@ def test_metrics_are_means_of_all_rows(rows):
     assert mixed["loss"] == found["loss"]
 
 
-def test_filled_up_rows_may_be_bad():
+def test_padding_rows_may_give_non_finite_metrics():
     towers = agn_optax.Towers(4)
     found = towers.evaluate(lambda x: 1 / x, np.array([1.0, 2.0, 4.0]))
     np.testing.assert_allclose(found, 1.75 / 3)
 
 
-def test_bad_metrics():
+def test_invalid_metrics_are_rejected():
     towers = agn_optax.Towers(4)
     with pytest.raises(errors.InvalidArgumentError, match=r"\['m'\] of shape \[\]"):
         towers.evaluate(lambda x: {"m": x.mean()}, np.ones(4))
@@ -61,9 +61,9 @@ def test_bad_metrics():
         towers.evaluate(lambda x: x, iter([]))
     with pytest.raises(errors.InvalidArgumentError, match="'mean' or 'sum'"):
         towers.evaluate(lambda x: x, np.ones(4), reduction="max")
-    with pytest.raises(errors.InvalidArgumentError, match="nothing of the metric 'm'"):
+    with pytest.raises(errors.InvalidArgumentError, match="none for 'm', only for"):
         towers.evaluate(lambda x: {"m": x}, np.ones(4), reduction={"n": "sum"})
-    with pytest.raises(errors.InvalidArgumentError, match="the last argument is the"):
+    with pytest.raises(errors.InvalidArgumentError, match="the last argument must be"):
         towers.evaluate(lambda x: x)
 
 
@@ -85,10 +85,10 @@ def test_predictions_are_in_order_and_without_padding(rows):
     )
 
 
-def test_predictions_of_the_center_and_bad_ones():
+def test_predict_accepts_unreplicated_params_and_rejects_bad_outputs():
     towers = agn_optax.Towers(4)
     state = towers.replicate(jnp.full(3, 2.0))
-    # What unreplicate gives is on one device; that is all right.
+    # The result of unreplicate is on one device, which predict accepts.
     np.testing.assert_array_equal(
         towers.predict(lambda w, x: x @ w, towers.unreplicate(state), np.eye(3)),
         [2.0, 2.0, 2.0],
@@ -99,7 +99,7 @@ def test_predictions_of_the_center_and_bad_ones():
         towers.predict(lambda x: x, np.ones((0, 2)))
 
 
-def test_the_same_function_is_compiled_once():
+def test_predict_compiles_a_function_once():
     towers, traced = agn_optax.Towers(4), []
 
     def double(x):
@@ -111,7 +111,7 @@ def test_the_same_function_is_compiled_once():
     assert traced == [(2,)]
 
 
-def test_data_loaders():
+def test_evaluate_distinguishes_loaders_from_batches():
     class Loader:
         def __iter__(self):
             return iter([np.array([1.0, 2.0]), np.array([6.0])])

@@ -1,4 +1,4 @@
-"""Losses of towers: their mean, and the mean of their gradients, are the batch's."""
+"""Losses of towers: their mean and its gradient are those of the whole batch."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import agn_optax
 from agn_optax import errors
 
 VALUES = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-WEIGHTS = np.array([1, 0, 2, 0, 0, 0, 0.5, 1], np.float32)  # tower 2 has none
+WEIGHTS = np.array([1, 0, 2, 0, 0, 0, 0.5, 1], np.float32)  # tower 2 has no weight
 
 WHOLE = {
     "mean": lambda loss, w: (loss * w).sum() / (w * jnp.ones_like(loss)).sum(),
@@ -23,7 +23,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("reduction", WHOLE)
 @pytest.mark.parametrize("weighted", [None, "rows", "tokens"])
-def test_reductions(reduction, weighted):
+def test_loss_reductions_equal_those_of_the_whole_batch(reduction, weighted):
     weights = {
         None: np.ones(8, np.float32),
         "rows": WEIGHTS,
@@ -53,7 +53,7 @@ def test_reductions(reduction, weighted):
         np.testing.assert_allclose(alone[i], expected[i], rtol=1e-5)
 
 
-def test_rows_without_weight_may_be_infinite_and_no_weight_is_no_loss():
+def test_infinite_loss_without_weight_is_ignored_and_zero_weight_is_0():
     losses, weights = jnp.array([1.0, jnp.inf]), jnp.array([1.0, 0.0])
     assert agn_optax.reduce_loss(losses, weights) == 1.0
     assert agn_optax.reduce_loss(losses, jnp.zeros(2)) == 0.0
@@ -65,7 +65,7 @@ def test_no_gradient_flows_into_weights():
     np.testing.assert_array_equal(gradient(jnp.array([1.0, 2.0])), [0.0, 0.0])
 
 
-def test_bad_losses():
+def test_invalid_losses_are_rejected():
     with pytest.raises(errors.InvalidArgumentError, match="one number"):
         agn_optax.reduce_loss(jnp.ones(3), reduction="none")
     with pytest.raises(errors.InvalidArgumentError, match=r"weights has shape \[2\]"):
@@ -76,7 +76,7 @@ def test_bad_losses():
         agn_optax.reduce_loss(jnp.ones(3, jnp.int32))
 
 
-def test_sums_are_wide():
+def test_float16_losses_are_summed_in_float32():
     many = jnp.full(8192, 10.0, jnp.float16)
     assert agn_optax.reduce_loss(many) == 10.0
     few = jnp.array([1.0, 3.0], jnp.float16)
@@ -84,7 +84,7 @@ def test_sums_are_wide():
     assert agn_optax.reduce_loss(few, jnp.array([1e-9, 1e-9])) == 2.0
 
 
-def test_weights_may_be_negative_and_not_complex():
+def test_weights_may_be_negative_but_not_complex():
     assert agn_optax.reduce_loss(jnp.array([1.0, 3.0]), jnp.array([-2.0, 1.0])) == -1.0
     with pytest.raises(errors.InvalidArgumentError, match="complex64"):
         agn_optax.reduce_loss(jnp.ones(2), jnp.ones(2) * 1j)

@@ -1,4 +1,4 @@
-"""Loss scaling: one bad gradient anywhere, and every tower skips the step."""
+"""Loss scaling: one bad gradient anywhere makes every tower skip the step."""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ def scaled_step(tx):
 
 
 @pytest.mark.parametrize("mode", ["data parallel", "independent", "islands"])
-def test_one_bad_gradient_skips_the_step_everywhere(mode):
-    """And is neither recorded nor counted: as if the batch had not come."""
+def test_one_bad_gradient_skips_the_step_on_every_tower(mode):
+    """It is neither recorded nor counted, as if the batch did not exist."""
     workers = {"data parallel": 1, "independent": 4, "islands": 2}[mode]
     towers = agn_optax.Towers(4, workers=workers)
     data, bad = problem.batches(7), {2: np.inf, 4: np.nan}
@@ -44,7 +44,7 @@ def test_one_bad_gradient_skips_the_step_everywhere(mode):
     for i, batch in enumerate(data):
         poison = clean.copy()
         if i in bad:
-            poison[4 * 2] = bad[i]  # on tower 2 alone
+            poison[4 * 2] = bad[i]  # only on tower 2
         before = jax.tree.map(np.asarray, state)
         state, _ = step(state, towers.shard((batch, poison)))
         if i in bad:
@@ -59,7 +59,7 @@ def test_one_bad_gradient_skips_the_step_everywhere(mode):
     assert scaling.good_steps == 2
 
 
-def test_the_scale_falls_to_a_floor_and_grows_again():
+def test_scale_falls_to_the_minimum_and_grows_again():
     tx = agn_optax.loss_scaling(
         optax.sgd(1.0),
         initial_scale=8.0,
@@ -81,8 +81,8 @@ def test_the_scale_falls_to_a_floor_and_grows_again():
     assert state.skipped == 6
 
 
-def test_half_precision_gradients_survive_scaled():
-    """x * w with both small has a float16 gradient of zero, unless it is scaled."""
+def test_scaling_preserves_small_float16_gradients():
+    """The float16 gradient of x * w is zero for small numbers unless it is scaled."""
     x = jnp.full(4, 1e-8, jnp.float32)
     tx = agn_optax.loss_scaling(optax.sgd(1.0), initial_scale=2.0**15)
     state = tx.init(x)
@@ -109,12 +109,12 @@ def test_half_precision_gradients_survive_scaled():
         ({"growth_interval": 0}, "growth_interval must be a positive int"),
     ],
 )
-def test_bad_options(options, message):
+def test_invalid_loss_scaling_options_are_rejected(options, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         agn_optax.loss_scaling(optax.sgd(0.1), **options)
 
 
-def test_bad_states():
+def test_invalid_loss_scaling_calls_are_rejected():
     with pytest.raises(errors.InvalidArgumentError, match="found 0 in"):
         agn_optax.loss_scale(optax.sgd(0.1).init(jnp.zeros(2)))
     with pytest.raises(errors.InvalidTypeError, match="inner"):
@@ -124,8 +124,8 @@ def test_bad_states():
         tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
 
 
-def test_the_split_form_inside():
-    """phases() is an optimizer to wrappers, and its exchange finds its own state."""
+def test_split_form_works_inside_loss_scaling():
+    """Wrappers use phases() as an optimizer, and its exchange finds its own state."""
     rule = agn_optax.rules.agn(optax.sgd(0.5))
     split = agn_optax.phases(optax.sgd(0.1), rule)
     tx = optax.chain(optax.clip(10.0), agn_optax.loss_scaling(split, initial_scale=2.0))
@@ -142,8 +142,8 @@ def test_the_split_form_inside():
 
 @pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adam(0.1)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_wide_gradients_of_narrow_parameters(inner, dtype):
-    """The inner optimizer sees float32; its state and the updates stay narrow."""
+def test_inner_optimizer_gets_float32_gradients_of_narrow_params(inner, dtype):
+    """The inner optimizer's state and the updates keep the narrow dtype."""
     params = jnp.ones(2, dtype)
     tx = agn_optax.loss_scaling(inner, initial_scale=2.0**15)
     for grads in (jnp.full(2, 3e-4, dtype), jnp.full(2, 3e-4, jnp.float32)):
@@ -152,7 +152,7 @@ def test_wide_gradients_of_narrow_parameters(inner, dtype):
         expected = jax.tree.map(jnp.result_type, tx.init(params))
         assert jax.tree.map(jnp.result_type, state) == expected
     if dtype == "float16":
-        # 3e-4 / 2**15 is nothing in float16, and something in float32.
+        # 3e-4 / 2**15 is zero in float16, but not in float32.
         seen = agn_optax.loss_scaling(
             optax.chain(optax.scale(2.0**15), optax.sgd(1.0)), initial_scale=2.0**15
         )
@@ -160,14 +160,14 @@ def test_wide_gradients_of_narrow_parameters(inner, dtype):
         np.testing.assert_allclose(updates, -3e-4, rtol=1e-2)
 
 
-def test_python_numbers():
+def test_loss_scaling_accepts_python_numbers():
     tx = agn_optax.loss_scaling(optax.sgd(1.0), initial_scale=2.0)
     updates, _ = tx.update({"w": 4.0}, tx.init({"w": jnp.zeros(())}))
     assert updates["w"] == -2.0
 
 
-def test_with_a_delayed_reduction_inside():
-    """Each gradient is divided by the scale that it was made with."""
+def test_delayed_gradients_are_divided_by_their_own_scale():
+    """Each gradient is divided by the scale that it was computed with."""
     tx = agn_optax.loss_scaling(
         optax.chain(agn_optax.all_reduce("towers", delay=1), optax.sgd(1.0)),
         initial_scale=2.0,
@@ -187,9 +187,9 @@ def test_with_a_delayed_reduction_inside():
     np.testing.assert_array_equal(updates, np.tile([0, -1, -1, -1, -1, -1], (2, 1)))
 
 
-def test_who_communicates_must_skip_together():
-    """Else the members that do not skip would wait for the others for good."""
+def test_loss_scaling_needs_the_axes_of_its_inner_optimizer():
+    """Members that do not skip would wait for the others forever."""
     towers = agn_optax.Towers(4, workers=4)
     tx = agn_optax.loss_scaling(problem.agn(optax.sgd(0.1), period=3))
-    with pytest.raises(errors.InvalidArgumentError, match="over 'workers', and a step"):
+    with pytest.raises(errors.InvalidArgumentError, match="over 'workers', and if"):
         problem.train(towers, tx, problem.batches(1), problem.params())

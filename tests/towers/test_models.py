@@ -1,4 +1,4 @@
-"""Flax's train steps inside, statistics, dropout, several optimizers in one step."""
+"""Models with towers: flax train states, batch statistics, dropout, and a GAN."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def optimizer(period=2):
     )
 
 
-# Written as for one device: nothing in it knows of towers.
+# This step is written for one device, without towers.
 def flax_step(state, batch):
     def loss(params):
         return (
@@ -37,7 +37,7 @@ def flax_step(state, batch):
 
 
 @pytest.mark.parametrize("mode", WORKERS)
-def test_a_train_state(mode):
+def test_flax_train_state_trains_on_towers(mode):
     towers = agn_optax.Towers(4, workers=WORKERS[mode])
     model, data = nn.Dense(1), problem.batches(4)
     params = model.init(jax.random.key(0), data[0]["x"])["params"]
@@ -50,7 +50,7 @@ def test_a_train_state(mode):
     trained = towers.unreplicate(replicas)
     assert trained.step == 4
     assert towers.towers_agree(replicas)
-    # One device and as many workers by vmap.
+    # The reference is one device with as many workers under vmap.
     own = TrainState.create(
         apply_fn=model.apply, params=params, tx=problem.agn(optax.adam(0.05), 2)
     )
@@ -74,8 +74,8 @@ def nnx_step(model, optimizer, batch):
     return value
 
 
-def test_an_nnx_optimizer():
-    """Split into a graph and a state outside, merged inside: flax's functional API."""
+def test_nnx_optimizer_trains_on_towers():
+    """The step splits and merges graph and state with flax's functional API."""
     towers, data = agn_optax.Towers(4, workers=2), problem.batches(4)
 
     def build(tx):
@@ -97,7 +97,7 @@ def test_an_nnx_optimizer():
     model, own = nnx.merge(graph, towers.unreplicate(replicas))
     assert own.step[...] == 4
 
-    # The reference: linen's Dense with the same numbers.
+    # The reference is a dense layer in plain JAX with the same numbers.
     start = nnx.state(build(optimizer())[0], nnx.Param)
     params = {"w": start["kernel"][...], "b": start["bias"][...]}
 
@@ -150,17 +150,17 @@ def normed_step(state, batch):
 
 def normed_state(axis_name, tx):
     model = Normed(axis_name)
-    # Initialized without the axis, which is bound in the step only.
+    # Initialize without the axis, which is bound only in the step.
     variables = Normed().init(jax.random.key(0), jnp.ones((2, 3)), train=False)
     return NormedState.create(apply_fn=model.apply, tx=tx, **variables)
 
 
-def test_batch_statistics_over_the_towers_or_kept_by_each():
+def test_batch_statistics_are_reduced_over_towers_or_kept_by_each():
     towers, data = agn_optax.Towers(4), problem.batches(3)
     step = towers.step(normed_step)
     tx = optax.chain(agn_optax.all_reduce("towers"), optax.sgd(0.1))
 
-    # Reduced in the model: as one device with the whole batch.
+    # Reduced in the model, statistics equal those of one device with the whole batch.
     together = towers.replicate(normed_state("towers", tx))
     alone = normed_state(None, optax.sgd(0.1))
     for batch in data:
@@ -171,7 +171,7 @@ def test_batch_statistics_over_the_towers_or_kept_by_each():
     support.assert_close(one.params, alone.params, tolerance=1e-4)
     support.assert_close(one.batch_stats, alone.batch_stats, tolerance=1e-4)
 
-    # Kept by each tower, and reduced when somebody wants to.
+    # Statistics may also be kept by each tower and reduced later.
     kept = towers.replicate(normed_state(None, tx))
     for batch in data:
         kept, _ = step(kept, towers.shard(batch))
@@ -179,7 +179,7 @@ def test_batch_statistics_over_the_towers_or_kept_by_each():
     differs = towers.towers_agree(kept).differs
     assert differs == ".batch_stats['BatchNorm_0']['mean']"
     mean = towers.mean(kept.batch_stats)
-    # A mean of means over equal shares is the mean.
+    # The mean of the means of equal parts is the mean.
     support.assert_close(
         mean["BatchNorm_0"]["mean"], alone.batch_stats["BatchNorm_0"]["mean"]
     )
@@ -188,19 +188,19 @@ def test_batch_statistics_over_the_towers_or_kept_by_each():
     step(kept, towers.shard(data[0]))
 
 
-class DropState(TrainState):
+class DropoutState(TrainState):
     key: jax.Array
 
 
-class Dropped(nn.Module):
+class DropoutModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dropout(0.5, deterministic=False)(x)
 
 
-def test_every_tower_drops_units_of_its_own():
+def test_each_tower_draws_its_own_dropout_mask():
     towers = agn_optax.Towers(4)
-    model = Dropped()
+    model = DropoutModel()
 
     def step(state, batch):
         key = jax.random.fold_in(state.key, state.step)
@@ -209,7 +209,7 @@ def test_every_tower_drops_units_of_its_own():
         return state.apply_gradients(grads=grads), out
 
     key = jax.random.key(7)
-    state = DropState.create(
+    state = DropoutState.create(
         apply_fn=model.apply, params={"w": jnp.zeros(())}, tx=optax.sgd(0.1), key=key
     )
     replicas = towers.replicate(state)
@@ -222,7 +222,7 @@ def test_every_tower_drops_units_of_its_own():
     flat = [tuple(mask) for masks_of_step in masks for mask in masks_of_step]
     assert len(set(flat)) == 8  # four towers, two steps
     assert towers.towers_agree(replicas)
-    # Tower 0 draws as a single device would.
+    # Tower 0 draws the mask of a single device.
     alone = model.apply(
         {}, np.ones((1, 64)), rngs={"dropout": jax.random.fold_in(key, 0)}
     )
@@ -230,7 +230,7 @@ def test_every_tower_drops_units_of_its_own():
 
 
 def gan_step(txs):
-    """Two networks, two losses and two optimizers in one step."""
+    """Return a train step with two networks, two losses and two optimizers."""
 
     def generate(params, noise):
         return noise @ params["w"] + params["b"]
@@ -263,7 +263,7 @@ def gan_step(txs):
 
 
 @pytest.mark.parametrize("mode", WORKERS)
-def test_a_small_gan(mode):
+def test_gan_with_two_optimizers_trains_on_towers(mode):
     towers = agn_optax.Towers(4, workers=WORKERS[mode])
     rng = np.random.default_rng(0)
     leaf = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731

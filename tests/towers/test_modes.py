@@ -1,4 +1,4 @@
-"""Data parallel, independent and islands: one train step, against one device."""
+"""Data parallel, independent and island training compared with one device."""
 
 import functools
 
@@ -25,7 +25,7 @@ def make(inner, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(("inner", "dtype"), [("sgd", "bfloat16"), ("adam", "float32")])
 @pytest.mark.parametrize("mode", MODES)
-def test_one_train_step_serves_every_mode(mode, inner, dtype):
+def test_train_step_equals_the_reference_in_every_mode(mode, inner, dtype):
     towers = agn_optax.Towers(workers=MODES[mode])
     data = problem.batches(6, dtype)
     start = problem.params(dtype)
@@ -50,7 +50,7 @@ def test_one_train_step_serves_every_mode(mode, inner, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", support.RULES)
-def test_every_rule_on_islands(rule):
+def test_every_rule_equals_the_reference_on_islands(rule):
     towers, data = agn_optax.Towers(4, workers=2), problem.batches(4)
     own = agn_optax.exchange_every(
         optax.sgd(0.1), support.RULES[rule](), period=2, axis_name="workers"
@@ -61,7 +61,7 @@ def test_every_rule_on_islands(rule):
     support.assert_close(problem.of_workers(towers, params), expected[0])
 
 
-def test_the_gradient_of_a_mean_loss_is_that_of_the_whole_batch():
+def test_reduced_gradient_is_that_of_the_whole_batch():
     towers = agn_optax.Towers()
     tx = agn_optax.all_reduce("towers")
     params, (batch,) = problem.params(), problem.batches(1)
@@ -94,7 +94,7 @@ def test_permuted_towers_give_permuted_results():
     )
     support.assert_close(other, jax.tree.map(lambda x: x[order], params))
     support.assert_close(towers.center_params(other_state), towers.center_params(state))
-    # And which device is which tower makes no difference at all.
+    # The assignment of devices to towers changes nothing.
     turned = agn_optax.Towers(jax.devices()[3::-1], workers=4)
     (same, _), _ = problem.train(turned, own, data, problem.params())
     support.assert_close(same, params, tolerance=1e-6)
@@ -118,7 +118,7 @@ def test_pmap_and_vmap_give_the_same_numbers():
         support.assert_close(state[0], expected, tolerance=1e-6)
 
 
-def test_a_shard_map_that_checks_varying_axes():
+def test_all_reduce_works_in_a_checked_shard_map():
     mesh = jax.make_mesh((8,), ("towers",), axis_types=(jax.sharding.AxisType.Auto,))
     params, (batch,) = problem.params(), problem.batches(1)
     tx = agn_optax.all_reduce("towers", algorithm="reduce_scatter")
@@ -148,7 +148,7 @@ def test_a_shard_map_that_checks_varying_axes():
         jax.jit(twice)(params, batch)
 
 
-def test_one_device_costs_nothing_extra():
+def test_one_device_has_no_collectives():
     towers = agn_optax.Towers(1)
     tx = optax.chain(
         agn_optax.all_reduce(
@@ -167,7 +167,7 @@ def test_one_device_costs_nothing_extra():
 
 
 @pytest.mark.parametrize(("workers", "members"), [(8, 8), (2, 2), (1, None)])
-def test_what_an_axis_of_one_member_would_say_is_not_compiled(workers, members):
+def test_axis_of_one_member_has_no_collectives(workers, members):
     towers = agn_optax.Towers(workers=workers)
     tx = problem.agn(optax.sgd(0.1))
     if towers.size > workers:
@@ -176,20 +176,20 @@ def test_what_an_axis_of_one_member_would_say_is_not_compiled(workers, members):
     batch = towers.shard(problem.batches(1)[0])
     compiled = towers.step(problem.train_step(tx)).lower(state, batch).compile()
     text = compiled.as_text()
-    # One for the gradients of several towers, one for the exchange of several workers.
+    # One collective reduces gradients of several towers, one exchanges between workers.
     expected = (towers.size > workers) + (members is not None)
     assert traffic(compiled).collectives == expected
     assert ("{{0},{1}" in text) is False  # no group of one
 
 
-def test_towers_that_never_speak_are_refused():
+def test_towers_without_communication_are_rejected():
     towers = agn_optax.Towers(4)
     tx = optax.sgd(0.1)
     with pytest.raises(
         agn_optax.errors.InvalidArgumentError, match=r"never communicates over 'towers'"
     ):
         problem.train(towers, tx, problem.batches(1), problem.params())
-    # As workers of their own they may.
+    # Independent workers need no communication.
     problem.train(
         agn_optax.Towers(4, workers=4), tx, problem.batches(1), problem.params()
     )
@@ -198,8 +198,8 @@ def test_towers_that_never_speak_are_refused():
 @pytest.mark.parametrize("form", ["drop-in", "split", "round"])
 @pytest.mark.parametrize("workers", [4, 2])
 @pytest.mark.parametrize("axis_name", [None, "towers"])
-def test_workers_whose_rule_has_another_axis_are_refused(form, workers, axis_name):
-    """Each would train a model of its own, and the first one's would be the center."""
+def test_rule_without_the_axis_of_the_workers_is_rejected(form, workers, axis_name):
+    """Each worker would train its own model, and the first would be the center."""
     towers = agn_optax.Towers(4, workers=workers)
     inner, params = optax.sgd(0.1), problem.params()
     if form == "drop-in":
@@ -224,8 +224,8 @@ def test_workers_whose_rule_has_another_axis_are_refused(form, workers, axis_nam
         run()
 
 
-def test_workers_with_centers_of_their_own_are_refused():
-    """Where state is made, once."""
+def test_create_rejects_different_centers_of_workers():
+    """The check is made once, when the state is created."""
     towers = agn_optax.Towers(4, workers=2)
     tx = problem.agn(optax.sgd(0.1))
 
@@ -240,7 +240,7 @@ def test_workers_with_centers_of_their_own_are_refused():
         towers.create(functools.partial(make, "workers"), problem.params())
 
 
-def test_no_second_compilation_and_the_state_is_donated():
+def test_step_compiles_once_and_donates_the_state():
     towers = agn_optax.Towers(4, workers=2)
     tx = make("adam")
     step = towers.step(problem.train_step(tx))
@@ -257,7 +257,7 @@ def test_no_second_compilation_and_the_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_at_most_one_live_copy_of_the_state():
+def test_round_has_at_most_one_live_copy_of_the_state():
     towers = agn_optax.Towers(2, workers=2)
     tx = agn_optax.phases(
         optax.adam(0.1), agn_optax.rules.agn(optax.sgd(0.1)), axis_name="workers"
@@ -275,14 +275,14 @@ def test_at_most_one_live_copy_of_the_state():
     batches = towers.shard_round([np.ones((4, 256), np.float32)] * 3)
     memory = run.lower(state, batches).compile().memory_analysis()
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2  # of one tower
-    # All but a counter that starts anew is written over the state that came in.
+    # All outputs but a reset counter are written over the donated state.
     assert memory.alias_size_in_bytes >= own - 8
     model = 4 * 256 * 256
     assert memory.temp_size_in_bytes < 3 * model  # gradients and messages, no state
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_round_is_its_steps(split):
+def test_round_equals_its_steps(split):
     towers = agn_optax.Towers(4, workers=2)
     data, start = problem.batches(6), problem.params()
     rule = agn_optax.rules.diloco()
@@ -308,8 +308,8 @@ def test_a_round_is_its_steps(split):
         run(state, towers.shard_round(data[:2]))
 
 
-def test_stop_save_restore_go_on():
-    """Bit for bit, at the end of a round, from the one replica that is saved."""
+def test_restored_towers_continue_bit_for_bit():
+    """The run stops at the end of a round; only one replica is saved."""
     towers = agn_optax.Towers(4)
     tx = make("adam")
     data, step = problem.batches(6), towers.step(problem.train_step(make("adam")))

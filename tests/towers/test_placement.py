@@ -1,4 +1,4 @@
-"""A center in shards or on the host is the same center."""
+"""Sharded centers and centers in host memory equal a plain center."""
 
 import dataclasses
 import itertools
@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import problem, support
+from helpers import problem, support, tuning
+from helpers.support import find_state
 from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
-from agn_optax.round import OnHost, _placement
-from agn_optax.round._forms import find_state
+from agn_optax.round import OnHost
 
-# Where shards may lie: over the workers, over the towers of each, over both.
+# The axes to shard over: workers, the towers of a worker, or both.
 SHARDS = ["workers", "towers", ("workers", "towers")]
 
 
@@ -39,9 +39,10 @@ def make(rule, placement=None, period=3, inner=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", support.RULES)
-def test_shards_give_the_same_numbers(rule):
-    """Over all axes for every rule; over one for a sum, a mean and a penalty."""
-    # Three towers of two workers: no leaf divides evenly, and small ones stay whole.
+def test_sharded_center_gives_the_same_numbers(rule):
+    """Every rule is sharded over all axes; three rules over single axes, too."""
+    # With three towers for each of two workers, no leaf divides evenly, and small
+    # leaves stay whole.
     towers = agn_optax.Towers(6, workers=2)
     data = problem.batches(6, rows=12)
     (params, state), _ = problem.train(
@@ -60,12 +61,12 @@ def test_shards_give_the_same_numbers(rule):
 
 
 @pytest.mark.parametrize("name", support.DROP_INS)
-def test_a_drop_in_takes_a_placement(name):
+def test_drop_in_accepts_a_placement(name):
     towers, params = agn_optax.Towers(2), {"w": jnp.zeros((4, 3))}
     placement = agn_optax.Placement(shard_axis="towers")
     tx = support.DROP_INS[name](optax.sgd(0.1), 2, placement=placement)
     state = towers.create(tx.init, params)
-    assert state.center.pieces["w"].shape == (2, 1, 6)  # a row for every tower
+    assert state.center.pieces["w"].shape == (2, 1, 6)  # one row for each tower
     support.assert_identical(towers.center_params(state), params)
 
 
@@ -76,8 +77,8 @@ def test_a_drop_in_takes_a_placement(name):
         pytest.param(None, "host", marks=support.needs_host),
     ],
 )
-def test_a_penalty_reads_the_whole_anchor(axes, memory):
-    """At every step, where a tower has no whole center in the device's memory."""
+def test_penalty_reads_the_whole_anchor(axes, memory):
+    """It reads it at every step, though no tower has a whole center on its device."""
     rule = dataclasses.replace(
         agn_optax.rules.downpour(), penalty=agn_optax.elastic_pull(0.3)
     )
@@ -92,7 +93,7 @@ def test_a_penalty_reads_the_whole_anchor(axes, memory):
 
 @pytest.mark.parametrize("memory", support.MEMORIES)
 @pytest.mark.parametrize("axes", SHARDS)
-def test_flax_serializes_what_unreplicate_gives(axes, memory):
+def test_flax_serializes_unreplicated_state(axes, memory):
     towers = agn_optax.Towers(4, workers=2)
     placement = agn_optax.Placement(shard_axis=axes, memory=memory)
     tx = make(agn_optax.rules.diloco(), placement)
@@ -107,7 +108,7 @@ def test_flax_serializes_what_unreplicate_gives(axes, memory):
 
 @support.needs_host
 @pytest.mark.parametrize("axes", [None, "towers"])
-def test_a_center_on_the_host(axes):
+def test_center_in_host_memory_gives_the_same_numbers(axes):
     towers = agn_optax.Towers(4, workers=2)
     data = problem.batches(6)
     rule = agn_optax.rules.diloco()
@@ -124,7 +125,7 @@ def test_a_center_on_the_host(axes):
         assert leaf.sharding.memory_kind == "pinned_host"
     for leaf in jax.tree.leaves(held.local):
         assert leaf.sharding.memory_kind == "device"
-    # It stays there when it is saved and comes back.
+    # It stays in host memory when it is saved and restored.
     back = towers.replicate(towers.unreplicate(own_state))
     support.assert_identical(back, own_state)
     for leaf in jax.tree.leaves(find_state(back).center):
@@ -132,8 +133,8 @@ def test_a_center_on_the_host(axes):
 
 
 @pytest.mark.parametrize("memory", support.MEMORIES)
-def test_a_center_on_one_device(memory):
-    """Without a mesh at all: a drop-in optimizer, and center_params outside of jit."""
+def test_placement_works_on_one_device_without_a_mesh(memory):
+    """A drop-in optimizer trains, and center_params works outside of jit."""
     placement = agn_optax.Placement(memory=memory)
     rule = agn_optax.rules.agn(optax.adam(0.05))
     params, data = support.tree(), support.feeds(support.tree(), 6)
@@ -143,13 +144,13 @@ def test_a_center_on_one_device(memory):
     expected = agn_optax.center_params(support.run(plain, params, data)[2])
     center = agn_optax.center_params(state)
     support.assert_close(center, expected)
-    assert center["scale"] + 1 == center["scale"] + 1  # on the device
+    assert center["scale"] + 1 == center["scale"] + 1  # the result is on the device
 
 
 @support.needs_host
 @pytest.mark.slow
 def test_one_device_may_donate_a_center_on_the_host():
-    """In a process of its own: where it may not, JAX aborts."""
+    """It runs in its own process, because JAX aborts on failure."""
     program = pathlib.Path(__file__).with_name("donating_program.py")
     ended = subprocess.run(  # noqa: S603 our own program
         [sys.executable, "-B", str(program)],
@@ -163,8 +164,8 @@ def test_one_device_may_donate_a_center_on_the_host():
 
 @support.needs_host
 @pytest.mark.parametrize("inner", support.INNERS)
-def test_nothing_on_the_host_can_be_taken_for_something_on_the_device(inner):
-    """JAX pairs donated buffers with outputs by shapes and dtypes alone."""
+def test_host_leaves_differ_from_device_leaves_in_shape_or_dtype(inner):
+    """JAX pairs donated buffers with outputs by shape and dtype alone."""
     weighed = optax.chain(agn_optax.scale_by_weight(), support.INNERS[inner]())
     tx = agn_optax.phases(
         support.INNERS[inner](),
@@ -183,7 +184,7 @@ def test_nothing_on_the_host_can_be_taken_for_something_on_the_device(inner):
     assert kinds[0].isdisjoint(kinds[1])
 
 
-def test_every_tower_holds_its_part_only():
+def test_each_tower_holds_only_its_part_of_the_center():
     towers = agn_optax.Towers(8)
     params = {"w": jnp.zeros((80, 100))}
     rule = agn_optax.rules.agn(optax.adam(0.1))
@@ -201,8 +202,8 @@ def test_every_tower_holds_its_part_only():
 
 
 @pytest.mark.parametrize("rule", ["agn", "average"])
-def test_what_an_exchange_sends(rule):
-    """As much as the all-reduce, and one gathering more where the anchor is read."""
+def test_sharded_exchange_sends_no_more_than_an_all_reduce(rule):
+    """It sends as much as an all-reduce, and one all-gather more for an anchor."""
     towers = agn_optax.Towers(workers=8)
     params = {"w": jnp.zeros(8000)}
 
@@ -227,11 +228,11 @@ def test_what_an_exchange_sends(rule):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_saved_pieces_go_on_as_they_were(workers):
+def test_restored_shards_continue_as_before(workers):
     towers = agn_optax.Towers(4, workers=workers)
     placement = agn_optax.Placement(shard_axis=("workers", "towers"))
-    # What differs from worker to worker at the end of a round is the inner state, of
-    # which the first worker's is saved; sgd has none.
+    # At the end of a round, workers differ only in their inner state, of which the
+    # first worker's is saved; sgd has none.
     tx = make(support.RULES["diloco"](), placement, inner=optax.sgd(0.1))
     step = towers.step(problem.train_step(tx))
     data = problem.batches(6)
@@ -241,9 +242,7 @@ def test_saved_pieces_go_on_as_they_were(workers):
     saved = jax.tree.map(np.asarray, towers.unreplicate(stopped))
     elements = sum(x.size for x in jax.tree.leaves(find_state(saved).center.pieces))
     whole = sum(x.size for x in jax.tree.leaves(problem.params()))
-    assert (
-        elements < whole + 4 * 4
-    )  # each piece once, and not every whole piece is full
+    assert elements < whole + 4 * 4  # each piece is saved once; some pieces are padded
     state = towers.replicate(saved)
     support.assert_identical(find_state(state).center.pieces, pieces)
     for batch in data[3:]:
@@ -251,8 +250,8 @@ def test_saved_pieces_go_on_as_they_were(workers):
     if workers == 1:
         support.assert_identical(state, through)
     else:
-        # A worker adopts the center by adding an update to what it had, so that the
-        # others may be a last place away from the first.
+        # A worker adopts the center by adding an update to its parameters, so other
+        # workers may differ from the first in the last bit.
         support.assert_close(state, through, tolerance=1e-6)
 
 
@@ -265,7 +264,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
+def test_optimizer_that_is_not_elementwise_is_rejected_by_name(name):
     towers = agn_optax.Towers(2)
     for placement in (None, agn_optax.Placement(shard_axis="towers")):
         tx = agn_optax.exchange_every(
@@ -275,7 +274,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
         if placement is None:
             towers.create(tx.init, params)
             continue
-        with pytest.raises(errors.InvalidArgumentError, match=f"shards: {name}"):
+        with pytest.raises(errors.InvalidArgumentError, match=f"where {name}"):
             towers.create(tx.init, params)
 
 
@@ -290,7 +289,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
         optax.lion(0.1),
     ],
 )
-def test_elementwise_optimizers_are_not_refused(center):
+def test_elementwise_optimizers_are_accepted(center):
     towers = agn_optax.Towers(4)
     data, rule = problem.batches(2), agn_optax.rules.agn(center)
     params = []
@@ -301,7 +300,7 @@ def test_elementwise_optimizers_are_not_refused(center):
     support.assert_close(*params)
 
 
-def test_an_optimizer_that_tells_leaves_by_their_shape_is_refused():
+def test_optimizer_that_depends_on_leaf_shapes_is_rejected():
     def by_shape(updates, params):
         del params
         return jax.tree.map(lambda u: -u if u.shape[0] > 2 else u * 0.5, updates)
@@ -313,8 +312,8 @@ def test_an_optimizer_that_tells_leaves_by_their_shape_is_refused():
         agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
 
 
-def test_the_host_is_refused_where_nothing_stays_there(monkeypatch):
-    monkeypatch.setattr(_placement, "_stays_on_host", lambda: False)
+def test_host_memory_is_rejected_if_jax_does_not_support_it(monkeypatch):
+    tuning.set_host_support(monkeypatch, is_there=False)
     placement = agn_optax.Placement(memory="host")
     tx = agn_optax.phases(
         optax.sgd(0.1), agn_optax.rules.average(), placement=placement
@@ -323,7 +322,7 @@ def test_the_host_is_refused_where_nothing_stays_there(monkeypatch):
         tx.init(jnp.ones(3))
 
 
-def test_placements_that_cannot_be():
+def test_invalid_placements_are_rejected():
     with pytest.raises(errors.InvalidArgumentError, match="'device' or 'host'"):
         agn_optax.Placement(memory="disk")
     rule = agn_optax.rules.average()
@@ -360,16 +359,18 @@ LOOKS_FURTHER = {
 
 
 @pytest.mark.parametrize("name", LOOKS_FURTHER)
-def test_center_optimizers_that_look_further_are_refused(name):
+def test_center_optimizer_that_is_not_elementwise_is_rejected(name):
     further = optax.stateless(lambda u, p: jax.tree.map(LOOKS_FURTHER[name], u))
     placement = agn_optax.Placement(shard_axis="towers")
     rule = agn_optax.rules.agn(further)
     tx = agn_optax.phases(optax.sgd(0.1), rule, placement=placement)
-    with pytest.raises(errors.InvalidArgumentError, match="cannot move a center in sh"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="a center in shards and a rule"
+    ):
         agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
 
 
-def test_records_that_look_further_are_refused():
+def test_record_that_is_not_elementwise_is_rejected():
     def update(updates, state, params=None):
         del params
         norm = optax.tree.norm(updates)
@@ -386,19 +387,19 @@ def test_records_that_look_further_are_refused():
     )
     placement = agn_optax.Placement(shard_axis="towers")
     tx = agn_optax.phases(optax.sgd(0.1), rule, placement=placement)
-    with pytest.raises(errors.InvalidArgumentError, match="'direction' cannot move"):
+    with pytest.raises(errors.InvalidArgumentError, match="rule 'direction', where"):
         agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
 
 
 def elements(saved, like):
-    """Of a center's optimizer, by leaf, without what fills up the last pieces."""
+    """Return the moments of a center's Adam, by leaf, without padding."""
     rows = saved.center_state.rows
     rows = rows.tree if isinstance(rows, OnHost) else rows
     (state,) = [node for node in rows if hasattr(node, "mu")]
     sizes = [leaf.size for leaf in jax.tree.leaves(like)]
     leaves = [jax.tree.leaves(moment) for moment in (state.mu, state.nu)]
     return [
-        # Some are whole on every tower, and of these one is as good as another.
+        # Some leaves are whole on every tower; the first copy is used.
         np.asarray(leaf).reshape(-1)[:size]
         for moment in leaves
         for leaf, size in zip(moment, sizes, strict=True)
@@ -410,12 +411,15 @@ def elements(saved, like):
 @pytest.mark.parametrize(
     ("axes", "shapes"),
     [
-        # Towers of one worker; islands, which become one. (Workers: test_checkpoint.)
+        # Towers of one worker, and islands with varying numbers of workers.
+        # (test_checkpoint tests workers.)
         ("towers", [(8, 1), (2, 1), (1, 1), (3, 1), (8, 1)]),
         (("workers", "towers"), [(8, 2), (4, 1), (6, 3), (8, 2)]),
     ],
 )
-def test_a_center_goes_on_with_another_number_of_towers(axes, shapes, memory):
+def test_sharded_center_can_be_restored_on_other_numbers_of_towers(
+    axes, shapes, memory
+):
     placement = agn_optax.Placement(shard_axis=axes, memory=memory)
     tx = make(agn_optax.rules.agn(optax.adam(0.05)), placement)
     towers = agn_optax.Towers(shapes[0][0], workers=shapes[0][1])
@@ -435,14 +439,14 @@ def test_a_center_goes_on_with_another_number_of_towers(axes, shapes, memory):
         ):
             np.testing.assert_array_equal(own, other)
     support.assert_identical(find_state(saved).center, find_state(first).center)
-    # A record in parts comes back, too: the last step filled no period.
+    # A sharded record is restored, too: the last step is within a period.
     record, theirs = (find_state(s).local.record.rows for s in (saved, first))
     support.assert_identical(record, theirs)
 
 
 @pytest.mark.parametrize("memory", support.MEMORIES)
-def test_towers_go_on_as_if_they_had_been_fewer(memory):
-    """The next exchange moves a center whose optimizer has not begun anew."""
+def test_restored_on_fewer_towers_continues_as_before(memory):
+    """The next exchange continues with the state of the center optimizer."""
     tx = make(
         agn_optax.rules.agn(optax.adam(0.05)),
         agn_optax.Placement(shard_axis="towers", memory=memory),
@@ -459,20 +463,22 @@ def test_towers_go_on_as_if_they_had_been_fewer(memory):
     support.assert_close(two.center_params(state[1]), two.center_params(expected[1]))
 
 
-def test_a_codec_s_residual_lies_in_parts_like_the_record():
+def test_residual_is_kept_by_each_tower_and_restored():
     codec = agn_optax.codecs.error_feedback(agn_optax.codecs.cast("bfloat16"))
     rule = dataclasses.replace(agn_optax.rules.average(), codec=codec)
     tx = make(rule, agn_optax.Placement(shard_axis="towers"))
     towers = agn_optax.Towers(4)
     state, _ = problem.train(towers, tx, problem.batches(4), problem.params())
-    assert towers.towers_agree(state)  # the residuals apart, which differ on purpose
+    assert towers.towers_agree(
+        state
+    )  # residuals are not compared, as they differ on purpose
     again = towers.replicate(towers.unreplicate(state))
     residual, theirs = (find_state(s).local.codec_state for s in (again, state))
     assert any(np.any(leaf != leaf[:1]) for leaf in jax.tree.leaves(theirs))
     support.assert_identical(residual, theirs)
 
 
-def test_pieces_of_another_mesh_are_refused():
+def test_shards_of_another_mesh_are_rejected():
     tx = make(
         agn_optax.rules.average(), agn_optax.Placement(shard_axis=("workers", "towers"))
     )
@@ -483,12 +489,12 @@ def test_pieces_of_another_mesh_are_refused():
     with pytest.raises(errors.TreeMismatchError, match="no 'towers' among"):
         other.replicate(saved)
     turned = agn_optax.Towers(4, workers=2)
-    with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), and here"):
+    with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), but here"):
         turned.center_params(jax.tree.map(np.asarray, state))
 
 
 @pytest.mark.parametrize("axes", SHARDS)
-def test_pieces_are_saved_once(axes):
+def test_each_shard_is_saved_once(axes):
     towers = agn_optax.Towers(8, workers=2)
     rule = agn_optax.rules.agn(optax.adam(0.1))
     tx = make(rule, agn_optax.Placement(shard_axis=axes))
@@ -497,24 +503,27 @@ def test_pieces_are_saved_once(axes):
     assert sum(x.size for x in jax.tree.leaves(saved.center.pieces)) == 800
     assert (
         sum(x.size for x in jax.tree.leaves(saved.local.record.rows)) <= 804
-    )  # and counters
+    )  # including counters
     support.assert_identical(towers.replicate(towers.unreplicate(state)), state)
 
 
-def test_the_split_form_exchanges_on_islands():
+def test_split_form_exchanges_on_islands():
     towers = agn_optax.Towers(4, workers=2)
     tx = agn_optax.phases(
         optax.sgd(0.1), agn_optax.rules.average(), axis_name="workers"
     )
     params = jnp.array([1.0, 2.0])
     state = towers.replicate((params, tx.init(params)))
-    state = (state[0].at[2:].add(1.0), state[1])  # the second worker went on
+    state = (
+        state[0].at[2:].add(1.0),
+        state[1],
+    )  # the second worker has other parameters
     exchange = towers.apply(lambda state: tx.exchange(*state))
     state = exchange(state)
     np.testing.assert_allclose(state[0], np.tile([1.5, 2.5], (4, 1)))
 
 
-def test_workers_of_a_mesh_adopt_one_public_center():
+def test_mesh_workers_adopt_the_same_broadcast_params():
     codec = agn_optax.codecs.two_way(
         agn_optax.codecs.identity(), agn_optax.codecs.quantize(4)
     )

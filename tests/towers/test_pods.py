@@ -1,4 +1,4 @@
-"""Workers of two processes each, as a slice of two hosts is one, around a center."""
+"""Workers of two processes each, like slices of two hosts, around a center."""
 
 import contextlib
 import os
@@ -17,13 +17,13 @@ from helpers.waiting import wait_until
 import agn_optax
 from agn_optax import service
 
-LIMIT = 300  # seconds, on a busy machine
+LIMIT = 300  # s, generous for a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-HEARTBEAT_TIMEOUT = 10  # seconds
+HEARTBEAT_TIMEOUT = 10  # s
 
 
 class Process:
-    """One process of a worker, and what it says."""
+    """One process of a worker, with its output."""
 
     def __init__(self, *arguments, **variables):
         self.popen = subprocess.Popen(  # noqa: S603 our own program
@@ -42,7 +42,7 @@ class Process:
     def _read(self):
         for line in self.popen.stdout:
             self.text += line
-            if line.startswith("said "):  # and nothing that gloo says
+            if line.startswith("said "):  # skips the output of gloo
                 self._said.put(tuple(map(int, line.split()[1:])))
         self._said.put(None)
 
@@ -51,7 +51,7 @@ class Process:
         self.popen.stdin.flush()
 
     def said(self):
-        """The steps and exchanges that it has made."""
+        """Return the numbers of steps and exchanges that the process has made."""
         said = self._said.get(timeout=LIMIT)
         assert said is not None, self.text
         return said
@@ -92,12 +92,12 @@ class Worker:
         return self.go(None)
 
     def go(self, steps):
-        """Makes so many steps; what its processes then say, which is the same."""
+        """Make steps, and return the output of its processes, which must be equal."""
         if steps is not None:
             for process in self.processes:
                 process.go(steps)
         (said,) = {process.said() for process in self.processes}
-        return said[:2]  # but for the bits of the parameters
+        return said[:2]  # without the bits of the parameters
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def stack():
         yield stack
 
 
-def two_alone(rule, turns, towers):
-    """The center that two workers make in this process, with the same towers."""
+def reference_center(rule, turns, towers):
+    """Return the center that two workers make in this process with the same towers."""
     center = agn_optax.LocalCenter(pod_worker.RULES[rule])
     loops = [
         pod_worker.Loop(
@@ -123,12 +123,14 @@ def two_alone(rule, turns, towers):
     return center.pull()
 
 
-# Sums of two gradients are the same in any order, and those of four are not.
+# Sums of two gradients do not depend on the order; sums of four do.
 @pytest.mark.parametrize(
     ("rule", "devices", "rtol"), [("agn", 2, 1e-5), ("downpour", 1, 0)]
 )
-def test_two_workers_of_two_processes(stack, rule, devices, rtol):
-    # They wait for each other, and say so to their own.
+def test_workers_of_two_processes_equal_workers_of_one_process(
+    stack, rule, devices, rtol
+):
+    # The workers wait for each other at the barrier.
     server = stack.enter_context(service.serve(pod_worker.RULES[rule], barrier=2))
     told = (stack, rule, server.address)
     workers = [Worker(*told, rank, devices) for rank in range(2)]
@@ -138,7 +140,7 @@ def test_two_workers_of_two_processes(stack, rule, devices, rtol):
     for i, rank in enumerate(turns):
         made = turns[: i + 1].count(rank)
         assert workers[rank].go(3) == (3 * made, made)
-    center, alone = server.center.pull(), two_alone(rule, turns, 2 * devices)
+    center, alone = server.center.pull(), reference_center(rule, turns, 2 * devices)
     assert center.version == alone.version == len(turns)
     for own, other in zip(
         jax.tree.leaves(center.params), jax.tree.leaves(alone.params), strict=True
@@ -149,7 +151,7 @@ def test_two_workers_of_two_processes(stack, rule, devices, rtol):
 
     first, second = workers[1].processes
     second.popen.kill()
-    assert workers[0].go(3) == (12, 4)  # whatever becomes of the other
+    assert workers[0].go(3) == (12, 4)  # worker 0 continues while worker 1 fails
     assert first.popen.wait(LIMIT) == -signal.SIGABRT
     assert "another task died" in first.text
     assert workers[0].go(3) == (15, 5)
@@ -160,7 +162,7 @@ def test_two_workers_of_two_processes(stack, rule, devices, rtol):
     assert server.center.pull().version == len(turns) + 4
 
 
-def test_a_message_in_flight_is_one_for_all_processes(stack, tmp_path):
+def test_processes_of_a_worker_share_a_message_in_flight(stack, tmp_path):
     rule, kept = pod_worker.RULES["agn"], agn_optax.center.Journal(tmp_path)
     address = ports.free_address()
     with service.serve(rule, address=address, durability=kept):
@@ -168,14 +170,14 @@ def test_a_message_in_flight_is_one_for_all_processes(stack, tmp_path):
         worker.start()
         steps, exchanges = worker.go(30)
         assert steps == 30
-        assert exchanges in (9, 10)  # the last one may be under way
-    assert worker.go(2)[0] == 32  # as nobody waits for a message yet
+        assert exchanges in (9, 10)  # the last exchange may be in flight
+    assert worker.go(2)[0] == 32  # no process waits for a message yet
     with service.serve(rule, address=address, durability=kept) as server:
         steps, exchanges = worker.go(31)
         assert steps == 63
-        assert exchanges >= 19  # all have waited where the first one did
+        assert exchanges >= 19  # all processes waited at the same step
         wait_until(lambda: server.center.pull().version - exchanges in (0, 1))
-    for process in worker.processes:  # each hears of it, once there is no hope
+    for process in worker.processes:  # each process raises after the timeout
         process.go(100)
     for process in worker.processes:
         assert process.popen.wait(LIMIT) == 1

@@ -1,4 +1,4 @@
-"""Meshes, replicas, and what is saved."""
+"""Towers: meshes, replicas, and saved state."""
 
 import functools
 
@@ -14,7 +14,7 @@ import agn_optax
 from agn_optax import errors
 
 
-def test_devices():
+def test_towers_select_devices_and_axes():
     assert agn_optax.Towers().size == 8
     assert repr(agn_optax.Towers()) == "Towers(1 x 8 cpu)"
     assert agn_optax.Towers(3).mesh.shape == {"workers": 1, "towers": 3}
@@ -27,7 +27,7 @@ def test_devices():
     assert named.mesh.axis_names == ("hosts", "gpus")
 
 
-def test_a_mesh_of_the_callers():
+def test_towers_accept_a_mesh():
     devices = np.array(jax.devices())
     only = agn_optax.Towers(Mesh(devices, ("towers",)))
     assert only.mesh.shape == {"workers": 1, "towers": 8}
@@ -55,12 +55,12 @@ def test_a_mesh_of_the_callers():
         ({"axis_name": ()}, "axis_name must be a name"),
     ],
 )
-def test_bad_towers(arguments, message):
+def test_invalid_towers_arguments_are_rejected(arguments, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         agn_optax.Towers(**arguments)
 
 
-def test_bad_meshes():
+def test_invalid_meshes_are_rejected():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     with pytest.raises(errors.InvalidArgumentError, match=r"has the axes .*'model'"):
         agn_optax.Towers(mesh)
@@ -68,7 +68,7 @@ def test_bad_meshes():
         agn_optax.Towers(mesh, workers=4, worker_axis="data", axis_name="model")
 
 
-def test_replicas():
+def test_unreplicate_undoes_replicate():
     towers = agn_optax.Towers(4, workers=2)
     state = {
         "w": jnp.arange(6.0).reshape(2, 3),
@@ -84,7 +84,7 @@ def test_replicas():
     back = towers.unreplicate(stacked)
     support.assert_identical(back, jax.tree.map(jnp.asarray, state))
     assert back["w"].devices() == {jax.devices()[0]}
-    # Both are memory of their own.
+    # Both have their own memory.
     stacked["w"].delete()
     np.testing.assert_array_equal(back["w"], state["w"])
     with pytest.raises(errors.TreeMismatchError, match=r"state\['empty'\].*one row"):
@@ -98,20 +98,20 @@ def test_towers_agree_names_the_first_leaf_that_differs():
     assert agreement
     assert str(agreement) == "all towers agree"
     assert agreement.differs is None
-    # Workers may differ, their towers may not.
+    # Workers may differ; the towers of a worker may not.
     state["b"]["c"] = state["b"]["c"].at[2:].set(1.0)
     assert towers.towers_agree(state)
     state["b"]["c"] = state["b"]["c"].at[3, 1].set(jnp.nan)
     state["b"]["d"] = state["b"]["d"].at[1].set(1)
     assert not towers.towers_agree(state)
     assert towers.towers_agree(state).differs == "['b']['c']"
-    # Bits, so that NaN is itself and -0 is not 0.
+    # Bits are compared: NaN equals itself, and -0 is not 0.
     assert towers.towers_agree(towers.replicate({"nan": jnp.nan}))
     signs = towers.replicate(jnp.zeros(()))
     assert not towers.towers_agree(signs.at[1].set(-0.0))
 
 
-def test_random_keys_differ_from_tower_to_tower():
+def test_replicated_random_keys_differ_between_towers():
     towers = agn_optax.Towers(4)
     key = jax.random.key(3)
     state = towers.replicate({"key": key, "keys": jax.random.split(key, 2)})
@@ -123,7 +123,7 @@ def test_random_keys_differ_from_tower_to_tower():
     assert towers.towers_agree(state)  # they differ on purpose
 
 
-def test_means():
+def test_mean_keeps_floating_dtypes():
     towers = agn_optax.Towers(4)
     tree = {
         "loss": jnp.arange(4.0),
@@ -138,7 +138,7 @@ def test_means():
     assert towers.mean(tree)["half"].dtype == jnp.bfloat16
 
 
-def test_the_center_of_every_mode():
+def test_center_params_are_found_in_every_mode():
     for workers in (1, 4):
         towers = agn_optax.Towers(4, workers=workers)
         tx = optax.chain(agn_optax.all_reduce("towers"), problem.agn(optax.sgd(0.1)))
@@ -148,7 +148,7 @@ def test_the_center_of_every_mode():
         towers.center_params(towers.replicate(optax.adam(0.1).init(jnp.ones(3))))
 
 
-def test_replicating_again_compiles_nothing(caplog):
+def test_replicate_compiles_once(caplog):
     towers = agn_optax.Towers(2)
     state = {"w": jnp.ones(3), "key": jax.random.key(0)}
     with jax.log_compiles():
@@ -161,12 +161,12 @@ def test_replicating_again_compiles_nothing(caplog):
     assert len(compiled) == 1
 
 
-def test_a_state_with_an_empty_leaf_agrees():
+def test_towers_agree_accepts_empty_leaves():
     towers = agn_optax.Towers(4, workers=2)
     assert towers.towers_agree(towers.replicate({"a": jnp.zeros((0, 3)), "b": 1.0}))
 
 
-def test_what_was_not_replicated_is_refused():
+def test_state_that_was_not_replicated_is_rejected():
     towers = agn_optax.Towers(4, workers=4)
     step = towers.step(lambda state, batch: (state, batch.sum()))
     for wrong in (jnp.zeros((8, 3)), jnp.zeros(3), jnp.zeros(())):
@@ -174,7 +174,7 @@ def test_what_was_not_replicated_is_refused():
             step(wrong, towers.shard(np.ones(4)))
 
 
-def test_python_numbers_compile_once():
+def test_step_on_python_number_compiles_once():
     towers = agn_optax.Towers(2, workers=2)
     step = towers.step(lambda state, batch: (state + 1, None))
     state = towers.replicate(0.0)
@@ -184,7 +184,7 @@ def test_python_numbers_compile_once():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_another_mesh_that_is_set_changes_nothing(kind):
+def test_another_current_mesh_changes_nothing(kind):
     towers = agn_optax.Towers(4, workers=2)
     tx = agn_optax.average(optax.sgd(0.1), 1, axis_name="workers")
 
@@ -229,7 +229,7 @@ def test_another_mesh_that_is_set_changes_nothing(kind):
         support.assert_identical(everything(), expected)
 
 
-def test_in_a_program_of_another_mesh_it_says_so():
+def test_step_within_a_program_of_another_mesh_is_rejected():
     towers = agn_optax.Towers(4)
     step = towers.step(lambda state, batch: (state, jax.lax.psum(batch, "towers")))
     state, batch = towers.replicate(0.0), towers.shard(np.ones(4))
@@ -240,7 +240,7 @@ def test_in_a_program_of_another_mesh_it_says_so():
         jax.jit(step)(state, batch)
 
 
-def test_functions_are_kept_by_what_they_are():
+def test_unhashable_function_is_rejected():
     class Unhashable:
         __hash__ = None
 
@@ -251,7 +251,7 @@ def test_functions_are_kept_by_what_they_are():
         agn_optax.Towers(2).predict(Unhashable(), np.ones(4))
 
 
-def test_a_donated_state_is_refused():
+def test_donated_state_is_rejected():
     towers = agn_optax.Towers(4, workers=4)
     step = towers.step(lambda state, batch: (state + batch.sum(), None))
     state, batch = towers.replicate(jnp.zeros(3)), towers.shard(np.ones(8))
@@ -260,7 +260,7 @@ def test_a_donated_state_is_refused():
         step(state, batch)
 
 
-def test_batches_that_were_not_laid_out():
+def test_batches_that_were_not_sharded_are_rejected():
     towers = agn_optax.Towers(4, workers=4)
     step = towers.step(lambda state, batch: (state, batch["x"].sum()))
     state = towers.replicate(0.0)
@@ -273,7 +273,7 @@ def test_batches_that_were_not_laid_out():
         run(state, towers.shard(np.ones(4)))
 
 
-def test_workers_that_never_meet_in_a_round_are_refused():
+def test_round_without_exchange_between_workers_is_rejected():
     towers = agn_optax.Towers(4, workers=2)
     split = agn_optax.phases(
         optax.sgd(0.1), agn_optax.rules.average(), axis_name="workers"
@@ -287,7 +287,7 @@ def test_workers_that_never_meet_in_a_round_are_refused():
 
 
 @pytest.mark.parametrize("leaf", [print, "adam", object()])
-def test_a_leaf_that_is_no_array_is_named(leaf):
+def test_leaf_that_is_not_an_array_is_named_in_the_error(leaf):
     towers = agn_optax.Towers(2)
     with pytest.raises(
         agn_optax.errors.InvalidTypeError,

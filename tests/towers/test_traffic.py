@@ -1,4 +1,4 @@
-"""Counting what programs send, on every kind of collective and spelling of it."""
+"""The counter of communication in programs: kinds of collectives and their syntax."""
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,11 @@ def compiled(function, shape=(8, 96)):
         ),
     ],
 )
-def test_kinds(function, kind, sent):
+def test_bytes_of_each_kind_of_collective(function, kind, sent):
     assert traffic(compiled(function)) == Traffic(1, sent, {kind: 1})
 
 
-def test_loops_count_as_often_as_they_run():
+def test_collectives_in_loops_count_once_per_iteration():
     def scanned(x):
         def body(carry, _):
             return carry + jax.lax.pmean(carry, "towers"), None
@@ -60,7 +60,7 @@ def test_loops_count_as_often_as_they_run():
 
     assert traffic(compiled(scanned)) == Traffic(20, 20 * 672, {"all-reduce": 20})
 
-    def chosen(x):  # whether the exchange of a drop-in optimizer is made, say
+    def chosen(x):  # such as the exchange of a drop-in optimizer
         return jax.lax.fori_loop(
             0, (x[0, 0] > 0).astype(int), lambda _, c: jax.lax.psum(c, "towers"), x
         )
@@ -99,17 +99,17 @@ def test_loops_count_as_often_as_they_run():
         ),
     ],
 )
-def test_spellings(line, expected):
+def test_syntax_variants_of_collectives_are_read(line, expected):
     program = f"HloModule m, num_partitions=8\n  {line}, to_apply=%sum\n"
     assert traffic(program) == expected
 
 
-def test_a_spelling_that_is_not_known():
+def test_unknown_syntax_raises():
     line = "%r = f32[4]{0} all-reduce(%x), replica_groups=others"
     with pytest.raises(ValueError, match="cannot be read: %r = f32"):
         traffic(f"HloModule m\n  {line}\n")
 
 
-def test_what_is_no_program():
+def test_argument_that_is_not_a_program_raises():
     with pytest.raises(TypeError, match="compiled program"):
         traffic(42)

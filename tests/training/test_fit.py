@@ -1,4 +1,4 @@
-"""One loop for embedded and served centers, and for towers."""
+"""agn_optax.fit: the training loop with embedded and served centers, and towers."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 
 import flax.linen as nn
 import grain
@@ -21,12 +22,10 @@ from helpers import problem, shared, support
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax._internal import signals
-from agn_optax.training._progress import showing
 
 try:
     import pty
-except ImportError:  # not everywhere
+except ImportError:  # not available on every system
     pty = None
 
 STEPS, PERIOD = 12, 3
@@ -34,7 +33,7 @@ DATA = problem.batches(STEPS)
 
 
 class StoppedError(Exception):
-    """In place of whatever ends a process."""
+    """Stand-in for the end of a process."""
 
 
 def batches():
@@ -54,7 +53,7 @@ class NormedState(TrainState):
 
 @functools.cache
 def normed(tx):
-    """A state with batch statistics and a random key, and its train step."""
+    """Return a state with batch statistics and a random key, and its train step."""
     model = nn.BatchNorm(use_running_average=False, momentum=0.5)
     variables = model.init(jax.random.key(0), DATA[0]["x"])
     state = NormedState.create(
@@ -105,7 +104,7 @@ def at(step):
 
 
 @pytest.mark.slow
-def test_a_worker_goes_on_by_itself_as_if_it_had_never_stopped(tmp_path):
+def test_fit_resumes_a_worker_bit_for_bit(tmp_path):
     expected, its_center = fit_train_state()
     seen = []
     with pytest.raises(StoppedError):
@@ -141,13 +140,15 @@ def fit_towers(directory=None, callbacks=()):
 
 
 @pytest.mark.slow
-def test_towers_go_on_by_themselves(tmp_path):
+def test_fit_resumes_towers_bit_for_bit(tmp_path):
     expected = fit_towers()
     with pytest.raises(StoppedError):
         fit_towers(tmp_path, [at(10)])
     seen = []
     fitted = fit_towers(tmp_path, [lambda *record: seen.append(record)])
-    assert [step for step, _ in seen] == [12]  # the last record, after step 10
+    assert [step for step, _ in seen] == [
+        12
+    ]  # only the last record, after the restart at step 10
     support.assert_identical(fitted.state, expected.state)
     assert fitted.metrics == expected.metrics == seen[0][1]
     assert sorted(fitted.metrics) == ["center/scale", "loss"]
@@ -156,7 +157,7 @@ def test_towers_go_on_by_themselves(tmp_path):
     support.assert_identical(again.state, expected.state)
 
 
-def test_it_watches_a_served_center_and_ends_early(caplog):
+def test_fit_evaluates_a_served_center_and_stops_early(caplog):
     def train_step(state, batch):
         params, opt_state = state
         value, grads = jax.value_and_grad(problem.loss)(params, batch)
@@ -187,10 +188,10 @@ def test_it_watches_a_served_center_and_ends_early(caplog):
     assert [step for step, _ in seen] == [2, 4, 6, 8]
     assert fitted.steps == 8
     assert fitted.metrics == seen[-1][1]
-    # The steps since the last exchange, 7 and 8, were sent as well.
+    # Steps 7 and 8, after the last exchange, were sent as well.
     support.assert_close(fitted.state[0], last)
     assert worker.exchanges == 3
-    # It is the center that was measured, which is the start until it is moved.
+    # The center was evaluated: it has the initial parameters before the first exchange.
     start = float(problem.loss(problem.params(), DATA[0]))
     np.testing.assert_allclose(seen[0][1]["center/loss"], start, rtol=1e-5)
     assert seen[-1][1]["center/loss"] != seen[1][1]["center/loss"]
@@ -199,7 +200,7 @@ def test_it_watches_a_served_center_and_ends_early(caplog):
     assert lines[-1].startswith("step 8, loss ")
 
 
-def test_it_needs_a_worker_or_towers():
+def test_fit_needs_a_worker_or_towers():
     worker = a_worker(agn_optax.LocalCenter(shared.downpour()), shared.sgd(0.1))
     towers = agn_optax.Towers(2)
     for wrong in ({}, {"worker": worker, "towers": towers}):
@@ -215,8 +216,10 @@ def test_it_needs_a_worker_or_towers():
 
 @pytest.mark.parametrize("kind", ["worker", "towers"])
 @pytest.mark.parametrize("data", [list, lambda made: made])
-def test_data_that_begins_anew_is_told_of(kind, data, tmp_path, caplog):
-    """Where a run goes on, and where its data cannot."""
+def test_restarted_data_gives_a_warning_when_a_run_resumes(
+    kind, data, tmp_path, caplog
+):
+    """The warning comes if a run resumes but its data cannot."""
 
     def train_step(state, batch):
         return state, {"scale": state[0] + 0.0 * batch["x"].sum()}
@@ -238,7 +241,7 @@ def test_data_that_begins_anew_is_told_of(kind, data, tmp_path, caplog):
     assert caplog.text.count("begins anew") == (data is list)
 
 
-def test_a_worker_that_is_told_to_end_sends_what_it_has_and_leaves():
+def test_sigterm_makes_a_worker_flush_and_leave():
     center = agn_optax.LocalCenter(agn_optax.rules.downpour())
     worker = agn_optax.Worker(center, optax.sgd(1.0), period=4, name="w")
 
@@ -260,22 +263,23 @@ def test_a_worker_that_is_told_to_end_sends_what_it_has_and_leaves():
         )
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
-    assert worker.exchanges == 2  # of four steps, and of the two since
+    assert worker.exchanges == 2  # one of four steps, and one of the remaining two
     assert center.pull().params.tolist() == [6.0, 6.0]
     assert not center.workers
 
 
-def test_second_signal_ends_what_the_first_leaves_waiting(monkeypatch):
-    closed = []
+def test_second_signal_interrupts_waiting_after_the_first(monkeypatch):
+    closed, clock = [], time.monotonic
 
     def waits():
         with service.told_to_end() as told:
             try:
                 signal.raise_signal(signal.SIGTERM)
-                signal.raise_signal(signal.SIGTERM)  # the same one, told twice
+                signal.raise_signal(signal.SIGTERM)  # a repetition of the same signal
                 assert told()
-                monkeypatch.setattr(signals, "_ONCE", 0.0)
-                signal.raise_signal(signal.SIGTERM)
+                with monkeypatch.context() as later:
+                    later.setattr(time, "monotonic", lambda: clock() + 2.0)
+                    signal.raise_signal(signal.SIGTERM)
                 pytest.fail("it goes on waiting")
             finally:
                 closed.append(True)
@@ -286,7 +290,7 @@ def test_second_signal_ends_what_the_first_leaves_waiting(monkeypatch):
     assert closed
 
 
-def test_only_the_main_thread_is_told_to_end():
+def test_signals_are_handled_only_in_the_main_thread():
     asked = []
 
     def elsewhere():
@@ -300,7 +304,7 @@ def test_only_the_main_thread_is_told_to_end():
 
 
 class Screen:
-    """What a terminal shows of what was written to it: lines, erased or not."""
+    """Interpret terminal output: the visible lines after all erasing."""
 
     def __init__(self, written):
         self.lines, self.row, self.column = [""], 0, 0
@@ -325,9 +329,22 @@ class Screen:
 @pytest.mark.skipif(pty is None, reason="no pseudo terminals on this system")
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_the_last_record_stays_on_the_terminal(term, ends, monkeypatch):
-    """Whole, once, and nothing else; also where the loop raises."""
+def test_last_record_stays_on_the_terminal(term, ends, monkeypatch):
+    """It is shown once, and nothing else is, also if the loop raises."""
     pytest.importorskip("rich")
+    worker = a_worker(agn_optax.LocalCenter(shared.downpour()), shared.sgd(0.1))
+
+    def train_step(loop, batch):
+        params, state = loop
+        updates, state = worker.tx.update(params, state, params)
+        metrics = {"loss": 1 / batch, "[b]": 2.0}
+        return (optax.apply_updates(params, updates), state), metrics
+
+    def data():
+        yield from map(jnp.float32, (1, 2, 3))
+        if not ends:
+            raise ZeroDivisionError
+
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", term)
@@ -335,7 +352,7 @@ def test_the_last_record_stays_on_the_terminal(term, ends, monkeypatch):
     written = []
 
     def read():
-        with contextlib.suppress(OSError):  # it is closed at its other end
+        with contextlib.suppress(OSError):  # the other end is closed
             while chunk := os.read(end, 4096):
                 written.append(chunk)
 
@@ -343,12 +360,12 @@ def test_the_last_record_stays_on_the_terminal(term, ends, monkeypatch):
     reader.start()
     with open(terminal, "w") as stderr, monkeypatch.context() as patched:  # noqa: PTH123
         patched.setattr(sys, "stderr", stderr)
-        with contextlib.suppress(ZeroDivisionError), showing(True) as show:
-            for step in (100, 200, 300):
-                show(step, {"loss": 1 / step, "[b]": 2.0})
-            if not ends:
-                raise ZeroDivisionError
+        with contextlib.suppress(ZeroDivisionError):
+            agn_optax.fit(
+                train_step, jnp.ones(2), data(), worker=worker, chief=True, every=1
+            )
     reader.join(60)
     os.close(end)
     lines = Screen(b"".join(written).decode()).lines
-    assert [line for line in lines if line] == ["step 300, loss 0.003333, [b] 2"]
+    (line,) = filter(None, lines)
+    assert sorted(line.split(", ")) == ["[b] 2", "loss 0.3333", "step 3"]

@@ -29,8 +29,9 @@ from agn_optax.center.durability._records import Record
 _log = logging.getLogger("agn_optax")
 _ADVICE = "Put back a copy of the whole directory, or begin with an empty one"
 _WAY_OUT = (
-    "Put back a copy of the whole directory; or remove its lock, and what is left goes "
-    "on as another center, whose workers start again"
+    "Put back a copy of the whole directory; or remove its lock, and the center "
+    "continues from the remaining records with a new id, so that its workers start "
+    "again"
 )
 _LINE = 64  # size of a lock in bytes
 _TRIES = 20  # attempts to read files that another process changes meanwhile
@@ -114,8 +115,7 @@ class Found:
         if newest is None:
             if self.promise is not None or self.numbers("journal"):
                 raise errors.DurabilityError(
-                    f"{self.path} has kept a center, but has no snapshot of it any "
-                    f"more. {_ADVICE}"
+                    f"{self.path} had a center, but its snapshot is missing. {_ADVICE}"
                 )
             return None
         path = self.file("snapshot", newest)
@@ -124,7 +124,8 @@ class Found:
             record = _records.read(file, 0, size)
             if record is None or record.number != newest:
                 raise _records.DamagedError(
-                    f"record {newest} is damaged: {size} bytes are no whole snapshot"
+                    f"record {newest} is damaged: {size} bytes are not a complete "
+                    "snapshot"
                 )
         self._end = f"{path} at byte {record.size}"
         return record
@@ -171,7 +172,7 @@ class Found:
         begins = earlier[-1:] + [begin for begin in begins if begin > number]
         has_journal = self.promise and self.promise.kind in ("journal", "interval")
         if has_journal and not earlier:
-            self._missing = f"{self.file('journal', number)} is gone"
+            self._missing = f"{self.file('journal', number)} is missing"
         for begin in begins:
             path, position = self.file("journal", begin), 0
             is_last = begin == begins[-1]
@@ -183,7 +184,7 @@ class Found:
                 cut_off = functools.partial(self._cut_off, path, is_last)
                 for record in _records.read_all(file, begin, cut_off):
                     if record.file_size > size:
-                        self._missing = f"{path} is shorter than it was"
+                        self._missing = f"{path} was truncated"
                     position += record.size
                     self._end = f"{path} at byte {position}"
                     if record.number == number:
@@ -200,29 +201,32 @@ class Found:
           DurabilityError: more records were on disk than were found.
         """
         if self.promise is None:
-            return f"{self.path / 'lock'} is not there to say how much there was"
+            return (
+                f"{self.path / 'lock'} is missing, which holds the number of records "
+                "that were on disk"
+            )
         kind, kept, boot = self.promise
         if kind == "interval" and boot != this_boot():
             return (
-                "the machine has been started again, and what had come last need not "
-                "have been on disk"
+                "the machine has restarted, and the last records may not have been on "
+                "disk"
             )
         if number < kept:
             raise errors.DurabilityError(
-                f"{self._end}: record {number} is damaged or missing there, and "
-                f"records up to {kept - 1} were on disk. {_WAY_OUT}"
+                f"{self._end}: record {number} is damaged or missing, but records "
+                f"up to {kept - 1} were on disk. {_WAY_OUT}"
             )
         if self._missing:
             raise errors.DurabilityError(
-                f"{self._missing}: record {number}, and more, may have been in it. "
+                f"{self._missing}: it may have had record {number} and later ones. "
                 f"{_WAY_OUT}"
             )
         if self._cut:  # the exchange of this record was never answered
-            _log.warning("%s, which are left out", self._cut)
+            _log.warning("%s, which are ignored", self._cut)
         if kind == "memory":
-            return "it was not closed, and changes were in memory only"
+            return "it was not closed, and its last changes were in memory only"
         if kind == "backup":
-            return "it is a backup, and there may have been more after it"
+            return "it is a backup, and the original may have had later records"
         return ""
 
     def file(self, kind: str, number: int) -> pathlib.Path:
@@ -240,7 +244,7 @@ class Found:
         """Record that a journal ends with an incomplete record."""
         if not is_last:  # a journal is on disk before the next one is begun
             raise _records.DamagedError("its end is damaged")
-        self._cut = f"{path} ends with {size} bytes of a write that was cut off"
+        self._cut = f"{path} ends with {size} bytes of an incomplete write"
 
     @contextlib.contextmanager
     def _reading(self, path: pathlib.Path) -> Iterator[int]:

@@ -26,8 +26,8 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
+from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
 from agn_optax.center.durability._records import Record
@@ -51,12 +51,13 @@ class Snapshots:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
-      seconds: time between two snapshots; none is written if nothing has changed. None
-        for no limit.
+      directory: directory of this center alone, to which snapshots are written. It is
+        created if necessary; a center that is found in it continues.
+      seconds: seconds between two snapshots; none is written if nothing has changed.
+        None for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
       keep: number of snapshots to keep.
-      keep_seconds: younger snapshots are also kept, whatever their number.
+      keep_seconds: age in seconds up to which snapshots are kept, whatever ``keep`` is.
 
     Raises:
       InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
@@ -68,8 +69,8 @@ class Snapshots:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -111,16 +112,19 @@ class Journal:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
+      directory: directory of this center alone, to which every exchange is written
+        before it is answered. It is created if necessary; a center that is found in it
+        continues.
       size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
         for the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
-      interval: maximum time between two syncs, in seconds; None syncs every exchange
+      interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
-      on_failure: what to do if the disk is full or fails, or if the directory is moved.
-        ``"stop"`` closes the center, which answers no further exchange. ``"go on"``
-        continues in memory, with a message in the status and in the log, and tries to
-        write a snapshot once a minute and at the end.
+      on_failure: whether to ``"stop"`` if the disk is full or fails, or if the
+        directory is moved, or to ``"go on"`` in memory and report it. ``"stop"`` closes
+        the center, which answers no further exchange. ``"go on"`` has a message in the
+        status and in the log, and tries to write a snapshot once a minute and at the
+        end.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -131,8 +135,8 @@ class Journal:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -245,10 +249,12 @@ class Keeper:
             _repeat(record, store)
             memories.append(record.about["ledger"])
         version = ledger.version = store.current.number
-        self.found = f"{where} goes on at version {version}"
+        self.found = f"{where} continues at version {version}"
         if lost := self._directory.lost(self._number):
             # Its workers may be ahead of it, so they must start again.
-            self.found = f"{where} goes on as another one, at version {version}: {lost}"
+            self.found = (
+                f"{where} continues with a new id, at version {version}: {lost}"
+            )
             _log.warning("%s", self.found)
             for memory in memories:
                 ledger.recall(memory, now, gone=True)
@@ -283,21 +289,19 @@ class Keeper:
     def record(
         self,
         ledger: dict[str, Any],
-        contributions: Sequence[PyTree] = (),
+        submissions: Sequence[Submission] = (),
         staleness: Sequence[int] = (),
         weights: Sequence[float] | None = None,
-        claims: Sequence[Claim] = (),
         workers: int = 1,
     ) -> int:
         """Record a change of the center.
 
         Args:
           ledger: the ledger's memory of the workers that are concerned.
-          contributions: contributions that were applied together; empty if only the
-            ledger changed.
-          staleness: staleness of each contribution.
+          submissions: messages that were applied together; empty if only the ledger
+            changed.
+          staleness: staleness of each message.
           weights: weights of the messages of a round; None if this is no round.
-          claims: claims of the workers.
           workers: number of registered workers.
 
         Returns:
@@ -306,13 +310,16 @@ class Keeper:
         if self._saver is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        self._exchanges += bool(contributions)
+        self._exchanges += bool(submissions)
         if self._writer is not None and not self._lost_journal:
-            about: dict[str, Any] = {"ledger": ledger, "staleness": staleness}
-            about["weights"] = weights
-            if contributions:
-                about |= {"claims": claims, "workers": workers}
-            self._writer.append(about, contributions)
+            about = {
+                "ledger": ledger,
+                "messages": [plain(each) for each in submissions],
+                "staleness": staleness,
+                "weights": weights,
+                "workers": workers,
+            }
+            self._writer.append(about, [each.contribution for each in submissions])
         return self.recorded
 
     @property
@@ -391,7 +398,9 @@ class Keeper:
                     self._directory.make_promise("whole", number)
                     self._forget(number + 1)
                     if self._lost_journal:
-                        _log.warning("it is whole in its last snapshot after all")
+                        _log.warning(
+                            "the center is complete on disk, in its last snapshot"
+                        )
             except OSError as error:
                 self._fail(error)
 
@@ -432,15 +441,15 @@ class Keeper:
             return
         assert self._saved is not None
         said = (
-            f"this center is in memory only: its exchanges cannot be written to "
-            f"{self._directory.path} any more: {error}"
+            "this center is in memory only, because its exchanges can no longer be "
+            f"written to {self._directory.path}: {error}"
         )
         try:
             self._directory.make_promise("memory", self._saved[0])
         except OSError as unmarked:
             said += (
-                f". Nor can it be written there that some are missing ({unmarked}): if "
-                "a center goes on from that directory, have all workers start again"
+                f". Nor can the lock there be marked as incomplete ({unmarked}): if a "
+                "center continues from that directory, have all workers start again"
             )
         with self._changed:
             self._lost_journal, self._saved_at = said, time.monotonic()
@@ -450,8 +459,7 @@ class Keeper:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self.failure = (
-                f"this center cannot be kept in {self._directory.path} any more: "
-                f"{error}"
+                f"this center can no longer be saved in {self._directory.path}: {error}"
             )
             _log.error("%s", self.failure)
             self._changed.notify_all()
@@ -475,7 +483,7 @@ class Keeper:
             except Exception as error:  # of any kind: a later snapshot may succeed
                 self._lost_snapshot = (
                     f"no snapshot could be written to {self._directory.path}; the next "
-                    f"one will be tried in due time: {error}"
+                    f"attempt follows in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
                 if not isinstance(self._durability, Journal):  # a journal has it all
@@ -554,16 +562,16 @@ class Keeper:
 
 
 def _repeat(record: Record, store: Store) -> None:
-    """Apply the contributions of a record as they were applied before."""
-    if staleness := record.about["staleness"]:
-        like = [store.contribution_like] * len(staleness)
+    """Apply the messages of a record as they were applied before."""
+    about = record.about
+    if messages := about["messages"]:
+        like = [store.contribution_like] * len(messages)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
-        placed = [store.place(contribution) for contribution in contributions]
-        # Records without claims use the defaults.
-        claims = [Claim(*claim) for claim in record.about.get("claims", [])]
-        workers = record.about.get("workers", 1)
-        weights = record.about["weights"]
-        store.apply(placed, staleness, weights, claims=claims, workers=workers)
+        submissions = [
+            Submission(contribution=store.place(contribution), **fields)
+            for contribution, fields in zip(contributions, messages, strict=True)
+        ]
+        store.apply(submissions, about["staleness"], about["weights"], about["workers"])
 
 
 def _state(
@@ -590,7 +598,7 @@ def _state(
         params = description.rebuild(described.structure, iter(snapshot.arrays))
     wanted = trees.describe(params, dtype)
     if words := described.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
+        raise errors.TreeMismatchError(f"{where} is of another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(
@@ -601,7 +609,7 @@ def _state(
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:
         raise errors.RuleMismatchError(
-            f"{where} is one of another rule: its center optimizer has another state. "
+            f"{where} is of another rule: its center optimizer has another state. "
             "Give it the same optimizer, or another directory"
         )
     center_state, public = jax.tree.unflatten(jax.tree.structure(state), rest)
@@ -631,7 +639,8 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     _ = center.join("w").exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("w").exchange(sent)
       ...     print(agn_optax.center.read(folder, rule).params)
       ...     center.close()
       [0. 0.]
@@ -648,14 +657,14 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
         if described.structure is None:
             raise errors.DurabilityError(
                 f"{where} has parameters in containers other than dicts, lists and "
-                "tuples, which only its program knows"
+                "tuples, which only its own program can rebuild"
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
         for record in found.replay_kept(snapshot.number):
-            if record.about["staleness"]:
+            if record.about["messages"]:
                 raise errors.InvalidArgumentError(
-                    f"{where} has exchanges since its last snapshot, which its rule "
-                    "makes again: give the rule, or have a snapshot written first "
+                    f"{where} has exchanges since its last snapshot, which must be "
+                    "applied again: give the rule, or have a snapshot written first "
                     "(`agn-optax save`)"
                 )
         return CenterState(params, None, snapshot.about["version"])
@@ -670,7 +679,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
 def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
     if other := difference(snapshot.about["rule"], rule):
         raise errors.RuleMismatchError(
-            f"{where} is one of another rule: {other}. Give it the same optimizers "
+            f"{where} is of another rule: {other}. Give it the same optimizers "
             "and settings, or another directory"
         )
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MAGIC = b"agnoptax"
-_FORMAT = 2
+_FORMAT = 3
 _ALIGNMENT = 64  # bytes, of records and arrays
 _PAGE = 4096  # bytes that are summed as one page for a digest
 _SMALL = 1 << 16  # bytes; smaller records are written in one piece
@@ -144,7 +144,7 @@ def read_all(
     while (record := read(file, position, end)) is not None:
         if record.number != number:
             raise DamagedError(
-                f"record {number} is missing at byte {position}, where there is record "
+                f"record {number} is missing at byte {position}, which has record "
                 f"{record.number}"
             )
         yield record
@@ -164,8 +164,8 @@ def read_all(
             later = read(file, start + at, end)
             if later is not None:
                 raise DamagedError(
-                    f"record {number} at byte {position} is damaged, and record "
-                    f"{later.number} after it is whole"
+                    f"record {number} at byte {position} is damaged, but record "
+                    f"{later.number} after it is complete"
                 )
     if left:
         cut_off(left)

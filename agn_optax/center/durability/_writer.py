@@ -169,7 +169,7 @@ class Writer:
         try:
             self._begin_file()
         except OSError as error:
-            _log.error("the journal goes on in its old file: %s", error)
+            _log.error("the journal continues in its old file: %s", error)
             self._counted = self._end
         else:
             os.close(before)

@@ -14,10 +14,13 @@ from agn_optax.ops.cli import _options
 def backup(
     directory: Annotated[
         pathlib.Path,
-        typer.Argument(help="What --journal or --snapshots of its server named."),
+        typer.Argument(
+            help="Directory that the server's --journal or --snapshots has."
+        ),
     ],
     to: Annotated[
-        pathlib.Path, typer.Argument(help="A directory that is empty, or not there.")
+        pathlib.Path,
+        typer.Argument(help="Directory for the copy: empty, or not there yet."),
     ],
     json: _options.Json = False,
 ) -> None:

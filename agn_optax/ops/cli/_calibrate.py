@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Center, Store
+from agn_optax.center import Center, Store, Submission
 from agn_optax.ops.planning import Cluster, Cost, Machine, abstract, plan
 from agn_optax.rules import codecs
 
@@ -93,8 +93,8 @@ def calibrate(
                 return dataclasses.replace(found, **coding_rates(codec, repeats))
     raise errors.CenterError(
         f"exchanges of {sizes[0]} and {sizes[1]} parameters took {there} s with a "
-        f"center in another process, and their arithmetic {here} s in this one, which "
-        "is no line: this machine is too busy, try again"
+        f"center in another process, and their arithmetic {here} s in this process: "
+        "times must grow with the size, so this machine is too busy; try again"
     )
 
 
@@ -167,11 +167,12 @@ def _arithmetic(size: int) -> Callable[[], float]:
     # allocates each one. A served center overwrites the last one, as this store does.
     store = Store(rules.downpour(), jnp.zeros(size), None, None)
     message = jnp.zeros(size)
+    submission = Submission(1, message, anchor_version=0)
 
     def run() -> object:
         norm = store.norm(message, store.current.params)
         np.asarray(norm)  # a center waits for it, to check that it is finite
-        store.apply([message], [0])
+        store.apply([submission], [0])
         return store.current.params
 
     return _timed(run)
@@ -186,7 +187,7 @@ def _exchange(center: Center, size: int) -> Callable[[], float]:
 
     def run() -> object:
         nonlocal version
-        answer = session.exchange(next(sequences), params, anchor_version=version)
+        answer = session.exchange(Submission(next(sequences), params, version))
         version = answer.version
         return answer.params
 
@@ -222,7 +223,7 @@ def _connected(process: subprocess.Popen[str]) -> service.RemoteCenter:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise errors.CenterError("the center to be measured did not start")
+        raise errors.CenterError("the center for the measurement did not start")
     # Through a socket, as between machines, and not through shared memory.
     center = service.connect(
         json.loads(line)["address"], rules.downpour(), transports=["socket"]

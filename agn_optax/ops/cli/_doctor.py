@@ -23,7 +23,7 @@ def doctor(
     timeout: _status.Timeout = 5.0,
     client_timeout: Annotated[
         float,
-        typer.Option(min=0.001, help="timeout= that workers give to connect()."),
+        typer.Option(min=0.001, help="timeout= of workers' connect(), in seconds."),
     ] = 30.0,
     give_up: Annotated[
         float, typer.Option(min=0, help="give_up= of workers, in seconds.")
@@ -32,8 +32,8 @@ def doctor(
         float | None,
         typer.Option(
             min=0,
-            help="Seconds after which whatever ends the center kills it: systemd's "
-            "TimeoutStopSec, or terminationGracePeriodSeconds of Kubernetes.",
+            help="Seconds from the signal that ends the center until it is killed: "
+            "TimeoutStopSec of systemd, terminationGracePeriodSeconds of Kubernetes.",
         ),
     ] = None,
     json: _options.Json = False,

@@ -25,11 +25,14 @@ def export(
         str,
         typer.Argument(
             metavar="DIRECTORY|ADDRESS",
-            help="What --journal or --snapshots named, or where a center is; of a "
-            "center in shards all addresses, with commas between them.",
+            help="Directory of --journal or --snapshots, or address of a running "
+            "center; for a sharded center all addresses, separated by commas.",
         ),
     ],
-    to: Annotated[pathlib.Path, typer.Argument(help="A directory that is not there.")],
+    to: Annotated[
+        pathlib.Path,
+        typer.Argument(help="Directory for the checkpoint, which must not exist yet."),
+    ],
     rule: RuleOptions,
     reached: Reached,
     config: _options.Config = None,
@@ -72,7 +75,7 @@ def check_is_free(to: pathlib.Path) -> None:
     with contextlib.suppress(OSError):  # `check` reports a path that cannot be read
         if to.exists():
             raise errors.InvalidArgumentError(
-                f"{to} is there already: a checkpoint takes a directory of its own"
+                f"{to} exists already: a checkpoint needs a directory of its own"
             )
     extras.require("flax", "orbax.checkpoint")
 
@@ -90,7 +93,7 @@ def check(to: pathlib.Path) -> None:
         _make_directory_beside(to)
     except OSError as error:
         raise errors.InvalidArgumentError(
-            "a checkpoint takes a directory that can be made, got "
+            "a checkpoint needs a directory that can be made, got "
             f"{str(to)!r} ({error.strerror}): give one in a folder that can be written"
         ) from None
 
@@ -131,12 +134,12 @@ def _pulled(
     addresses = source.split(",")
     if len(addresses) == 1:
         with _status.observer(source, reached, timeout) as observer:
-            return observer.pull()[:2]
+            return observer.pull()
     if rule is None:
         raise errors.InvalidArgumentError(
-            "a center in shards is put together by its rule: give --rule, as for "
+            "a sharded center is put together by its rule: give --rule, as for "
             "`agn-optax serve`"
         )
     how = _status.settings(reached)
     with service.connect(addresses, rule, timeout=timeout, **how) as whole:
-        return whole.pull()[:2]
+        return whole.pull()

@@ -15,23 +15,31 @@ _Names = list[str]
 
 def keys(
     directory: Annotated[
-        pathlib.Path, typer.Argument(metavar="DIRECTORY", help="Where to put them.")
+        pathlib.Path,
+        typer.Argument(metavar="DIRECTORY", help="Directory for the files."),
     ],
     host: Annotated[
         _Names | None,
-        typer.Option(metavar="NAME", help="By which workers reach the center; each."),
+        typer.Option(
+            metavar="NAME",
+            help="Host name or address by which workers reach the center.",
+        ),
     ] = None,
     chief: Annotated[
-        _Names | None, typer.Option(metavar="NAME", help="A worker that may begin.")
+        _Names | None,
+        typer.Option(metavar="NAME", help="Name of a worker that may start as chief."),
     ] = None,
     worker: Annotated[
-        _Names | None, typer.Option(metavar="NAME", help="A worker.")
+        _Names | None, typer.Option(metavar="NAME", help="Name of a worker.")
     ] = None,
     operator: Annotated[
-        _Names | None, typer.Option(metavar="NAME", help="Who watches and drains.")
+        _Names | None,
+        typer.Option(
+            metavar="NAME", help="Name of an operator, who may watch and drain."
+        ),
     ] = None,
     days: Annotated[
-        int, typer.Option(min=1, help="For which certificates are valid.")
+        int, typer.Option(min=1, help="Days that the certificates are valid.")
     ] = 365,
     json: _options.Json = False,
 ) -> None:

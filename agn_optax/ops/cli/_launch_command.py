@@ -43,8 +43,8 @@ def launch_command(
         list[str] | None,
         typer.Argument(
             metavar="RUN.toml | PROGRAM.py [ARGUMENTS]...",
-            help="A file that describes the run; or what each worker runs, as after "
-            "`python`, whose own options follow it.",
+            help="File that describes the run; or a program that each worker runs, "
+            "with its own options after it, as after `python`.",
         ),
     ] = None,
     module: Annotated[
@@ -52,7 +52,7 @@ def launch_command(
         typer.Option(
             "-m",
             metavar="MODULE",
-            help="What each worker runs instead, as after `python -m`; its own "
+            help="Module that each worker runs instead, as after `python -m`; its own "
             "arguments follow --.",
         ),
     ] = None,
@@ -118,7 +118,7 @@ def _is_file(run: Sequence[str]) -> bool:
 def _show(engine: Engine) -> None:
     for name, text in engine.files().items():
         typer.echo(f"# {name}\n{text}")
-    typer.echo("# What is run")
+    typer.echo("# Commands")
     for line in engine.commands():
         typer.echo(line)
 

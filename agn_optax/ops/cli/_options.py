@@ -1,8 +1,10 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
-A field is an option of the same name. If the library has a default for it, the field is
-None unless it was given, so that the default is written down only in the library. The
-docstring of a record describes its options, and ``--help`` prints it.
+A field is an option of the same name, and None if it was not given, so that defaults
+are written down only in the library. The docstring of a record describes its options,
+and ``--help`` prints it. An option that is an argument of a class or function of the
+library takes its type, default and help from there, by a `Group`.
+
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import difflib
 import functools
 import inspect
 import json
+import os
 import pathlib
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -27,17 +30,17 @@ from agn_optax import errors
 
 T = TypeVar("T")
 
-_ENTRY = re.compile(
-    r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?: (.+)"  # name METAVAR [default]: help
-)
+_HEAD = r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?"  # name METAVAR [default]
+_NAME, _ENTRY = re.compile(_HEAD), re.compile(_HEAD + ": (.+)")
+_NONE = re.compile(r"[;.] None (?:for )?(.+?)(?:\. |\.?$)")  # of an argument
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[
     pathlib.Path | None,
     typer.Option(
         metavar="FILE.toml",
-        help="A file with options of a center, such as `learning-rate = 1e-3`. "
-        "The command line wins.",
+        help="File with options of a center, such as `learning-rate = 1e-3`. "
+        "Options on the command line override it.",
     ),
 ]
 
@@ -66,61 +69,203 @@ def switch() -> Any:
     return dataclasses.field(default=None, metadata={"is_switch": True})
 
 
-def at_least(least: float, default: Any = dataclasses.MISSING) -> Any:
-    """Return a field with a smallest value."""
-    return dataclasses.field(default=default, metadata={"min": least})
+class Group:
+    """Options that are arguments of a class or function of the library.
+
+    They have the arguments' types and defaults. Their help is the first sentence of the
+    docstring on the argument, without its clause on None, which is shown as the
+    default. A flag that is False by default has no ``--no-`` form. Arguments of a type
+    that text cannot give are not options.
+
+    Args:
+      source: the class or function.
+      *only: names of arguments; without any, all are options.
+      prefix: what options have before the names of their arguments.
+      names: options of other names, by argument, each as ``"name METAVAR [default]"``.
+      needs: the option without which options of arguments with a default have no
+        effect.
+
+    Attributes:
+      names: names of the options, by argument.
+      fields: type of each option, whether it is a switch, and arguments of
+        `typer.Option`.
+    """
+
+    def __init__(
+        self,
+        source: Callable[..., Any],
+        *only: str,
+        prefix: str = "",
+        names: Mapping[str, str] | None = None,
+        needs: str = "",
+    ) -> None:
+        self._source, self._needs = source, needs
+        self.names: dict[str, str] = {}
+        self.fields: dict[str, tuple[Any, bool, dict[str, Any]]] = {}
+        parameters = inspect.signature(source).parameters
+        hints, described = typing.get_type_hints(source), _arguments(source)
+        for name in only or parameters:
+            if (kind := _type_of(hints[name])) is None:
+                continue
+            found = _NAME.fullmatch((names or {}).get(name, prefix + name))
+            assert found, name
+            own, metavar, shown = found.groups()
+            default, (said, absent) = parameters[name].default, described[name]
+            if default is not None:
+                absent = _shown(default, own)
+            if needs and default is not inspect.Parameter.empty:
+                said = f"With {needs}: {said}"
+            self.names[name] = own
+            self.fields[own] = (
+                kind,
+                default is False,
+                {
+                    "help": said[0].upper() + said[1:],
+                    "metavar": metavar or _choices(hints[name]),
+                    "show_default": shown or absent or False,
+                },
+            )
+
+    def given(self, options: Any) -> dict[str, Any]:
+        """Return the arguments that the options of a record give."""
+        every = given(options)
+        return {name: every[own] for name, own in self.names.items() if own in every}
+
+    def made(self, options: Any, **more: Any) -> Any:
+        """Call the class or function with these arguments and ``more``."""
+        return self._source(**self.given(options), **more)
+
+    def refuse(self, options: Any, why: str = "") -> None:
+        """Raise if an option of the group was given.
+
+        Raises:
+          InvalidArgumentError: one was given; the error has the reason ``why``, or the
+            option that it needs.
+        """
+        refuse(options, why or f"needs {self._needs}", only=self.names.values())
+
+
+def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title and the entries of each section of a docstring."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        title, is_section, entries = paragraph.partition(":\n  ")
+        if is_section:
+            lines = re.split(r"\n  (?! )", entries)
+            yield title, [" ".join(line.split()) for line in lines]
+
+
+def _arguments(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
+    """Return the help on each argument and on its absence, as docstrings have them.
+
+    A class may leave arguments to the docstring of the class that it extends.
+    """
+    owners: Sequence[Any] = [source]
+    if inspect.isclass(source):
+        owners = inspect.getmro(source)
+    described: dict[str, tuple[str, str]] = {}
+    for title, entries in (
+        each for own in owners for each in _sections(own.__doc__ or "")
+    ):
+        if title not in ("Args", "Attributes"):
+            continue
+        for entry in entries:
+            name, _, said = entry.replace("`", "").partition(": ")
+            absent = _NONE.search(said)
+            first = _NONE.sub(". ", said).partition(". ")[0].rstrip(".")
+            described.setdefault(name, (f"{first}.", absent[1] if absent else ""))
+    return described
+
+
+def _type_of(hint: Any) -> Any:
+    """Return the type of an argument's option; None if text cannot give it."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    cases = typing.get_args(hint) if is_union else (hint,)
+    origins = [typing.get_origin(case) for case in cases]
+    if os.PathLike in origins or pathlib.Path in cases:
+        return pathlib.Path
+    for case, origin in zip(cases, origins, strict=True):
+        if case in (bool, int, float, str):
+            return case
+        if case is Any or origin is typing.Literal:
+            return str
+    return None
+
+
+def _choices(hint: Any) -> str | None:
+    """Return the metavar of an argument that is one of a few words, else None."""
+    is_choice = typing.get_origin(hint) is typing.Literal
+    return "|".join(typing.get_args(hint)) if is_choice else None
+
+
+def _shown(default: Any, name: str) -> str:
+    """Return a default other than None as ``--help`` shows it; "" for none."""
+    if default is inspect.Parameter.empty or default is False:
+        return ""
+    if default is True:
+        return option(name).removeprefix("--")
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 @typing.dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(switch, at_least)
+    kw_only_default=True, frozen_default=True, field_specifiers=(switch,)
 )
-def record(**words: str) -> Callable[[type[T]], type[T]]:
+def record(
+    groups: Mapping[str, Group] | None = None, **words: str
+) -> Callable[[type[T]], type[T]]:
     """Return a decorator that turns a class into a record of options.
 
-    The class's docstring describes the fields. Each paragraph after the first is a
-    panel of ``--help``: its title, and ``name METAVAR [default]: help`` for each option
-    below it. METAVAR and [default] are optional.
+    The class's docstring describes the fields, in their order. Each paragraph after the
+    first is a panel of ``--help``: its title, and ``name METAVAR [default]: help`` for
+    each option below it. METAVAR and [default] are optional. A line ``*name`` stands
+    for the options of a group.
 
     Args:
+      groups: groups of options by name.
       words: text that replaces ``{name}`` in the docstring.
     """
 
     def make(kind: type[T]) -> type[T]:
+        fields: dict[str, Any] = dict(kind.__annotations__)
+        described: dict[str, dict[str, Any]] = {}
+        for panel, entries in _sections(kind.__doc__ or ""):
+            for entry in entries:
+                own: dict[str, dict[str, Any]] = {}
+                if entry.startswith("*"):
+                    for name, field in (groups or {})[entry[1:]].fields.items():
+                        of, is_switch, own[name] = field
+                        fields[name] = of | None
+                        setattr(kind, name, switch() if is_switch else None)
+                else:
+                    name, own[name] = _written(entry.format(**words))
+                described |= {
+                    name: {**said, "rich_help_panel": panel}
+                    for name, said in own.items()
+                }
+        unknown = described.keys() - fields.keys()
+        assert not unknown, unknown
+        kind.__annotations__ = {name: fields[name] for name in described} | fields
         made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
-        described = _described(made.__doc__, words)
         made.__options__ = {
-            field.name: _option_of(field, described.pop(field.name, {}))
+            field.name: _option_of(field, described.get(field.name, {}))
             for field in dataclasses.fields(made)
         }
-        assert not described, described
         return made
 
     return make
 
 
-def _described(text: str, words: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `typer.Option` that a docstring describes, by option."""
-    described = {}
-    for paragraph in inspect.cleandoc(text).split("\n\n")[1:]:
-        panel, entries = paragraph.split(":\n  ", maxsplit=1)
-        for entry in re.split(r"\n  (?! )", entries):
-            found = _ENTRY.fullmatch(" ".join(entry.split()).format(**words))
-            assert found, entry
-            name, metavar, default, said = found.groups()
-            described[name] = {
-                "help": said,
-                "metavar": metavar,
-                "show_default": default or True,
-                "rich_help_panel": panel,
-            }
-    return described
+def _written(entry: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of `typer.Option` from an option's entry."""
+    found = _ENTRY.fullmatch(entry)
+    assert found, entry
+    name, metavar, default, said = found.groups()
+    return name, {"help": said, "metavar": metavar, "show_default": default or True}
 
 
 def _option_of(field: dataclasses.Field[Any], described: dict[str, Any]) -> Any:
-    more = dict(field.metadata)
-    names = [option(field.name)] if more.pop("is_switch", False) else []
+    names = [option(field.name)] if field.metadata.get("is_switch") else []
     default = ... if field.default is dataclasses.MISSING else field.default
-    return typer.Option(default, *names, **described, **more)
+    return typer.Option(default, *names, **described)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

@@ -57,23 +57,23 @@ _REMEDIES: dict[str, Callable[[Remedies], str]] = {
     "levels": lambda remedies: _number(remedies.levels),
 }
 _HELP = (
-    "What would help, each by itself: a longer period, which hides exchanges; 16 bits "
-    "both ways, and\nthe period then; so many shards, or levels of centers, at which a "
-    "center has time for everybody while\none worker exchanges."
+    "Remedies, each by itself: a longer period, which hides exchanges; 16 bits both "
+    "ways, and the period\nthen; a number of shards, or of levels of centers, with "
+    "which a center has time for all workers while\none worker exchanges."
 )
 _CODING: dict[str, Callable[[Coding], str]] = {
-    "as it is": lambda coding: units.in_bytes(coding.contribution),
+    "contribution": lambda coding: units.in_bytes(coding.contribution),
     "encode": lambda coding: _seconds(coding.encode),
     "decode": lambda coding: _seconds(coding.decode),
     "pays below": lambda coding: _below(coding.pays_below),
 }
 _LEVELS: dict[str, Callable[[Level], str]] = {
     "centers": lambda level: str(level.centers),
-    "each has": lambda level: str(level.children),
+    "children": lambda level: str(level.children),
     "period": lambda level: str(level.period),
-    "once in": lambda level: _seconds(level.interval),
+    "interval": lambda level: _seconds(level.interval),
     "exchange": lambda level: _seconds(level.exchange),
-    "a second": lambda level: f"{level.exchanges:.3g}",
+    "exchanges/s": lambda level: f"{level.exchanges:.3g}",
     "received": lambda level: _rate(level.received),
     "sent": lambda level: _rate(level.sent),
     "load": lambda level: f"{level.load:.1%}",
@@ -337,15 +337,15 @@ def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Gro
         said += [_codec(cluster), *_as_tables(coded, _CODING, width)]
     if cluster.tree is not None:
         said.append(
-            "Centers, from those that have workers to the root; exchanges overlap with "
-            "local steps, and the period is that of each child."
+            "Levels of centers, from the one with the workers up to the root. "
+            "Exchanges overlap with local steps; the period is that of each child."
         )
         levels = [(cost, level) for cost in costs for level in cost.levels]
         said += _as_tables(levels, _LEVELS, width)
     if cluster.disk is not None:
         whose = "center" if cluster.tree is None else "root"
         said.append(
-            f"The journal of the {whose}, on each of its hosts, whose disk takes "
+            f"The journal of the {whose}, on each of its hosts, with a disk of "
             f"{_rate(cluster.disk.bandwidth)}."
         )
         said += _as_tables(_those(costs, lambda cost: cost.kept), _KEPT, width)
@@ -357,18 +357,18 @@ def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Gro
 def _codec(cluster: Cluster) -> str:
     machine = cluster.machine
     return (
-        f"What the codec takes of contributions as they are, at "
+        "Contributions before encoding; the time of the codec, at "
         f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} to "
-        "decode;\nand the rate of a link below which an exchange is shorter with it."
+        "decode;\nand the rate of a link below which the codec shortens an exchange."
     )
 
 
 def _memory(cluster: Cluster) -> str:
-    whose = "" if cluster.tree is None else " that it has, in the lowest level"
-    shards = "" if cluster.shards == 1 else "; of all its shards together"
+    whose = "" if cluster.tree is None else " of its own, on the lowest level"
+    shards = "" if cluster.shards == 1 else "; all its shards together"
     return (
-        "Beside activations and gradients. The center's has a message of every worker"
-        f"{whose}{shards}."
+        "Memory, beside activations and gradients. The center's includes a message of "
+        f"every worker{whose}{shards}."
     )
 
 
@@ -384,9 +384,9 @@ def _head(cluster: Cluster) -> str:
 def _ends(cluster: Cluster) -> str:
     machine = cluster.machine
     return (
-        f"An exchange of nothing takes {cluster.latency:g} s on its way and "
-        f"{machine.overhead:.2g} s at its ends, which take "
-        f"{_rate(machine.endpoint_rate)}; the center's arithmetic takes "
+        f"An empty exchange takes {cluster.latency:g} s on the network and "
+        f"{machine.overhead:.2g} s at its ends. The ends process "
+        f"{_rate(machine.endpoint_rate)}, the center's arithmetic "
         f"{_rate(machine.apply_rate)}."
     )
 

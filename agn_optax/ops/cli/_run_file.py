@@ -10,63 +10,57 @@ from agn_optax import errors
 from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _export, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.ops.engines import ENGINES, Engine, Resources, Run
+from agn_optax.ops.engines import ENGINES, Engine, Local, Resources, Run, Slurm
 from agn_optax.service import tokens
 
+_RUN = Group(
+    Run,
+    *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
+    *("stop_grace", "storage"),
+    names={
+        "token_file": "token_file FILE",
+        "tls_ca": "tls_ca FILE.pem",
+        "storage": "storage DIRECTORY",
+    },
+)
+# Options for one engine only: in a file, they stand in its table.
+_OF_ENGINES = {
+    "local": Group(
+        Local.Settings,
+        names={"on_failure": "on_failure WHAT", "logs": "logs DIRECTORY"},
+    ),
+    "slurm": Group(Slurm.Settings, "wait"),
+}
+_OWN = {
+    option: engine
+    for engine, group in _OF_ENGINES.items()
+    for option in group.names.values()
+}
 
-@_options.record(engines=", ".join(ENGINES))
+
+@_options.record(groups={"run": _RUN, **_OF_ENGINES})
 class RunOptions:
     """Options of the workers, and of how tasks are started and ended.
 
     Options:
-      workers: Number of workers to start.
       center embedded|HOST:PORT [embedded]: Start a center for this run, or use the one
         at this address.
-      token_file FILE: With --center HOST:PORT: file with the workers' token.
-      tls_ca FILE.pem: CA certificates with which workers verify the center.
-      restarts [0]: Maximum restarts of a worker that fails.
-      center_restarts [0]: Maximum restarts of an embedded center; needs --storage.
-      stop_grace [10]: Seconds that workers have to end after they are told to, and then
-        the center.
+      *run
       name [the program's name]: Name of the run.
-      storage DIRECTORY: Directory that all tasks reach and that outlives them; the
-        center keeps its journal there.
 
     Local:
-      restart_delay [1]: Seconds before a program that failed is started again.
-      start_delay [0]: Seconds between the starts of two workers.
-      on_failure WHAT [stop]: When a worker has failed after its last restart, "stop"
-        the others, or let them "go on".
-      logs DIRECTORY: Directory for the output of each program, in a file such as
-        worker-0.log.
+      *local
 
     SLURM:
-      wait: Return only when the run is over, with the exit code of the first task that
-        failed; without it, as soon as the jobs are submitted.
+      *slurm
     """
 
-    workers: int | None = _options.at_least(1, None)
     center: str | None = None
-    token_file: pathlib.Path | None = None
-    tls_ca: pathlib.Path | None = None
-    restarts: int | None = _options.at_least(0, None)
-    center_restarts: int | None = _options.at_least(0, None)
-    stop_grace: float | None = _options.at_least(0.0, None)
     name: str | None = None
-    storage: pathlib.Path | None = None
-    restart_delay: float | None = _options.at_least(0.0, None)
-    start_delay: float | None = _options.at_least(0.0, None)
-    on_failure: str | None = None
-    logs: pathlib.Path | None = None
-    wait: bool | None = _options.switch()
 
 
-# Fields of `RunOptions` for one engine only: in a file, they stand in its table.
-_OWN = {
-    **dict.fromkeys(("restart_delay", "start_delay", "on_failure", "logs"), "local"),
-    "wait": "slurm",
-}
 _TABLES = ("rule", "center", "resources", *ENGINES)
 
 
@@ -142,7 +136,7 @@ def read(
     for name, engine in _OWN.items():
         if name in top:
             raise errors.InvalidArgumentError(
-                f"{name} in {path} must stand in its table [{engine}]"
+                f"{name} in {path} must be in its table [{engine}]"
             )
     resources = tables["resources"]
     settings = _options.taken(tables[on], f"[{on}] of {path}", ENGINES[on].Settings)
@@ -193,11 +187,13 @@ def _engine(
     settings: dict[str, Any],
     **more: Any,
 ) -> Engine:
-    if options.workers is None:
-        raise errors.InvalidArgumentError("how many --workers there are must be said")
+    given = _options.given(options)
+    if "workers" not in given:
+        raise errors.InvalidArgumentError(
+            "the number of workers is missing: give --workers"
+        )
     address = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, address)
-    given = _options.given(options)
     own = {name: given.pop(name) for name in _OWN if name in given}
     for name in own:
         if on != _OWN[name]:
@@ -205,8 +201,6 @@ def _engine(
                 f"{_options.option(name)} is for --on {_OWN[name]}"
             )
     given["name"] = options.name or _name(program)
-    if "stop_grace" in given:
-        given["grace"] = given.pop("stop_grace")
     given["center"] = address
     run = Run(
         program=program,
@@ -257,7 +251,10 @@ def _check(
 ) -> None:
     """Raise for wrong options, before anything is started."""
     if address is None:
-        why = "is for --center HOST:PORT; of an embedded one every worker has its own"
+        why = (
+            "is for --center HOST:PORT: with an embedded center every worker gets a "
+            "token of its own"
+        )
         _options.refuse(options, why, only=("token_file",))
     else:
         why = f"is for an embedded center, and --center is {address}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from types import FrameType
@@ -49,8 +50,9 @@ def serve(
         token = service.tokens.for_center_at(address)
     # A token that is pasted into a browser must allow no more than to observe.
     shown = service.tokens.generated() if token and settings["page"] else ""
-    settings["access"] = _center_options.access(center, token, shown)
-    if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
+    access = _center_options.access(center, token, shown)
+    settings["security"] = dataclasses.replace(settings["security"], access=access)
+    if not os.environ.get("JAX_PLATFORMS") and settings.get("device") in (None, "cpu"):
         # Leaves the memory of accelerators to the workers on this machine.
         jax.config.update("jax_platforms", "cpu")
     signals: list[int] = []
@@ -60,8 +62,8 @@ def serve(
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
     with handled(_ENDS, hear), contextlib.ExitStack() as stack:
-        if (parent := _center_options.parent(center, made)) is not None:
-            settings["parent"] = stack.enter_context(parent)
+        parent = _center_options.parent(center, made)
+        settings["parent"] = stack.enter_context(parent)
         if token and is_fixed:
             _leave(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(made, **settings))
@@ -119,5 +121,5 @@ def _leave(
     try:
         stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:
-        said = "programs on this machine need the token as well: it cannot be left"
-        typer.echo(f"agn-optax: {said} for them ({error})", err=True)
+        said = "the token cannot be stored for programs on this machine: give it to"
+        typer.echo(f"agn-optax: {said} them yourself ({error})", err=True)

@@ -17,25 +17,28 @@ from agn_optax.ops.cli._centers import Centers, Seen
 Address = Annotated[
     str,
     typer.Argument(
-        metavar="ADDRESS", help="Where the center is: HOST:PORT or unix:PATH."
+        metavar="ADDRESS", help="Address of the center: HOST:PORT or unix:PATH."
     ),
 ]
 Addresses = Annotated[
     str,
     typer.Argument(
         metavar="ADDRESS[,ADDRESS...]",
-        help="Where the center is, or its shards: HOST:PORT or unix:PATH.",
+        help="Address of the center, or of each of its shards or of several centers: "
+        "HOST:PORT or unix:PATH.",
     ),
 ]
 Tree = Annotated[
     bool,
     typer.Option(
         "--tree",
-        help="Also its parents and their sites, as far as they can be reached. All of "
-        "them are shown the same token: take an observer's.",
+        help="Also show its parents and their sites, if they can be reached. The same "
+        "token is presented to all of them: use an observer's.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.001, help="Timeout of a call, in seconds.")
+]
 
 
 @_options.record()
@@ -110,7 +113,7 @@ def status(
     their start.
     """
     with _centers_at(address, reached, timeout, tree=tree) as centers:
-        look = _Look(centers.look(), {})
+        look = _Poll(centers.look(), {})
     missing = look.missing(centers.addresses)
     if missing is not None and look.only(tree=tree):
         raise missing
@@ -126,10 +129,10 @@ def watch(
     address: Addresses,
     reached: Reached,
     interval: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two looks.")
+        float, typer.Option(min=0.05, help="Seconds between two updates.")
     ] = 1.0,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Looks, after which it ends.")
+        int | None, typer.Option(min=1, help="Number of updates, after which it ends.")
     ] = None,
     tree: Tree = False,
     timeout: Timeout = 5.0,
@@ -154,7 +157,7 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Starts at a multiple of the interval, unless a look takes longer than one.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            look = _Look(centers.look(), before)
+            look = _Poll(centers.look(), before)
             before = {**(before or {}), **look.statuses()}
             missing = look.missing(centers.addresses)
             if not isinstance(missing, errors.CenterUnreachableError | None):
@@ -204,7 +207,7 @@ def drain(
         typer.echo(f"draining {address}")
 
 
-class _Look:
+class _Poll:
     """The statuses of centers at one moment, with rates since an earlier look.
 
     Args:

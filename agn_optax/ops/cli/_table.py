@@ -27,14 +27,14 @@ class _Column(NamedTuple):
 
 # In the order of display; columns of reported numbers come after "staleness".
 _COLUMNS = (
-    _Column("there", lambda worker: _there(worker), 1),
+    _Column("connected", lambda worker: _there(worker), 1),
     _Column("exchanges", lambda worker: str(worker["exchanges"]), 2),
     _Column("per s", lambda worker: _number(worker["exchanges_per_second"]), 4),
     _Column("staleness", lambda worker: _number(worker["staleness"]), 5),
     _Column("transport", lambda worker: worker["transport"] or "-", 6),
     _Column("last seen", lambda worker: _seconds(worker["seen"]), 7),
     _Column("period", lambda worker: str(worker["period"] or "-"), 8),
-    _Column("refused", lambda worker: str(worker["refused"]), 9),
+    _Column("rejected", lambda worker: str(worker["refused"]), 9),
     _Column("dropped", lambda worker: str(worker["dropped"]), 10),
     _Column("message norm", lambda worker: _number(worker["norm"]), 11),
     _Column("waits", lambda worker: _yes(worker["waits"]), 12),
@@ -222,15 +222,6 @@ def _shortened(name: str, most: int) -> str:
     """Return the beginning and the end of a name, which differ most among names."""
     tail = most // 2
     return f"{name[: most - tail - 1]}…{name[-tail:]}"
-
-
-def size(number: float) -> str:
-    """Return a number of bytes as text, with about three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
 
 
 def _title(said: dict[str, Any]) -> rich.text.Text:

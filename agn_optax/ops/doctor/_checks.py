@@ -143,7 +143,7 @@ class Checks:
         host, port = self._host_and_port()
         if port == 0:
             return "failed", (
-                "with port 0 a server takes any; give the one that it printed"
+                "with port 0 a server takes any free port; give the one that it printed"
             )
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -155,12 +155,15 @@ class Checks:
     def _check_proxy(self) -> _Found:
         proxy = _network.proxy_of(self.address)
         if proxy is None:
-            return "ok", "gRPC goes there by itself"
+            return "ok", "gRPC uses no proxy for it"
         said = f"{proxy.variable} sends gRPC through {proxy.host}:{proxy.port}"
-        instead = f"add {address.host(self.address)} to no_proxy, or unset that"
+        host = address.host(self.address)
+        instead = f"add {host} to no_proxy, or unset {proxy.variable}"
         if why := _network.why_not_through(proxy, self.address, self.timeout):
-            return "failed", f"{said}, which does not connect to it: {why}; {instead}"
-        return "warning", f"{said}, and exchanges by sockets past it; {instead}"
+            return "failed", (
+                f"{said}, which does not connect to the center: {why}; {instead}"
+            )
+        return "warning", f"{said}, but exchanges by sockets bypass it; {instead}"
 
     def _check_connection(self) -> _Found:
         try:
@@ -169,8 +172,8 @@ class Checks:
             )
         except OSError as error:
             return "failed", (
-                f"nobody listens at {self.address}: {error}. Is the center there, and "
-                "does a firewall let you through?"
+                f"nothing listens at {self.address}: {error}. Is the center running, "
+                "and does a firewall let you through?"
             )
         return "ok", f"connected in {seconds * 1e3:.1f} ms"
 
@@ -183,7 +186,7 @@ class Checks:
         if address.is_local(self.address):
             return "ok", "plain text, which does not leave this machine"
         return "warning", (
-            "plain text leaves this machine: anybody on the way can read and change it"
+            "plain text leaves this machine: it can be read and changed on the network"
         )
 
     def _check_health(self) -> _Found:
@@ -191,7 +194,8 @@ class Checks:
             said = self._center.health()
         except errors.CenterUnreachableError as error:
             return "failed", (
-                f"what listens there is no gRPC server, or refuses us: {error}"
+                "the program that listens there is no gRPC server, or rejects the "
+                f"call: {error}"
             )
         if said != "SERVING":
             return "failed", f"the center is {said}: it is going down"
@@ -210,7 +214,7 @@ class Checks:
             )
         if said.release != __version__:
             return "warning", (
-                f"the center runs agn_optax {said.release}, and here is {__version__}"
+                f"the center runs agn_optax {said.release}, and this end {__version__}"
             )
         here, there = versions.installed(), dict(said.versions)
         differences = [
@@ -223,8 +227,8 @@ class Checks:
         words = f"agn_optax {__version__} at both ends, but {', '.join(differences)}"
         if any(there.get(name, here[name]) != here[name] for name in _ARITHMETIC):
             return "warning", (
-                f"{words}: what both compute may differ in the last place, and a rule "
-                "may be found to be another one; install the same at both ends"
+                f"{words}: their results may differ in the last place, and equal rules "
+                "may be taken for different ones; install the same at both ends"
             )
         return "ok", words
 
@@ -234,8 +238,9 @@ class Checks:
         said = f"{median * 1e3:.1f} ms"
         if median > _FIRST_WORD:
             return "failed", (
-                f"{said}: connections beside gRPC have a second to greet, and workers "
-                "hardly join; look for what delays packets, or have a center nearer"
+                f"{said}: connections beside gRPC have a second for the first message "
+                "of the handshake, so workers hardly join; find out what delays "
+                "packets, or place the center nearer"
             )
         if median > _SLOW:
             return "warning", f"{said}: long periods or overlap=True hide it"
@@ -250,14 +255,15 @@ class Checks:
             looks.append((end - begin, clock - (begin + end) / 2))
         round_trip, ahead = min(looks)  # the shortest round trip is the most accurate
         said = (
-            f"the center's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, "
-            f"give or take {round_trip / 2:.3f} s"
+            f"the center's clock is {abs(ahead):.3f} s "
+            f"{'ahead' if ahead > 0 else 'behind'}, give or take {round_trip / 2:.3f} s"
         )
         if abs(ahead) - round_trip / 2 <= _CLOCKS:
             return "ok", said
         return "warning", (
-            f"{said}: certificates may not be valid here or there, and logs do not go "
-            "together; have both follow a time server (chrony, systemd-timesyncd)"
+            f"{said}: certificates may not be valid here or there, and the times in "
+            "logs do not match; synchronize both with a time server (chrony, "
+            "systemd-timesyncd)"
         )
 
     def _check_schema(self) -> _Found:
@@ -278,30 +284,30 @@ class Checks:
         room = ""
         if free is not None and needed is not None:
             room = (
-                f"{units.in_bytes(free)} are free, and the next snapshot with what "
-                f"follows takes {units.in_bytes(needed)}"
+                f"{units.in_bytes(free)} are free, and the next snapshot with its "
+                f"journal takes {units.in_bytes(needed)}"
             )
             if free < needed:
                 return "failed", (
                     f"{room}: make room there, or the center stops, or goes on in "
-                    f"memory alone, as it was told to. {status['degraded']}".strip()
+                    f"memory alone, as it is set to. {status['degraded']}".strip()
                 )
         said = status["degraded"]
         if said and not status["parent"]:
             return "warning", f"{said} ({room})" if room else said
         if room and free < 2 * needed:
-            return "warning", f"{room}: make room before both are written"
-        kept = "whatever the center was told to keep there, it keeps"
+            return "warning", f"{room}: make room before a second one is written"
+        kept = "the center keeps everything on disk that it is set to keep"
         return "ok", f"{kept}; {room}" if room else kept
 
     def _check_parent(self) -> _Found:
         """Check that a site of a tree has its parent."""
         status = self._center.status()
         if not status["parent"]:
-            return "ok", "the center is no site of another one"
+            return "ok", "the center has no parent"
         if said := status["degraded"]:
             return "warning", said
-        return "ok", f"the center is a site of {status['parent']}, and in touch with it"
+        return "ok", f"the center is a site of {status['parent']}, connected to it"
 
     def _check_ports(self) -> _Found:
         """Check that exchanges can use the port beside gRPC's."""
@@ -316,10 +322,10 @@ class Checks:
         except OSError as error:
             swallowed = isinstance(error, TimeoutError)
             return "warning", (
-                f"nobody listens at {host}:{port}: {error}"
-                f"{', so a firewall swallows what goes there' if swallowed else ''}. "
-                "Exchanges from here are as slow as gRPC is: let that port through, or "
-                "give serve another one by --direct-address"
+                f"nothing listens at {host}:{port}: {error}"
+                f"{', so a firewall drops the packets to it' if swallowed else ''}. "
+                "Exchanges from here are as slow as gRPC is: open that port in the "
+                "firewall, or choose another one by serve --direct-address"
             )
         return (
             "ok",
@@ -336,7 +342,7 @@ class Checks:
             try:
                 self._ways[name] = self._center.measure(name)
             except (errors.NotAllowedError, errors.ProtocolError) as error:
-                return "warning", f"they cannot be measured: {error}"
+                return "warning", f"the rates cannot be measured: {error}"
             except errors.CenterUnreachableError as error:
                 if name != "memory" or address.is_local(self.address):
                     missing.append(str(error))
@@ -353,23 +359,23 @@ class Checks:
     def _judged(self, way: Way) -> _Found:
         up, down = way.up, way.down
         if up is None or down is None:
-            which = "to the center" if up is None else "back from it"
+            which = "to the center" if up is None else "from the center"
             return "failed", (
-                f"short messages pass by {way.transport}, and 16 KiB {which} do not in "
+                f"short messages pass by {way.transport}, but 16 KiB {which} do not in "
                 f"{self.timeout:g} s"
             )
         slow, which = min((up, "up, to the center"), (down, "down, from the center"))
         if slow < LEAST_RATE:
             return "failed", (
                 f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
-                "below which both ends cut packets off"
+                "below which both ends break transfers off"
             )
         unlike = max(up, down) / slow
         if unlike > _UNLIKE and slow < _FAST:
             return "warning", (
                 f"the way {which}, is {unlike:.1f} times slower than the other one: "
-                "look at the speed and duplex that its cards have agreed on, at the "
-                "cable, and for what shapes traffic in that direction"
+                "check the speed and duplex that its network cards have negotiated, "
+                "the cable, and traffic shaping in that direction"
             )
         return "ok", ""
 
@@ -379,28 +385,26 @@ class Checks:
             return "ok", "nothing leaves this machine"
         own = self._path()
         if own is None:
-            return "warning", "this system does not tell which one it is"
+            return "warning", "this system does not report which interface is used"
         route = _network.interface_of(own)
         name = route.name if route else "an unknown interface"
-        mbit = (
-            f", of {route.mbit} Mbit/s by its own word" if route and route.mbit else ""
-        )
+        mbit = f", which reports {route.mbit} Mbit/s" if route and route.mbit else ""
         said = f"packets leave by {name} ({own.source}){mbit}"
         way = self._ways.get("socket")
         tried, better = [], []
         for each in _network.others(own, route):
             where = f"{each.name} ({', '.join(each.addresses)})"
             if way is None:
-                tried.append(f"{where} might do, too")
+                tried.append(f"{where} may reach the center as well")
                 continue
             try:
                 other = self._center.measure(
                     "socket", route=path.Route(interface=each.name)
                 )
             except errors.AgnOptaxError:
-                tried.append(f"{where} does not reach it")
+                tried.append(f"{where} does not reach the center")
                 continue
-            tried.append(f"{where} does as well: {_in_words(other)}")
+            tried.append(f"{where} reaches the center: {_in_words(other)}")
             least = _BETTER if _least(way) < _FAST else _MUCH_BETTER
             if _least(other) > least * _least(way):
                 better.append((_least(other), each.name))
@@ -408,9 +412,9 @@ class Checks:
         if better:
             _, best = max(better)
             return "warning", (
-                f"{said}. That is the wrong one: let the route to {self._host()} go by "
-                f"{best} (`ip route get {self._host()}` shows it), or give workers the "
-                "address that the center has in that network"
+                f"{said}. A faster interface is not used: route {self._host()} by "
+                f"{best} (`ip route get {self._host()}` shows the route), or give "
+                "workers the address that the center has in that network"
             )
         return "ok", said
 
@@ -420,35 +424,37 @@ class Checks:
             return "ok", "nothing leaves this machine"
         own = self._path()
         if own is None or not own.segment:
-            return "warning", "this system does not tell how large they may be"
+            return "warning", "this system does not report the maximum size of packets"
         more = _network.headers(own)
         route = _network.interface_of(own)
         mtu = own.mtu if route is None else route.mtu
         name = "this end's interface" if route is None else route.name
         said = f"segments of {own.segment} bytes, and {name} has an MTU of {mtu}"
         if own.mtu < mtu:
-            said += f", the way one of {own.mtu}"
+            said += f", the path one of {own.mtu}"
         if own.segment + more < min(own.mtu, mtu):
-            said += f"; the center's end, or the route, takes {own.segment + more} only"
+            said += (
+                f"; the center's end, or the route, takes {own.segment + more} at most"
+            )
         way = self._ways.get("socket") or self._ways.get("grpc")
         if way is None:
             return "warning", f"{said}; whether they pass could not be measured"
         if way.up and way.down:
             return "ok", f"{said}; they pass both ways"
-        which = "to the center" if not way.up else "back from it"
+        which = "to the center" if not way.up else "from the center"
         which = "either way" if not (way.up or way.down) else which
         less = _network.largest_segment(self._center, own, self.timeout)
         if less is None:
             return "failed", (
-                f"{said}; they do not pass {which}, nor shorter ones: something on the "
-                "way loses whatever is not tiny"
+                f"{said}; they do not pass {which}, nor do shorter ones: something on "
+                "the path drops all packets but tiny ones"
             )
         return "failed", (
             f"{said}; they do not pass {which}, and those of {less} bytes do. "
-            f"Something on the way takes packets of some {less + more} bytes and does "
-            f"not say so: set that MTU (`ip link set dev {name} mtu {less + more}`, or "
-            "of the tunnel), let ICMP through, or set net.ipv4.tcp_mtu_probing=1 at "
-            "both ends"
+            f"Something on the path takes packets of about {less + more} bytes at most "
+            "and does not report it: set that MTU (`ip link set dev "
+            f"{name} mtu {less + more}`, or of the tunnel), let ICMP through, or set "
+            "net.ipv4.tcp_mtu_probing=1 at both ends"
         )
 
     def _check_timeouts(self) -> _Found:
@@ -459,24 +465,30 @@ class Checks:
         ) / 1000
         client = self.client_timeout
         said = (
-            f"signs of life every {waiting:g} s, lost hosts are noticed after "
-            f"{keepalive:g} s, workers take a silent center for lost after "
-            f"{client:g} s, and are given up {lease:g} s after their connection"
+            f"waiting workers hear from the center every {waiting:g} s, lost hosts are "
+            f"noticed after {keepalive:g} s, workers give up a silent center after "
+            f"{client:g} s, and the center gives up workers {lease:g} s after their "
+            "connection was lost"
         )
         if waiting >= client:
             return "failed", (
-                f"{said}: workers that wait would give up a center that is well; "
-                f"give connect() a timeout above {waiting:g}"
+                f"{said}: workers that wait would give up a healthy center; give "
+                f"connect() a timeout above {waiting:g}"
             )
         if lease <= waiting:
-            return "warning", f"{said}: hardly time to come back; serve --lease is it"
+            return "warning", (
+                f"{said}: workers hardly have time to return; give serve a longer "
+                "--lease"
+            )
         if lease < _BACK:
             return "warning", (
-                f"{said}: after a short outage they are back within {_BACK:g} s, when "
-                "they are given up already; serve --lease is it"
+                f"{said}: after a short outage workers are back within {_BACK:g} s, "
+                "when they are given up already; give serve a longer --lease"
             )
         if keepalive >= client:
-            return "warning", f"{said}: before they notice"
+            return "warning", (
+                f"{said}: workers give up a center before they notice a lost host"
+            )
         return "ok", said
 
     def _check_grace(self) -> _Found:
@@ -494,10 +506,11 @@ class Checks:
         if described.HasField("grace") and described.grace <= message:
             return "warning", (
                 f"{said}, and rounds close {described.grace:g} s after the first "
-                "message of a quorum: whoever sends second is late; serve --grace is it"
+                "message of a quorum: the second message is late; give serve a longer "
+                "--grace"
             )
         if not described.HasField("stop_grace"):
-            return "ok", said or "this center does not say how long it takes to end"
+            return "ok", said or "this center does not report how long it takes to end"
         ends = described.stop_grace + _LAST
         crowd = exchange * max(1, len(self._center.status()["workers"]))
         said = f"{said}; the center ends within {ends:g} s".removeprefix("; ")
@@ -513,7 +526,7 @@ class Checks:
             )
         if self.give_up <= ends:
             return "warning", (
-                f"{said}, and workers give up {self.give_up:g} s after they lost it: "
+                f"{said}, and workers give up {self.give_up:g} s after they lost it, "
                 "before it can be started again; give Worker() a longer give_up"
             )
         return "ok", said

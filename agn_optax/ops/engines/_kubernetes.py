@@ -125,8 +125,8 @@ class Kubernetes(Engine):
         """Write the files and submit them; the cluster does the rest."""
         if shutil.which("kubectl") is None:
             raise errors.InvalidArgumentError(
-                "kubectl cannot be found, which submits to a cluster: install it, or "
-                "take what --dry-run prints elsewhere"
+                "kubectl cannot be found: install it, or submit the output of "
+                "--dry-run elsewhere"
             )
         self.folder.mkdir(exist_ok=True)
         for name, text in self.files().items():
@@ -166,9 +166,9 @@ class Kubernetes(Engine):
         apply = self._kubectl("apply", filename="-") + " --server-side"
         return f"""\
 #!/bin/sh
-# Certificates and tokens of this run, in the folder keys, and of them two Secrets: what
-# the center has, and what the workers have. Run again, it adds those that are missing.
-# What the operator has, and keys/ca.key, which vouches for all, stay on this machine.
+# Makes the certificates and tokens of this run in the folder keys, and two Secrets from
+# them: one for the center, one for the workers. Run again, it adds missing ones. The
+# operator's files, and keys/ca.key, which signs all certificates, stay on this machine.
 set -eu
 
 missing=
@@ -212,13 +212,13 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
         )
     if run.storage is not None and not run.storage.is_absolute():
         refuse(
-            "storage is where the center's pod finds its claim, so it must be an "
+            "storage is where the center's pod mounts its claim, so it must be an "
             f"absolute path, got {str(run.storage)!r}"
         )
     for name in _OURS:
         if run.serve.get(name) is not None:
             refuse(
-                f"{name.replace('_', '-')} of the center is said by the manifests, got "
+                f"{name.replace('_', '-')} of the center is set by the manifests, got "
                 f"{str(run.serve[name])!r}"
             )
     if run.serve.get("parent") is not None:
@@ -236,8 +236,8 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
             )
     if settings.secret is not None and run.has_center:
         refuse(
-            "secret in [kubernetes] is for workers of a center that is elsewhere; for "
-            f"its own this run makes one, got {settings.secret!r}"
+            "secret in [kubernetes] is for workers of a center that is elsewhere; this "
+            f"run makes one for its own center, got {settings.secret!r}"
         )
     for name, path in settings.claims.items():
         if not pathlib.PurePosixPath(path).is_absolute():
@@ -253,8 +253,8 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
             )
         if variable in run.environment:
             refuse(
-                f"{variable} stands in environment and in environment-secrets: it has "
-                "one value"
+                f"{variable} is both in environment and in environment-secrets: give "
+                "it in one of them"
             )
     for name in ("tolerations", "center_tolerations"):
         for toleration in getattr(settings, name):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
@@ -37,12 +38,19 @@ class LocalSettings:
       logs: folder for the output of each program, in a file such as ``worker-0.log``,
         in addition to what is printed; None for no files. Existing files are appended
         to.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
     """
 
     restart_delay: float = 1.0
     start_delay: float = 0.0
     on_failure: str = "stop"
     logs: pathlib.Path | None = None
+
+    def __post_init__(self) -> None:
+        check.seconds(self.restart_delay, "restart_delay")
+        check.seconds(self.start_delay, "start_delay")
 
 
 class Local(Engine):
@@ -66,7 +74,7 @@ class Local(Engine):
         if run.center_restarts and run.storage is None:
             raise errors.InvalidArgumentError(
                 f"a center that is started again (center-restarts = "
-                f"{run.center_restarts}) needs storage, where it finds what it had"
+                f"{run.center_restarts}) needs storage, from which it continues"
             )
         self._is_closed = run.has_center and not run.serve.get("open")
         # A token for each worker, and one for this user's other programs.
@@ -130,7 +138,7 @@ class Local(Engine):
             ended = launch.run(
                 programs,
                 output=output,
-                grace=run.grace,
+                grace=run.stop_grace,
                 restart_delay=settings.restart_delay,
                 on_failure=cast(Any, settings.on_failure),  # `run` checks it
             )
@@ -148,8 +156,8 @@ class Local(Engine):
             code = code or 1
             output(
                 CENTER,
-                "agn-optax: failed: the center ended, as one that is drained does, "
-                f"while {', '.join(cut_off)} still worked with it",
+                "agn-optax: failed: the center ended like a drained one, while "
+                f"{', '.join(cut_off)} still worked with it",
             )
         return {
             "returncode": code,
@@ -215,7 +223,7 @@ class _Logs:
                 to.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:  # a full disk is no reason to end the run
             self._files[name] = None
-            self._output(name, f"agn-optax: its lines are not written down: {error}")
+            self._output(name, f"agn-optax: its output is no longer logged: {error}")
 
 
 class _Leaves:

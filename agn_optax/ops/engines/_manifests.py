@@ -235,7 +235,7 @@ class Manifests:
             mounts,
             _resources(self._run.center_resources, self._settings.gpu, _LEAST),
             # A drain lasts until its last answers, and LONGEST_GRACE at most.
-            max(LONGEST_GRACE, self._run.grace) + _MARGIN,
+            max(LONGEST_GRACE, self._run.stop_grace) + _MARGIN,
             **more,
         )
 
@@ -330,7 +330,7 @@ class Manifests:
         if settings.tolerations:
             more["tolerations"] = list(settings.tolerations)
         needed = _resources(run.worker_resources, settings.gpu)
-        grace = run.grace + _MARGIN
+        grace = run.stop_grace + _MARGIN
         return self._pod("worker", container, volumes, mounts, needed, grace, **more)
 
     def _from_secrets(self) -> list[Manifest]:

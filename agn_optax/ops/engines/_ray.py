@@ -88,7 +88,7 @@ class Ray(Engine):
         if run.has_center and run.storage is None:
             raise errors.InvalidArgumentError(
                 "a center on Ray needs storage, a folder that all nodes reach: Ray "
-                "restarts it, maybe elsewhere, and it finds there what it had"
+                "restarts it, maybe elsewhere, and it continues from there"
             )
         if "snapshots" in run.serve:
             raise errors.InvalidArgumentError(

@@ -33,7 +33,7 @@ _PAUSE = 1.0  # seconds before a program that failed is started again
 _HANDOVER = 120.0
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """The node and the process of an actor."""
 
     node: str  # Ray's id of the node
@@ -70,12 +70,14 @@ class Supervisor:
         self._ended: Ended | None = None
         self._stopping = threading.Event()
 
-    def where(self) -> Place:
+    def where(self) -> ActorPlace:
         """Return the node and the process of this actor."""
         import ray  # noqa: PLC0415 only inside an actor
 
         context = ray.get_runtime_context()
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
+        return ActorPlace(
+            context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+        )
 
     def look(self, life: str, seen: int, seconds: float) -> Said:
         """Return the new output; wait for it, or for the program's end.
@@ -160,7 +162,7 @@ class Supervisor:
             self._news.notify_all()
 
 
-class Center(Supervisor):
+class CenterActor(Supervisor):
     """The actor that serves a run's center from its storage, also when made again.
 
     Args:
@@ -230,7 +232,7 @@ class Center(Supervisor):
         )
         lines = {tokens.TOKENS: self._access()} if self._key else {}
         program = Program(CENTER, command, lines, restarts=run.center_restarts)
-        self._begin(program, run.grace)
+        self._begin(program, run.stop_grace)
 
     def _access(self) -> str:
         """Return the callers' lines: each worker by name, and the owner of the key."""
@@ -252,7 +254,7 @@ class Center(Supervisor):
         numbers = itertools.count(1)
         kept = next(p for n in numbers if not (p := _numbered(path, n)).exists())
         path.rename(kept)
-        self._hear(CENTER, f"agn-optax: what it saved when it was drained is in {kept}")
+        self._hear(CENTER, f"agn-optax: the checkpoint of its drain is in {kept}")
 
     def _hear(self, name: str, line: str) -> None:
         if said := serving(line):
@@ -265,7 +267,9 @@ class Center(Supervisor):
         if is_drained(ended, self._run_of):
             # The driver did not drain it, and the workers have no other center.
             self._serving = {}
-            self._hear(CENTER, "agn-optax: somebody drained it; it serves again")
+            self._hear(
+                CENTER, "agn-optax: drained before the run's end; it serves again"
+            )
             self._set_aside()
             return True
         # The previous center, on a node that is being lost, may still hold the journal.
@@ -280,7 +284,7 @@ class Claim:
     """
 
 
-class Process(Supervisor):
+class WorkerActor(Supervisor):
     """The actor of one process of a worker.
 
     Args:
@@ -316,7 +320,7 @@ class Process(Supervisor):
             run.worker_command(sys.executable),
             run.worker_environment(self._rank, **told),
         )
-        return self._begin(program, run.grace)
+        return self._begin(program, run.stop_grace)
 
 
 def reserved(host: str) -> socket.socket:

@@ -25,11 +25,11 @@ from agn_optax._internal import handled
 from agn_optax.ops.engines._engine import Output
 from agn_optax.ops.engines._local import CENTER, exit_code
 from agn_optax.ops.engines._ray_actors import (
-    Center,
+    ActorPlace,
+    CenterActor,
     Claim,
-    Place,
-    Process,
     Said,
+    WorkerActor,
     address_file,
     is_closed,
 )
@@ -85,7 +85,7 @@ class Driver:
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
         self._give_up = give_up
-        self._limit = run.grace + _MARGIN  # seconds to end after being told to
+        self._limit = run.stop_grace + _MARGIN  # seconds to end after being told to
         self._claim: Any = None
         self._center: Any = None
         self._center_node = ""
@@ -212,7 +212,7 @@ class Driver:
             is_there = True
         except ValueError:
             is_there = False
-        made = ray.remote(Center).options(
+        made = ray.remote(CenterActor).options(
             name=name,
             lifetime="detached",
             get_if_exists=True,
@@ -229,13 +229,13 @@ class Driver:
         found = await self._insist(center.command.remote)
         if found != command:
             raise errors.InvalidArgumentError(
-                f"a center of a run {run.name!r} is there with other settings, "
-                f"{' '.join(found[3:])}; and this run's are {' '.join(command[3:])}. "
-                "Give the run another --name, or end that one"
+                f"a center of a run {run.name!r} exists with other settings, "
+                f"{' '.join(found[3:])}; this run's are {' '.join(command[3:])}. "
+                "Give this run another --name, or end the other one"
             )
         self._center, self._center_node = center, place.node
         if is_there:
-            self._say(CENTER, "is there, from an earlier launch, and goes on")
+            self._say(CENTER, "exists from an earlier launch, and goes on")
             self._center_seen = await self._insist(center.shown.remote)
 
     async def _serves(self, center: asyncio.Task[Ended]) -> bool:
@@ -293,7 +293,7 @@ class Driver:
         try:
             for index in range(processes):
                 more = f"-{index}" if processes > 1 else ""
-                make = ray.remote(Process).options(
+                make = ray.remote(WorkerActor).options(
                     name=f"{run.name}-{name}{more}",
                     max_restarts=-1,
                     max_concurrency=_THREADS,
@@ -476,7 +476,7 @@ class Driver:
         *,
         is_new: bool,
         processes: int = 1,
-    ) -> Place:
+    ) -> ActorPlace:
         """Return the node and process of an actor, once there is room for it.
 
         Args:
@@ -504,7 +504,7 @@ class Driver:
                 if is_new and now - hopeful >= self._give_up:
                     raise errors.InvalidArgumentError(
                         f"{name} has waited {now - hopeful:.0f} s (give-up in [ray]) "
-                        f"for {where}{why}: change what it needs, or add nodes"
+                        f"for {where}{why}: reduce its resources, or add nodes"
                     )
                 if now >= say_at:
                     self._say(name, f"waits for {where}{why}")

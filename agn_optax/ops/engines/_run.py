@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
-from agn_optax.service import INSECURE, RULE, TLS_CA, check_reachable, tokens
-
-_ROOM = 64  # the default of max_workers in `serve`
+from agn_optax._internal import check
+from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,15 +46,17 @@ class Run:
       serve: options of ``agn-optax serve`` beside the rule's, such as
         ``{"barrier": 2}``.
       center: address of an existing center; None for a center of the run's own.
-      token_file: for an existing center, a file with the workers' token.
+      token_file: file with the workers' token, for an existing center.
       tls_ca: PEM file with the CA certificates to verify the center with; None without
         TLS.
       storage: folder that all tasks reach and that outlives them, for the center's
         journal; None for no folder.
       transports: transports that exchanges may use, as in `connect`; None for any.
       restarts: maximum restarts of a worker that fails.
-      center_restarts: maximum restarts of the center.
-      grace: seconds that a task has to end after it is told to.
+      center_restarts: maximum restarts of a center of the run's own, which needs
+        ``storage``.
+      stop_grace: seconds that workers have to end after they are told to, and then the
+        center.
       environment: environment variables of every worker.
       worker_resources, center_resources: resources of each worker, and of the center.
       settings: settings of the engine, from its own table of the run's file.
@@ -90,7 +91,7 @@ class Run:
     transports: Sequence[str] | None = None
     restarts: int = 0
     center_restarts: int = 0
-    grace: float = 10.0
+    stop_grace: float = 10.0
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)
@@ -110,6 +111,11 @@ class Run:
             raise errors.InvalidArgumentError(
                 f"workers must be positive, got {self.workers}"
             )
+        check.whole_number(self.restarts, "restarts", least=0, optional=False)
+        check.whole_number(
+            self.center_restarts, "center_restarts", least=0, optional=False
+        )
+        check.seconds(self.stop_grace, "stop_grace")
         room = self.serve.get("max_workers")
         if room is not None and room < self.workers:
             raise errors.InvalidArgumentError(
@@ -154,7 +160,7 @@ class Run:
           **options: options of ``serve`` from the engine, which override the run's.
         """
         given = {**self.rule, **self.serve, **options}
-        if self.workers > _ROOM:
+        if self.workers > (Limits().max_workers or self.workers):
             given.setdefault("max_workers", self.workers)
         return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
 

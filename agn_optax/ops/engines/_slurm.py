@@ -48,8 +48,8 @@ _TELL_STEPS = 'scancel --signal=TERM "$job"'  # SIGTERM to srun would kill its t
 
 _PREPARES = """\
 #!/bin/bash
-# Makes the folders of {name} and a token for each who calls its center, keeps tokens
-# that are there, and forgets what became of an earlier run.
+# Makes the folders of {name} and a token for each caller of its center. Keeps existing
+# tokens, and removes the states of an earlier run.
 set -eu
 mkdir -p {folder}
 cd {folder}
@@ -72,7 +72,7 @@ roles | while read -r role name; do
 done > keys/new-tokens
 mv keys/new-tokens keys/tokens"""
 _BEGINS = """\
-# What becomes of this task is in its state: the job, an exit code, and why.
+# The state of this task is in a file: the job, an exit code and a reason.
 job={job}
 state={state}
 mkdir -p {folders}
@@ -83,8 +83,8 @@ if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
 fi
 became 1 "began on $SLURMD_NODENAME\""""
 _SETS_UP = """\
-# A line of setup that fails ends the task, which is then not queued again. A file that
-# is sourced may do as it likes, as long as it returns 0.
+# A line of setup that fails ends the task, which is then not queued again. Commands in
+# a sourced file may fail, as long as the file returns 0.
 setup_failed() {{
     [ "$2" -gt 1 ] && return
     said="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
@@ -97,7 +97,8 @@ trap 'setup_failed $? ${{#BASH_SOURCE[@]}}' ERR
 trap - ERR
 set +eu"""
 _RUNS = """\
-# Whoever ends a job signals script and task. Its time limit is for the script to tell.
+# The end of a job (scancel, preemption) signals script and task. A time limit signals
+# the script alone, which then signals the task.
 told= limit=
 trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {tell}' USR1
@@ -107,8 +108,8 @@ while kill -0 "$task" 2>/dev/null; do wait "$task"; done
 wait "$task"
 code=$?"""
 _QUEUED_AGAIN = """\
-# SLURM queues a job again after its node has failed, or was given to others; after the
-# task has failed, or for what is left to do after a time limit, the job does so itself.
+# SLURM queues a job again if its node failed, or if the job was preempted. If the task
+# failed, or has work left at its time limit, the job queues itself again.
 said="exit code $code on $SLURMD_NODENAME"
 failures={failures}/$job
 if [ "$code" -eq 0 ]{unless}; then
@@ -126,14 +127,14 @@ fi
 exit $code"""
 _DRAINED = """\
 while true; do
-    # If SLURM does not answer, nothing is known.
+    # If SLURM does not answer, the center may still be in the queue.
     jobs=$(squeue --noheader --me --format=%A) &&
         ! grep -qx "$center" <<< "$jobs" && break
     {drain}
     sleep 2
 done"""
 _SAYS = """\
-# The exit code of the run is that of the first task at fault.
+# The exit code of the run is that of the first task that failed.
 code=0
 for name in $(ls -v --ignore='*.new' {states}); do
     read -r _ its why < {states}/"$name"
@@ -163,7 +164,8 @@ class SlurmSettings:
       goes_on: whether a worker is queued again at its time limit. Its program must then
         continue from a checkpoint of its own. A center is always queued again.
       patience: seconds that a worker waits for the center's address.
-      wait: whether `launch` returns only when the run is over, with its exit code.
+      wait: return only when the run is over, with the exit code of the first task that
+        failed; without it, as soon as the jobs are submitted.
     """
 
     partition: str | None = None
@@ -247,8 +249,8 @@ class Slurm(Engine):
         for name in ("address_file", "journal"):
             if run.has_center and name in run.serve:
                 raise errors.InvalidArgumentError(
-                    f"{name.replace('_', '-')} is in the storage of jobs of SLURM, and "
-                    f"cannot be {run.serve[name]}"
+                    f"{name.replace('_', '-')} of a run on SLURM is in its storage, "
+                    f"and cannot be {run.serve[name]}"
                 )
         encrypts = run.serve.get("tls_certificate") is not None
         if run.has_center and not (encrypts or run.is_insecure):
@@ -363,9 +365,9 @@ class Slurm(Engine):
         last = self.run.workers - 1
         if there.workers > last:
             raise errors.InvalidArgumentError(
-                f"the run in {self._folder} is there, with {there.workers} workers "
-                f"(jobs {', '.join(there.arrays)}): more --workers than that adds "
-                "some, and scancel ends them"
+                f"the run in {self._folder} has {there.workers} workers in the queue "
+                f"(jobs {', '.join(there.arrays)}): a larger --workers adds some, and "
+                "scancel ends them"
             )
         at_once = self.settings.at_once
         most = "" if at_once is None else f"%{at_once}"
@@ -418,8 +420,8 @@ class Slurm(Engine):
         files = [self._keys / f"{name}.token" for name in names]
         if missing := [str(path) for path in files if not path.exists()]:
             raise errors.InvalidArgumentError(
-                f"beside {self.run.serve['tokens']} must be the token of each who "
-                "calls, as `agn-optax keys` makes them, and there is no "
+                f"beside {self.run.serve['tokens']} must be a file with the token of "
+                "each caller, as `agn-optax keys` makes them, and there is no "
                 f"{', '.join(missing)}"
             )
 
@@ -454,14 +456,14 @@ class Slurm(Engine):
         command = run.serve_command(self.settings.python, json=True, **options)
         return _blocks(
             self._head(
-                f"The center of {run.name}, wherever it is queued again.",
+                f"The center of {run.name}, which may be queued again on any node.",
                 "center",
                 run.center_resources,
             ),
             self._begin(_JOB, "center"),
             self._set_up(),
             [
-                "# Workers wait for the address of the next one.",
+                "# Until the center serves again, workers find no address and wait.",
                 f"trap {shlex.quote(leaves)} EXIT",
             ],
             self._task(
@@ -481,7 +483,7 @@ class Slurm(Engine):
         if run.has_center:
             more["AGN_OPTAX_CENTER"] = f"file:{self._address}"
             waits = [
-                "# A center that is in the queue, maybe again, has no address.",
+                "# Wait for the center's address; it has none while in the queue.",
                 f"for ((i = 0; i < {settings.patience}; i++)); do",
                 f"    [ -s {shlex.quote(str(self._address))} ] && break",
                 "    sleep 1",
@@ -498,7 +500,7 @@ class Slurm(Engine):
             command = ["srun", "--kill-on-bad-exit=1", *cpus, *command]
         return _blocks(
             self._head(
-                f"A worker of {run.name} for each task of the array.", "workers", needs
+                f"A worker of {run.name} in each task of the array.", "workers", needs
             ),
             self._begin(_TASK, run.worker_name(_INDEX)),
             self._set_up(),
@@ -584,7 +586,7 @@ class Slurm(Engine):
             "output": self._folder / "logs" / f"{log}.log",
             "open_mode": "append",
             "requeue": True,
-            "signal": f"B:USR1@{math.ceil(self.run.grace) + _MARGIN}",
+            "signal": f"B:USR1@{math.ceil(self.run.stop_grace) + _MARGIN}",
             "partition": settings.partition,
             "account": settings.account,
             "qos": settings.qos,

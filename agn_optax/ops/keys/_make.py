@@ -62,7 +62,7 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
     if not (hosts or names):
         raise errors.InvalidArgumentError(
             "nothing to make: give --host for the center, and --chief, --worker and "
-            "--operator for whom it is to know"
+            "--operator for its callers"
         )
     files = ["center.pem", "center.key"] * bool(hosts) + [
         f"{name}.{kind}" for name in names for kind in ("pem", "key", "token")
@@ -70,7 +70,7 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
     there = [str(directory / file) for file in files if (directory / file).exists()]
     if there:
         raise errors.InvalidArgumentError(
-            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} there already; "
+            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'} already; "
             f"remove {'it' if len(there) == 1 else 'them'} to make another one"
         )
     extras.require("keys", "cryptography")

@@ -100,7 +100,7 @@ def run(
         raise errors.InvalidArgumentError(f"names of programs must differ, got {names}")
     if not any(program.waited_for or program.followers for program in programs):
         raise errors.InvalidArgumentError(
-            f"one program at least must be waited for, got {list(programs)}"
+            f"at least one program must be waited for, got {list(programs)}"
         )
     for what, seconds in (("grace", grace), ("restart_delay", restart_delay)):
         if not 0 <= seconds < math.inf:
@@ -260,7 +260,9 @@ class _Supervisor:
             process.signal(signal.SIGTERM)
         if now >= process.deadline and not process.killed:
             process.signal(signal.SIGKILL)
-            self._say(course, f"killed what had not ended within {self.grace:g} s")
+            self._say(
+                course, f"killed processes that had not ended within {self.grace:g} s"
+            )
         if exited and (process.at_end or process.killed):
             self._end(course, process, now)
 
@@ -298,7 +300,7 @@ class _Supervisor:
             course.start_at = now + self.restart_delay
         elif not course.program.waited_for:
             if any(each.program.waited_for and each.going_on for each in self._courses):
-                self._say(course, "has ended, and so the others are ended")
+                self._say(course, "has ended, so the other programs are ended")
             self._stop(signal.SIGTERM, twice=True)
         elif has_failed and self.on_failure == "stop":
             self._stop(signal.SIGTERM)

@@ -277,8 +277,9 @@ def all_reduce(
     codec = codecs.identity() if codec is None else codec
     codecs.check_codec(codec, "codec")
     others, kept = cluster.workers - 1, 0
-    if codec.is_identity or codec.is_cast:
-        gradients = trees.nbytes(params, codec.answers)
+    dtype = codecs.cast_dtype(codec)
+    if codec.is_identity or dtype is not None:
+        gradients = trees.nbytes(params, dtype)
     else:
         gradients, kept = _encoded(codec, params, cluster.workers)
     sent = 2 * others * gradients // cluster.workers

@@ -25,7 +25,7 @@ class Work(NamedTuple):
     coded: int = 0  # of the contribution before encoding, if that takes time
 
 
-class Link(NamedTuple):
+class LinkRates(NamedTuple):
     """The link between a worker and its center, or a center and its parent."""
 
     bandwidth: float  # bytes per second of the lower end
@@ -60,7 +60,7 @@ class Times(NamedTuple):
         return max(parts, key=lambda name: parts[name])
 
 
-def times(work: Work, cluster: Cluster, link: Link, disk: Disk | None) -> Times:
+def times(work: Work, cluster: Cluster, link: LinkRates, disk: Disk | None) -> Times:
     """Return the times of an exchange over a link; ``disk`` is that of a journal."""
     machine, k = cluster.machine, cluster.shards
     both = work.message + work.answer
@@ -153,7 +153,7 @@ def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
         return []
     wide = cluster.shared if tree.bandwidth is None else tree.bandwidth
     latency = cluster.latency if tree.latency is None else tree.latency
-    link = Link(wide, wide, latency)
+    link = LinkRates(wide, wide, latency)
     places = cluster.centers
     made = [lowest]
     for number, place in enumerate(places[1:], 1):
@@ -222,9 +222,9 @@ def depth(work: Work, cluster: Cluster, target: float) -> int | None:
     return None
 
 
-def lowest(cluster: Cluster) -> tuple[Link, Disk | None]:
+def lowest(cluster: Cluster) -> tuple[LinkRates, Disk | None]:
     """Return the link between workers and their centers, and these centers' disk."""
-    link = Link(cluster.bandwidth, cluster.shared, cluster.latency)
+    link = LinkRates(cluster.bandwidth, cluster.shared, cluster.latency)
     return link, cluster.disk if len(cluster.centers) == 1 else None
 
 

@@ -100,26 +100,26 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             if b"\r\n" in heard[:MOST_HEAD]
             else HTTPStatus.REQUEST_URI_TOO_LONG,
-            f"a request has at most {MOST_HEAD} bytes here",
+            f"a request must have at most {MOST_HEAD} bytes",
         )
     line, *lines = head.split(b"\r\n")
     found = _LINE.fullmatch(line)
     if found is None:
-        raise _bad("this is no request of HTTP")
+        raise _bad("this is not an HTTP request")
     method, target, version = (each.decode("ascii") for each in found.groups())
     if version not in ("1.0", "1.1"):
         raise RefusedRequestError(
-            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "HTTP/1.1 is spoken here"
+            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "this server speaks HTTP/1.1"
         )
     fields = _fields_of(lines)
     _check_host(fields.get("host", ""), is_local)
     if method not in _METHODS:
-        raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD are")
+        raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "use GET or HEAD")
     has_body = fields.get("content-length", "0") != "0"
     if has_body or rest or "transfer-encoding" in fields:
-        raise _bad("a request has no body here, and waits for the answer before it")
+        raise _bad("a request must have no body, and follow the previous answer")
     if not blank or not target.startswith("/"):
-        raise _bad("a request names a path, and ends with a blank line")
+        raise _bad("a request must name a path, and end with a blank line")
     options = fields.get("connection", "").lower().split(",")
     is_last = version == "1.0" or "close" in (each.strip(_BLANKS) for each in options)
     return Request(method, target.partition("?")[0], fields, is_last)
@@ -136,23 +136,23 @@ def _fields_of(lines: list[bytes]) -> dict[str, str]:
     for line in lines:
         found = _FIELD.fullmatch(line)
         if found is None:
-            raise _bad("a line is no field of HTTP")
+            raise _bad("a line is not a header field")
         name, value = (each.decode("latin-1") for each in found.groups())
         name, value = name.lower(), value.strip(_BLANKS)
         if name in fields and name in _ONCE:
-            raise _bad(f"there is more than one field {name}")
+            raise _bad(f"there is more than one header field {name}")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields
 
 
 def _check_host(host: str, is_local: bool) -> None:
     if not _HOST.fullmatch(host):
-        raise _bad("a request has one field Host, with a name or an address")
+        raise _bad("a request must have one header field Host, a name or an address")
     if is_local and not is_loopback(host):
         raise RefusedRequestError(
             HTTPStatus.MISDIRECTED_REQUEST,
-            "this page is for this machine, by the names localhost or 127.0.0.1; "
-            "from another one, open it through `ssh -L`",
+            "this page is for this machine only, as localhost or 127.0.0.1; from "
+            "another machine, open it through `ssh -L`",
         )
 
 

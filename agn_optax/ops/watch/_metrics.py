@@ -12,25 +12,25 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CENTER = [
     ("version", "version", "Exchanges that have moved the center"),
     ("uptime_seconds", "uptime", "Seconds since the service was started"),
-    ("parameters", "parameters", "Numbers that the center has"),
-    ("parameter_bytes", "parameter_bytes", "Bytes of these"),
+    ("parameters", "parameters", "Number of parameters of the center"),
+    ("parameter_bytes", "parameter_bytes", "Bytes of these parameters"),
     ("exchanges_total", "exchanges", "Messages that were applied"),
-    ("received_bytes_total", "bytes_received", "Bytes of messages that came"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of answers that went"),
+    ("received_bytes_total", "bytes_received", "Bytes of received messages"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of sent answers"),
 ]
 _WORKER = [
-    ("connected", "connected", "Whether it is connected"),
-    ("seen_seconds", "seen", "Seconds since it was last heard of"),
-    ("stalled_seconds", "stalled", "Seconds since its last exchange, if unusual"),
-    ("staleness", "staleness", "Center updates since it had read the center, last"),
+    ("connected", "connected", "1 if the worker is connected, else 0"),
+    ("seen_seconds", "seen", "Seconds since the worker was last seen"),
+    ("stalled_seconds", "stalled", "Seconds since its last exchange, if it stalled"),
+    ("staleness", "staleness", "Staleness of its last message, in center updates"),
     ("message_norm", "norm", "Global norm of its last message"),
     ("period_steps", "period", "Local steps of its last round"),
     ("exchanges_total", "exchanges", "Its messages that were applied"),
-    ("steps_total", "steps", "Local steps that were in them"),
+    ("steps_total", "steps", "Local steps of its messages"),
     ("dropped_total", "dropped", "Its messages that were dropped"),
-    ("refused_total", "refused", "Its messages that were refused"),
-    ("received_bytes_total", "bytes_received", "Bytes of messages that came from it"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of answers that went to it"),
+    ("refused_total", "refused", "Its messages that were rejected"),
+    ("received_bytes_total", "bytes_received", "Bytes of its received messages"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of the answers sent to it"),
 ]
 
 
@@ -62,24 +62,24 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         InfoMetricFamily,
     )
 
-    info = InfoMetricFamily("agn_optax_center", "What the center is")
+    info = InfoMetricFamily("agn_optax_center", "Settings of the center")
     about = {name: view[name] for name in ("release", "rule", "mode", "parent")}
     info.add_metric([], about)
     yield info
     for name, key, said in _CENTER:
         yield _family(f"agn_optax_{name}", said, [], [([], view[key])])
     degraded = float(bool(view["degraded"]))
-    said = "Whether less is on disk than was asked for, or the parent is lost"
+    said = "1 if less is on disk than was asked for, or the parent is lost, else 0"
     yield GaugeMetricFamily("agn_optax_degraded", said, value=degraded)
-    said = "Messages that were refused, by the setting that did"
+    said = "Rejected messages, by the message limit"
     rows = [([by], count) for by, count in sorted(view["refused"].items())]
     yield _family("agn_optax_refused_total", said, ["by"], rows)
-    said = "Events, by their kind"
+    said = "Events, by kind"
     rows = [([kind], count) for kind, count in sorted(view["event_counts"].items())]
     yield _family("agn_optax_events_total", said, ["kind"], rows)
 
     staleness = HistogramMetricFamily(
-        "agn_optax_staleness", "Center updates since a message's worker had read it"
+        "agn_optax_staleness", "Staleness of applied messages, in center updates"
     )
     staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
     yield staleness
@@ -88,7 +88,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     for name, key, said in _WORKER:
         rows = [([worker["name"]], worker[key]) for worker in there]
         yield _family(f"agn_optax_worker_{name}", said, ["worker"], rows)
-    said = "What a worker has reported last, by its names"
+    said = "Last numbers that a worker reported, by name"
     rows = [
         ([worker["name"], name], value)
         for worker in there

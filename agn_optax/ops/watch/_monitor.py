@@ -19,7 +19,7 @@ from typing import Any
 from agn_optax import errors
 from agn_optax._internal import keep_running
 from agn_optax._version import __version__
-from agn_optax.center import Recent
+from agn_optax.center import Answer, Recent
 from agn_optax.service import EVERYBODY, Servicer
 from agn_optax.service import messages as pb
 
@@ -123,7 +123,7 @@ class Monitor:
         self._happened(
             self._started,
             "restarted" if found else "started",
-            text=found or "the center is there",
+            text=found or "the center has started",
         )
         servicer.tell = self.tell
 
@@ -210,7 +210,7 @@ class Monitor:
             known.sequence, known.joined = 0, at
         text = "is back" if is_back and not known.gone else "joined"
         if is_other and known.incarnation and not known.gone:
-            text = "joined again, in another life"
+            text = "joined again, with a new session"
         if transport:
             text += f", by {transport}"
         known.incarnation, known.gone, known.is_new = incarnation, "", True
@@ -226,36 +226,28 @@ class Monitor:
         self._happened(at, "left", name, "left")
 
     def _exchanged(
-        self,
-        at: float,
-        name: str,
-        incarnation: str,
-        sequence: int,
-        steps: int,
-        staleness: int,
-        applied: bool,
-        refused: str,
+        self, at: float, name: str, incarnation: str, steps: int, answer: Answer
     ) -> None:
         known = self._workers.get(name)
         if known is not None:
             if incarnation == known.incarnation:
-                if sequence <= known.sequence:
+                if answer.sequence <= known.sequence:
                     return  # a repeated exchange, answered again
-                known.sequence = sequence
+                known.sequence = answer.sequence
             known.has_exchanged = True
             known.steps += steps
-            known.exchanges += applied
-            known.why = refused or known.why
-        if applied:
+            known.exchanges += answer.applied
+            known.why = answer.refused or known.why
+        if answer.applied:
             self._exchanges += 1
-            self._staleness += staleness
-            self._bins[_bin(staleness)] += 1
+            self._staleness += answer.staleness
+            self._bins[_bin(answer.staleness)] += 1
 
     def _refused(self, at: float, name: str, error: Exception, host: str) -> None:
         if isinstance(error, errors.CenterClosedError):
             return  # every call ends so once the center is closed
-        who = "" if name else f"somebody at {host} "
-        self._happened(at, "refused", name, f"{who}was refused: {error}"[:_LONGEST])
+        who = "" if name else f"a caller at {host} "
+        self._happened(at, "refused", name, f"{who}was rejected: {error}"[:_LONGEST])
 
     # Changes between two statuses.
 
@@ -286,12 +278,12 @@ class Monitor:
             known.is_new = False
         self._forget()
         if said.HasField("version") and not self._said.HasField("version"):
-            text = f"the first parameters are there, {said.parameters:,} numbers"
+            text = f"the center has its first parameters, {said.parameters:,} numbers"
             self._happened(at, "initialized", text=text)
         if said.degraded and said.degraded != self._said.degraded:
             self._happened(at, "degraded", text=said.degraded[:_LONGEST])
         elif self._said.degraded and not said.degraded:
-            self._happened(at, "well", text="what was degraded is well again")
+            self._happened(at, "well", text="no longer degraded")
         self._said = said
         sent = said.bytes_received + said.bytes_sent
         self._totals.add(now - self._began, self._exchanges, sent)
@@ -306,11 +298,11 @@ class Monitor:
         if known.is_new:  # it may have joined after the status was made
             status.connected = True
         if known.status.connected and not status.connected:
-            text = f"lost its connection; it has {self._lease:g} s to be back"
+            text = f"lost its connection; it has {self._lease:g} s to return"
             self._happened(at, "lost", name, text)
         if (more := status.refused - known.status.refused) > 0:
             why = f": {known.why}" if known.why else ""
-            text = f"sent a message that was refused{why}"[:_LONGEST]
+            text = f"sent a message that was rejected{why}"[:_LONGEST]
             self._happened(at, "message", name, text, more)
         reported = dict(status.reported)
         if known.has_exchanged or reported != dict(known.status.reported):
@@ -321,7 +313,7 @@ class Monitor:
 
     @property
     def _lease(self) -> float:
-        return self._servicer.core.ledger.lease
+        return self._servicer.limits.lease
 
     def _went(self, known: _Known, how: str) -> None:
         """Mark a worker as gone, and make it the most recent of the gone ones."""

@@ -129,7 +129,7 @@ class Page(Listener):
                 self._say(request, _metrics.CONTENT_TYPE, self._metrics())
         else:
             self._admit_host(request)
-            request.refuse(HTTPStatus.NOT_FOUND, "/, /state.json and /metrics are")
+            request.refuse(HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics")
 
     def _say(
         self, request: _Request, kind: str, body: _Body, policy: str = _NOTHING
@@ -184,7 +184,7 @@ class Page(Listener):
             try:
                 self._threads.submit(self._serve, end)
             except Exception as error:  # e.g. no further thread can be started
-                _log.warning("somebody who opens the page is refused: %s", error)
+                _log.warning("a connection to the page is rejected: %s", error)
                 self._forget(id(end), end)
 
     def _cut_oldest(self) -> None:
@@ -387,5 +387,5 @@ def _listening_at(address: str) -> socket.socket:
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"the page cannot listen at {address}: {error}. Perhaps another process "
-            "does; port 0 takes one that is free"
+            "does; port 0 takes a free port"
         ) from None

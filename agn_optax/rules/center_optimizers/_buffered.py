@@ -70,13 +70,13 @@ def buffered(
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from agn_optax.center import Submission
       >>> outer = agn_optax.center_optimizers.buffered(optax.sgd(1.0), 2)
       >>> center = agn_optax.LocalCenter(agn_optax.rules.diloco(outer), jnp.zeros(1))
       >>> session = center.join("worker-0")
       >>> for sequence, message in [(1, 1.0), (2, 3.0)]:
-      ...     print(session.exchange(
-      ...         sequence, jnp.full(1, message), anchor_version=sequence - 1
-      ...     ).params)
+      ...     sent = Submission(sequence, jnp.full(1, message), sequence - 1)
+      ...     print(session.exchange(sent).params)
       [0.]
       [-2.]
 

@@ -60,12 +60,14 @@ def scale_by_drift(
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from agn_optax.center import Submission
       >>> scale = agn_optax.center_optimizers.scale_by_drift(0.25, history=8)
       >>> rule = agn_optax.rules.agn(optax.chain(scale, optax.sgd(1.0)))
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(1))
       >>> session = center.join("worker-0")
       >>> for sequence in (1, 2):  # the second has not seen what the first did
-      ...     answer = session.exchange(sequence, jnp.ones(1), anchor_version=0)
+      ...     sent = Submission(sequence, jnp.ones(1), anchor_version=0)
+      ...     answer = session.exchange(sent)
       >>> print(answer.params)
       [-1.2]
 

@@ -59,7 +59,8 @@ def momentum_lookahead(
       >>> ahead = agn_optax.center_optimizers.momentum_lookahead(0.5, 0.5)
       >>> center = agn_optax.LocalCenter(agn_optax.rules.diloco(ahead), jnp.zeros(1))
       >>> session = center.join("worker-0")
-      >>> print(session.exchange(1, jnp.ones(1), anchor_version=0).params)
+      >>> sent = agn_optax.center.Submission(1, jnp.ones(1), anchor_version=0)
+      >>> print(session.exchange(sent).params)
       [-0.75]
       >>> state = center.save()
       >>> print(agn_optax.center_optimizers.evaluated(state.center_state, state.params))

@@ -17,6 +17,7 @@ from agn_optax.rules.codecs._codec import (
     identity,
     two_way,
 )
+from agn_optax.rules.codecs._codec import cast_dtype as cast_dtype
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._low_rank import LowRankState, low_rank

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.rules.codecs._codec import Codec, check_codec
 
 PyTree = Any
@@ -45,14 +46,11 @@ def chain_codecs(*codecs: Codec) -> Codec:
       bfloat16 [ 0. -3.  0.  2.]
     """
     if not codecs:
-        raise errors.InvalidArgumentError("chain_codecs needs one codec at least")
+        raise errors.InvalidArgumentError("chain_codecs needs at least one codec")
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
-            raise errors.InvalidArgumentError(
-                f"{codec} keeps what it loses, but not what the others of a chain do: "
-                "put error_feedback around chain_codecs"
-            )
+            combinations.refuse("error_feedback", "a chain around it", f"{codec}")
     first, *others = codecs
     made = first
     for other in others:

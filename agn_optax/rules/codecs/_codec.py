@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 
 PyTree = Any
 
@@ -84,6 +84,9 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    # Only the author of a codec knows these two: they are about the numbers that its
+    # functions compute. All other properties are derived: `is_identity` from the
+    # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
     is_exact: bool = True
 
@@ -104,15 +107,6 @@ class Codec:
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
 
     @property
-    def is_cast(self) -> bool:
-        """True if contributions are only cast to another dtype.
-
-        Only contributions that are cast or unchanged may be summed while they are
-        transmitted.
-        """
-        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
-
-    @property
     def answer_dtype(self) -> Any:
         """The dtype to which an adopted center is rounded; None without rounding."""
         return None if isinstance(self.answers, Codec) else self.answers
@@ -125,21 +119,13 @@ class Codec:
 
 def _check_answers(codec: Codec, argument: str) -> None:
     """Raise unless ``codec`` can encode differences between public centers."""
-    why = ""
+    got = f"{codec} for {argument}"
     if codec.returned is not None:
-        why = (
-            "a difference is taken from the exact center every time, and so has all "
-            "that was lost before: give the codec without error_feedback"
-        )
-    elif not codec.is_exact:
-        why = (
-            "programs decode it alike only to the last place, and the public center "
-            "must be the same bits at every worker: take another codec"
-        )
-    elif codec.answer_codec is not None:
-        why = "nothing comes back for an answer: give a codec that has no answers"
-    if why:
-        raise errors.InvalidArgumentError(f"{argument} cannot be {codec}: {why}")
+        combinations.refuse("error_feedback", "answers of a codec", got)
+    if not codec.is_exact:
+        combinations.refuse("a codec that is not exact", "answers of a codec", got)
+    if codec.answer_codec is not None:
+        combinations.refuse("a codec with answers", "answers of a codec", got)
 
 
 def check_codec(value: Any, argument: str) -> None:
@@ -227,6 +213,15 @@ def _cast(dtype: Any) -> Codec:
     )
 
 
+def cast_dtype(codec: Codec) -> Any:
+    """Return the dtype of a `cast`; None for any other codec.
+
+    An all-reduce may only sum what is sent by a cast, or as it is.
+    """
+    dtype = codec.answer_dtype
+    return dtype if dtype is not None and codec == _cast(dtype) else None
+
+
 def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     r"""Combine a codec for contributions (uplink) with one for the center (downlink).
 
@@ -264,17 +259,18 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     Example:
       >>> import jax.numpy as jnp, agn_optax
       >>> from agn_optax import codecs
+      >>> from agn_optax.center import Submission
       >>> rule = agn_optax.rules.downpour(
       ...     codec=codecs.two_way(codecs.identity(), answers=codecs.quantize(2))
       ... )
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
       >>> session = center.join("worker-0")
-      >>> answer = session.exchange(1, jnp.array([-1.0, -0.375]), anchor_version=0)
+      >>> answer = session.exchange(Submission(1, jnp.array([-1.0, -0.375]), 0))
       >>> print(answer.params, center.pull().params, center.pull(public=True).params)
       [1. 0.] [1.    0.375] [1. 0.]
-      >>> print(session.exchange(2, jnp.zeros(2), anchor_version=1).params)
+      >>> print(session.exchange(Submission(2, jnp.zeros(2), 1)).params)
       [1.  0.5]
-      >>> print(session.exchange(3, jnp.zeros(2), anchor_version=2).params)
+      >>> print(session.exchange(Submission(3, jnp.zeros(2), 2)).params)
       [1.    0.375]
 
     References:

@@ -133,7 +133,7 @@ def connect(
     addresses = [_published.check_reachable(each) for each in address]
     if not addresses or len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
-            f"one address or several different ones expected, got {addresses}"
+            f"expected one address, or several different ones, got {addresses}"
         )
     check.seconds(timeout, "timeout", positive=True)
     ways = named(transports)

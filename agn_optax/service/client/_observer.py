@@ -148,7 +148,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
                 raise  # some of these are OSErrors, too
             except OSError as error:
                 raise errors.CenterUnreachableError(
-                    f"no way by {transport}: {error}"
+                    f"cannot connect by {transport}: {error}"
                 ) from None
 
         return self._ask(attempt)

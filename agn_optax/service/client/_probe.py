@@ -96,7 +96,9 @@ def measure(
             link.send(parcel)
             said = link.control()
             if not said.HasField("probed"):
-                raise errors.ProtocolError("an answer to a probe was expected")
+                raise errors.ProtocolError(
+                    "expected the answer to a probe, got another frame"
+                )
             if down:
                 link.buffer(of_bytes(down), "an answer to a probe")
             return time.monotonic() - begin
@@ -107,7 +109,7 @@ def measure(
             return took()
         except TimeoutError:
             raise errors.CenterUnreachableError(
-                f"the shortest message has no answer within {timeout:g} s"
+                f"the shortest message was not answered within {timeout:g} s"
             ) from None
 
     def rate(up: int, down: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,26 +13,19 @@ import numpy as np
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import Submission
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire import _buffers, _fingerprint, _trees
+from agn_optax.service.wire import _buffers, _fingerprint, _submission, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, of_bytes
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-
-
-class Exchange(NamedTuple):
-    """A message that a worker sends, and resends until it is answered."""
-
-    message: pb.Message
-    schema: Schema
-    arrays: Sequence[np.ndarray]
 
 
 class Remote:
@@ -108,13 +101,13 @@ class Remote:
         if said.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
                 f"the center at {self.address} speaks version {said.protocol} of the "
-                f"protocol, and this release {_address.PROTOCOL}"
+                f"protocol, but this release speaks version {_address.PROTOCOL}"
             )
         _fingerprint.compare(said.rule, self.rule, self.address)
         if self.connection.timeout <= said.waiting_interval:
             raise errors.InvalidArgumentError(
                 f"timeout must be longer than the {said.waiting_interval:g} s in which "
-                f"the center at {self.address} may be silent to whoever waits there, "
+                f"the center at {self.address} may send nothing to a waiting worker, "
                 f"got {self.connection.timeout:g}"
             )
         self.description = said
@@ -127,9 +120,9 @@ class Remote:
                 schema = _trees.from_bytes(said.schema)
                 if schema.hash != said.schema_hash:
                     raise errors.ProtocolError(
-                        f"the center at {self.address} describes another tree than the "
-                        f"one that it names: {schema.hash.hex()}, and not "
-                        f"{said.schema_hash.hex()}"
+                        f"the tree that the center at {self.address} describes must "
+                        f"have the hash {said.schema_hash.hex()}, got "
+                        f"{schema.hash.hex()}"
                     )
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
@@ -138,18 +131,18 @@ class Remote:
 
     # Messages and answers.
 
-    def as_message(self, contribution: PyTree, worker: str, **said: Any) -> Exchange:
-        """Return the message with a contribution.
+    def parcel(self, submission: Submission, worker: str) -> Parcel:
+        """Return the frame with a submission, of which copies are sent.
 
         Args:
-          contribution: the contribution.
+          submission: the submission, which was `Submission.checked`.
           worker: the worker's name, for error messages.
-          **said: further fields of the message.
 
         Raises:
           TreeMismatchError: the contribution does not match the center's tree.
           NotInitializedError: the center is not initialized.
         """
+        contribution = submission.contribution
         travelling = self.travels()
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
@@ -162,8 +155,12 @@ class Remote:
             (dtype,) = own.dtypes if is_narrow else ("",)
             self._known = {kind: dtype}
         schema = travelling.message.cast(dtype)
-        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **said)
-        return Exchange(message, schema, _trees.host_arrays(contribution, schema))
+        message = _submission.message_of(
+            submission, schema_hash=schema.hash, dtype=dtype
+        )
+        arrays = _trees.host_arrays(contribution, schema)
+        wanted = travelling.answer.size
+        return Parcel(pb.Frame(message=message), schema, arrays, wanted=wanted)
 
     def check_model(self, params: PyTree, worker: str) -> None:
         """Check that a worker's parameters match the center's, if it has any yet.
@@ -194,8 +191,8 @@ class Remote:
         )
         if difference:
             raise errors.TreeMismatchError(
-                f"{what} of another model: {difference}. (Of a center in shards, every "
-                "worker must have all addresses, in one order)"
+                f"{what} of another model: {difference}. (If the center is in shards, "
+                "give every worker all addresses, in the same order)"
             )
 
     def answer_in(
@@ -207,11 +204,13 @@ class Remote:
         if said.snapshot.HasField("differences"):
             count = said.snapshot.differences
             if travels.differences is None:
-                raise errors.ProtocolError("differences came, and none were asked for")
+                raise errors.ProtocolError(
+                    "the center sent differences, but the whole center was asked for"
+                )
             least = max(1, trees.nbytes(travels.difference))
             if count * least > schema.size:
                 raise errors.ProtocolError(
-                    f"{count} differences are more than the whole center"
+                    f"{count} differences are larger than the whole center"
                 )
             schema = travels.differences(count)
         return _version_in(said, link, schema, self.address)
@@ -308,7 +307,7 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info("%s: not by %s", self.address, failed)
+                    _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers
@@ -318,7 +317,7 @@ class Remote:
                     return self.dial()
         why = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
-            f"no way to the center at {self.address}: "
+            f"cannot connect to the center at {self.address}: "
             f"{why or 'none of the transports works there'}"
         )
 
@@ -354,10 +353,10 @@ def _version_in(
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Return the metadata and the arrays of a received version."""
     if not said.HasField("snapshot"):
-        raise errors.ProtocolError("a snapshot was expected, got another packet")
+        raise errors.ProtocolError("expected a snapshot, got another frame")
     if said.snapshot.schema_hash != schema.hash:
         raise errors.TreeMismatchError(
-            f"the center at {address} holds another tree than it did before"
+            f"the tree of the center at {address} has changed"
         )
     return said.snapshot, schema.views(link.buffer(schema, "an answer"))
 

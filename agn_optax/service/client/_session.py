@@ -8,20 +8,20 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check
-from agn_optax.center import Session, Snapshot
+from agn_optax.center import Answer, Session, Submission
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client._remote import Exchange, Remote
+from agn_optax.service.client._remote import Remote
 from agn_optax.service.transports import Link
 from agn_optax.service.transports._connection import FIRST_WORD, SOON
 from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._submission import answer_of
 from agn_optax.service.wire._trees import to_device
 
 PyTree = Any
@@ -65,8 +65,8 @@ class RemoteSession(Session):
         self._like = like
         self._using = threading.Lock()
         self._link: Link | None = None
-        self._exchange: Exchange | None = None  # in flight
-        self._anchor: PyTree = None  # to which the answer's differences are applied
+        # The submission in flight without its contribution, and the frame to send.
+        self._in_flight: tuple[Submission, Parcel] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
         self.left = False  # whether it has left, or is about to
         self._tell_left = left
@@ -94,55 +94,20 @@ class RemoteSession(Session):
                 "to start together"
             ) from None
 
-    def submit(
-        self,
-        sequence: int,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        steps: int = 0,
-        weight: float | None = None,
-        reported: Mapping[str, Any] | None = None,
-        anchor: PyTree = None,
-    ) -> None:
-        """Submit an exchange: see `Session.submit`.
-
-        Raises:
-          ProtocolError: the center's release does not support weights.
-        """
-        check.whole_number(steps, "steps", least=0)
-        check.weight(weight)
-        if weight is not None and not self._remote.description.takes_weights:
-            raise errors.ProtocolError(
-                f"the center at {self._remote.address} runs release "
-                f"{self._remote.description.release}, which takes no weights: leave "
-                "weight= out, or update the center"
-            )
-        if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
-            raise errors.InvalidArgumentError(
-                "anchor_version must be a version that the center has had, "
-                f"got {anchor_version!r}"
-            )
+    def submit(self, submission: Submission) -> None:
+        """Submit an exchange: see `Session.submit`."""
+        submission = submission.checked()
         with self._using:
-            old = self._exchange
-            if old is None or old.message.sequence != sequence:
+            old = self._in_flight
+            if old is None or old[0].sequence != submission.sequence:
                 self._sent_over = None
             # A repeated exchange whose answer is still expected over the same link is
             # not sent again, because it would be answered twice.
-            self._anchor = anchor
-            self._exchange = self._remote.as_message(
-                contribution,
-                self.worker,
-                sequence=sequence,
-                anchor_version=int(anchor_version),
-                steps=steps,
-                weight=weight,
-                reported={k: float(v) for k, v in (reported or {}).items()},
-                has_anchor=anchor is not None,
-            )
+            parcel = self._remote.parcel(submission, self.worker)
+            self._in_flight = submission._replace(contribution=None), parcel
             self._remote.connection.retry(self._send, within=SOON)
 
-    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: see `Session.collect`.
 
         The timeout is checked only when the center reports that the exchange still
@@ -150,7 +115,7 @@ class RemoteSession(Session):
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._using:
-            if self._exchange is None or self._exchange.message.sequence != sequence:
+            if self._in_flight is None or self._in_flight[0].sequence != sequence:
                 raise errors.WorkerStateError(
                     f"worker {self.worker!r} has not submitted exchange {sequence}"
                 )
@@ -161,21 +126,14 @@ class RemoteSession(Session):
                 return None
             said, arrays = answer
             if said.HasField("differences"):
-                count = said.differences
-                params = self._remote.followed(self._anchor, count, arrays)
+                submission, _ = self._in_flight
+                params = self._remote.followed(
+                    submission.anchor, said.differences, arrays
+                )
             else:
                 leaves = to_device(self._remote.widened(arrays))
                 params = self._remote.as_tree(leaves, self._like)
-            return Snapshot(
-                params,
-                said.version,
-                said.staleness,
-                np.float32(said.norm) if said.HasField("norm") else None,
-                said.applied,
-                said.refused,
-                said.pace if said.HasField("pace") else None,
-                received=sum(array.nbytes for array in arrays),
-            )
+            return answer_of(said, params, sum(array.nbytes for array in arrays))
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge an answer: see `Session.acknowledge`.
@@ -183,11 +141,11 @@ class RemoteSession(Session):
         Small exchanges are not acknowledged here, because the next message does so.
         """
         with self._using:
-            exchange, link = self._exchange, self._link
-            if exchange is None or exchange.message.sequence != sequence:
+            if self._in_flight is None or self._in_flight[0].sequence != sequence:
                 return
-            self._exchange = self._sent_over = self._anchor = None
-            if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
+            size, link = self._in_flight[1].nbytes, self._link
+            self._in_flight = self._sent_over = None
+            if link is None or size < _LEAST_ACKNOWLEDGED:
                 return
             try:
                 link.send(Parcel(pb.Frame(acknowledge=sequence)))
@@ -234,8 +192,8 @@ class RemoteSession(Session):
             link.send(Parcel(pb.Frame(join=join)))
             if (said := link.control()).HasField("waiting"):
                 _log.warning(
-                    "worker %r waits at the center at %s until there are as many as "
-                    "its barrier wants",
+                    "worker %r waits at the center at %s until enough workers for its "
+                    "barrier have joined",
                     self.worker,
                     remote.address,
                 )
@@ -248,24 +206,22 @@ class RemoteSession(Session):
 
     def _send(self) -> Link:
         """Send the exchange in flight if necessary; return the link that has it."""
-        assert self._exchange is not None
-        message, schema, arrays = self._exchange
-        link = self._link
+        assert self._in_flight is not None
+        (_, parcel), link = self._in_flight, self._link
         # A link that ended after the exchange was sent over it is kept: it may hold the
         # answer, or the reason why there is none.
         if link is None or (link.done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
             with self._watching(link):
-                wanted = self._remote.travels().answer.size
-                frame = pb.Frame(message=message)
-                link.send(Parcel(frame, schema, arrays, wanted=wanted))
+                link.send(parcel.copy())
             self._sent_over = link
         return link
 
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """Return the answer to the exchange in flight; None if none by ``until``."""
-        link = self._send()
+        assert self._in_flight is not None
+        (submission, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
             while (said := link.control()).HasField("waiting"):
@@ -273,17 +229,16 @@ class RemoteSession(Session):
                     self._sent_over = link  # the answer is still expected
                     return None
             answer = self._remote.answer_in(said, link)
-            self._check_sequence(answer[0].sequence)
-            if answer[0].HasField("differences") and self._anchor is None:
-                raise errors.ProtocolError("differences came, and none were asked for")
+            own, theirs = submission.sequence, answer[0].sequence
+            if theirs != own:
+                raise errors.ProtocolError(
+                    f"expected an answer to exchange {own}, got one to {theirs}"
+                )
+            if answer[0].HasField("differences") and submission.anchor is None:
+                raise errors.ProtocolError(
+                    "the center sent differences, but the whole center was asked for"
+                )
         return answer
-
-    def _check_sequence(self, sequence: int) -> None:
-        assert self._exchange is not None
-        if sequence != (own := self._exchange.message.sequence):
-            raise errors.ProtocolError(
-                f"an answer to exchange {own} was expected, got one to {sequence}"
-            )
 
     @contextlib.contextmanager
     def _watching(

@@ -77,14 +77,15 @@ class Caller:
         if call not in self.calls:
             able = [role for role, calls in ROLES.items() if call in calls]
             raise errors.NotAllowedError(
-                f"{call} needs the role {' or '.join(able)}, and here calls {self.said}"
+                f"{call} needs the role {' or '.join(able)}, and the caller is "
+                f"{self.said}"
             )
         if worker is not None and self.name not in (None, worker):
             raise errors.NotAllowedError(
-                f"nobody may speak for worker {worker!r} but itself, and here calls "
-                f"{self.said}: give it that name, Worker(..., name={self.name!r}); "
-                "where agn-optax launch has started it, that is "
-                "service.environment().worker"
+                f"only worker {worker!r} itself may make this call, and the caller is "
+                f"{self.said}: give the worker that name, Worker(..., "
+                f"name={self.name!r}), which is service.environment().worker if "
+                "agn-optax launch has started it"
             )
 
 
@@ -107,7 +108,7 @@ class _Grant(NamedTuple):
 
 
 class Access:
-    """Access control of a center: `agn_optax.service.serve(access=...)`.
+    """Access control of a center: `agn_optax.service.Security(access=...)`.
 
     A caller is authenticated by a token, by its certificate of mutual TLS, or by both;
     with both, it may do only what both allow. A certificate's subject holds the
@@ -141,7 +142,8 @@ class Access:
       >>> import agn_optax, agn_optax.service
       >>> access = agn_optax.service.Access(b"reader * 0123456789abcdef")
       >>> rule = agn_optax.rules.downpour()
-      >>> with agn_optax.service.serve(rule, access=access) as server:
+      >>> security = agn_optax.service.Security(access=access)
+      >>> with agn_optax.service.serve(rule, security=security) as server:
       ...     center = agn_optax.service.connect(
       ...         server.address, rule, token="0123456789abcdef"
       ...     )
@@ -150,8 +152,8 @@ class Access:
       ...     except agn_optax.errors.NotAllowedError as error:
       ...         print(error)
       ...     center.close()
-      Exchange needs the role worker or chief, and here calls reader under any name (by
-      token)
+      Exchange needs the role worker or chief, and the caller is reader under any name
+      (by token)
     """
 
     def __init__(self, *tokens: bytes | Path) -> None:
@@ -187,11 +189,10 @@ class Access:
         grants = self._grants()
         if not token and not certificate:
             raise _unknown(
-                "this center is only for those who have a token: give "
-                "connect(token=...), AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE "
-                "(--token-file)"
+                "this center requires a token: give connect(token=...), "
+                "AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE (--token-file)"
                 if self._tokens
-                else "this center is only for those who have a certificate"
+                else "this center requires a certificate"
             )
         found = []
         if token:
@@ -202,7 +203,8 @@ class Access:
         said = " and ".join(f"{grant} ({how})" for grant, how in found)
         if len(names) > 1:
             raise errors.NotAllowedError(
-                f"token and certificate are of two workers: here calls {said}"
+                "token and certificate belong to different workers: the caller is "
+                f"{said}"
             )
         calls = frozenset.intersection(*(grant.calls for grant, _ in found))
         name = names.pop() if names else None
@@ -228,7 +230,9 @@ class Access:
         if any(map(operator.is_not, parts, before)):
             grants, twice = _together(parts)
             for where in twice:
-                _log.error("%s; it counts for nobody", _same_token(where))
+                _log.error(
+                    "%s; a token with different grants is not valid", _same_token(where)
+                )
             self._made = parts, grants
         return grants
 
@@ -301,13 +305,14 @@ class Door:
         # The time that it takes to look up a hash reveals nothing about the key.
         holder = self._holders.get(_hash(key))
         if holder is None:
-            raise _unknown("this center has given that key to nobody")
+            raise _unknown("this center has not issued that key")
         caller = self.caller(*holder, host)
         if certificate is not None and self.access is not None:
             other = self.caller(holder[0], certificate)
             if (other.name, other.calls) != (caller.name, caller.calls):
                 raise errors.NotAllowedError(
-                    f"the key is one of {caller.said}, and here calls {other.said}"
+                    f"the key was issued to {caller.said}, and the caller is "
+                    f"{other.said}"
                 )
         return caller
 
@@ -365,7 +370,7 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
             source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
         ).decode()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -386,7 +391,7 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
         found.append((token.encode(), grant, where))
     if not found:  # the file may be half written
         raise errors.InvalidArgumentError(
-            f"{name} must have a token at least, got none"
+            f"{name} must have at least one token, got none"
         )
     return found
 
@@ -394,10 +399,10 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
 def why_no_token(token: str) -> str:
     """Return why a token is not valid; "" if it is valid."""
     if not (token.isascii() and token.isprintable()) or " " in token:
-        return "must be of printable characters of ASCII without spaces"
+        return "must consist of printable ASCII characters without spaces"
     if len(token) < _LEAST_TOKEN:
         return (
-            f"must have {_LEAST_TOKEN} characters at least, got {len(token)}; `openssl "
+            f"must have at least {_LEAST_TOKEN} characters, got {len(token)}; `openssl "
             "rand -hex 32` makes one"
         )
     return ""
@@ -431,7 +436,9 @@ def _of_certificate(der: bytes) -> _Grant:
             )
         return _grant(list(said.units or ("worker",)), said.names[0], "its OU")
     except errors.InvalidArgumentError as error:
-        raise _unknown(f"this certificate is nobody's here: {error}") from None
+        raise _unknown(
+            f"this center does not accept that certificate: {error}"
+        ) from None
 
 
 def _unknown(said: str) -> errors.NotAllowedError:

@@ -71,12 +71,12 @@ class Reread(Generic[T]):
         except errors.InvalidArgumentError as error:
             self._broken = min(self._broken, time.monotonic())
             if self._fallback is None:
-                stays = "what it was before stays"
+                stays = "its previous content stays valid"
             elif is_over:
                 self._made, self._fell_back = self._fallback(), True
-                stays = "nothing in it counts any more"
+                stays = "its previous content is no longer valid"
             else:
-                stays = f"what it was before stays for {PATIENCE:g} s at most"
+                stays = f"its previous content stays valid for at most {PATIENCE:g} s"
             _log.error("%s changed, and cannot be used: %s; %s", names, error, stays)
         else:
             self._broken, self._fell_back = math.inf, False
@@ -100,8 +100,8 @@ def warn_if_public(file: Path, what: str) -> None:
         return
     if is_public:
         _log.warning(
-            "every user of this machine can read %s %s: chmod 600 it, or where it is "
-            "mounted say so there (defaultMode: 0400 of a secret)",
+            "every user of this machine can read %s %s: chmod 600 it, or set the mode "
+            "where it is mounted (defaultMode: 0400 of a secret)",
             what,
             file,
         )

@@ -90,12 +90,12 @@ def _why_closed(tls: Tls) -> str:
     """Return why the other end closed the connection after the handshake."""
     if tls.certificate is None:
         return (
-            "the center wants a certificate of this end: give --tls-certificate and "
+            "the center requires a certificate of this end: give --tls-certificate and "
             "--tls-key (certificate= and key= of Tls)"
         )
     return (
-        f"the center does not take this end's certificate ({tls}): those that its own "
-        "ca names do not vouch for it"
+        f"the center rejects this end's certificate ({tls}): none of the authorities "
+        "that the center trusts (its own ca) has issued it"
     )
 
 
@@ -116,8 +116,8 @@ def _in_words(error: Exception, address: str) -> str:
             f"name that is in it ({error.verify_message})"
         )
     return (
-        "nobody vouches for the center's certificate whom this end trusts: is --tls-ca "
-        f"(ca= of Tls) the right one? ({error.verify_message})"
+        "no authority that this end trusts has issued the center's certificate: is "
+        f"--tls-ca (ca= of Tls) the right one? ({error.verify_message})"
     )
 
 

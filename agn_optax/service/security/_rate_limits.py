@@ -96,7 +96,7 @@ class Limiter:
                 bucket.said = now
         if says:
             _log.warning(
-                "a caller has to wait: it makes more than %g calls a second", self.rate
+                "a caller is delayed: it makes more than %g calls a second", self.rate
             )
         if is_soon or is_held:
             time.sleep(min(wait, patience))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.service import _address
 from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, Reread
@@ -25,16 +26,16 @@ KEY = "AGN_OPTAX_TLS_KEY"
 
 
 class Tls(NamedTuple):
-    """The TLS settings of one end: `serve(tls=...)`, `connect(tls=...)`.
+    """The TLS settings of one end: `Security(tls=...)`, `connect(tls=...)`.
 
     Each field is the path of a PEM file, or the bytes of one. With all three at both
     ends, workers must have certificates, too (mutual TLS). Files are read again when
     they change. `tls` makes such a record and checks it.
 
     Args:
-      ca: certificate authorities that the other end's certificate is checked against. A
-        worker without it uses those of its operating system; a center without it does
-        not ask workers for certificates.
+      ca: CA certificates to verify the other end with; workers of a center that has
+        them must have certificates. A worker without them uses those of its operating
+        system.
       certificate: this end's certificate, with any intermediate certificates. A center
         needs one.
       key: the certificate's private key.
@@ -108,7 +109,7 @@ class Tls(NamedTuple):
             if error.reason == "KEY_VALUES_MISMATCH":
                 reason = "the key is not that of the certificate"
             raise errors.InvalidArgumentError(
-                f"certificates that do not work: {reason} ({self._said()})"
+                f"these certificates cannot be used: {reason} ({self._said()})"
             ) from None
         if reason := self.out_of_date():
             raise errors.InvalidArgumentError(reason)
@@ -173,7 +174,8 @@ def tls(
       key: the certificate's private key.
 
     Returns:
-      The settings, for `serve(tls=...)` and `connect(tls=...)`, which check them again.
+      The settings, for `Security(tls=...)` and `connect(tls=...)`. They are checked
+      again when they are used.
 
     Raises:
       InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;
@@ -185,7 +187,7 @@ def tls(
       ...     agn_optax.service.tls(ca=b"not a certificate")
       ... except agn_optax.errors.InvalidArgumentError as error:
       ...     print(error)
-      what was given is no PEM file: it has no BEGIN
+      the given value is no PEM file: it has no BEGIN
     """
     made = Tls(ca, certificate, key)
     made.context(serves=False)
@@ -219,18 +221,16 @@ def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
     if tls is not None and not isinstance(tls, Tls):
         raise errors.InvalidTypeError(f"tls must be a Tls, got {tls!r}")
     if tls is not None and credentials is not None:
-        raise errors.InvalidArgumentError(
-            "give tls= or credentials=, not both: gRPC's credentials are made of tls"
-        )
+        combinations.refuse("tls", "credentials", "both")
     if tls is not None or credentials is not None or insecure:
         return
     for address in addresses:
         if not _address.is_local(address):
             raise errors.InvalidArgumentError(
                 f"{address} is not for this machine only, and without credentials "
-                "everything would travel in plain text, for anybody to read and to "
-                "change: give tls= (--tls-...), or insecure=True (--insecure) in a "
-                "network that you trust"
+                "everything would travel in plain text, which can be read and changed "
+                "on the network: give tls= (--tls-...), or insecure=True (--insecure) "
+                "in a network that you trust"
             )
 
 
@@ -254,7 +254,7 @@ def _read(pem: Pem | None) -> bytes | None:
 
 
 def _name(pem: Pem) -> str:
-    return "what was given" if isinstance(pem, bytes) else str(pem)
+    return "the given value" if isinstance(pem, bytes) else str(pem)
 
 
 @contextlib.contextmanager

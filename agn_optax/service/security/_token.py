@@ -128,7 +128,7 @@ def _in_file(path: pathlib.Path) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(
             f"cannot read the token in {path}: {reason}"
         ) from None

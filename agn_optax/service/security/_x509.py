@@ -50,7 +50,7 @@ def read(der: bytes) -> Certificate:
         ]
         begins, ends = (_time(tag, value) for tag, value in _items(validity))
     except (ValueError, IndexError, StopIteration):
-        raise errors.InvalidArgumentError("it is no certificate of X.509") from None
+        raise errors.InvalidArgumentError("it is not an X.509 certificate") from None
     return Certificate(
         tuple(text for kind, text in said if kind == _NAME),
         tuple(text for kind, text in said if kind == _UNIT),

@@ -11,21 +11,17 @@ import threading
 import time
 import uuid
 import weakref
-from typing import Any
-
-import grpc
-import jax
+from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check
-from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
+from agn_optax._internal import check, combinations
+from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
-from agn_optax.service.security import _tls
-from agn_optax.service.security._access import Access, Door
-from agn_optax.service.security._tls import Tls
+from agn_optax.service.security._access import Door
 from agn_optax.service.server._servicer import Servicer
-from agn_optax.service.transports import HealthListener, Listener, Place, named
+from agn_optax.service.server._settings import Limits, Parent, Security
+from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
 from agn_optax.worker import Uplink
 
 PyTree = Any
@@ -147,95 +143,61 @@ def serve(
     params: PyTree = None,
     *,
     address: str = "127.0.0.1:0",
-    dtype: Any = None,
-    device: Any = "cpu",
-    mode: Mode | None = None,
-    barrier: int = 0,
-    max_workers: int = 64,
-    lease: float = 10.0,
-    memory: int | None = None,
-    calls: float | None = 20.0,
-    tls: Tls | None = None,
-    credentials: grpc.ServerCredentials | None = None,
-    insecure: bool = False,
-    access: Access | None = None,
-    reflection: bool | None = None,
-    direct: bool = True,
-    direct_address: str | None = None,
+    direct_address: str | Literal[False] | None = None,
     page: str | None = None,
     health_address: str | None = None,
-    parent: Center | None = None,
-    parent_period: int = 10,
-    name: str | None = None,
+    mode: Mode | None = None,
+    barrier: int = 0,
     durability: Durability | None = None,
-    refuse: Refuse | None = None,
+    dtype: Any = None,
+    device: Any = "cpu",
+    limits: Limits | None = None,
+    security: Security | None = None,
+    parent: Parent | None = None,
 ) -> Server:
     """Serve a center variable over gRPC, in threads of this process.
 
     Args:
       rule: a record of `agn_optax.rules`; workers must use the same rule.
       params: the first parameters; None leaves it to a chief to give them.
-      address: ``"host:port"``, with port 0 for any free port, or ``"unix:path"``.
-      dtype: floating dtype of the center; None keeps that of its first parameters.
-      device: the device that holds the center and runs its optimizer: a `jax.Device`,
-        or the name of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is
-        used.
-      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
-        `BoundedStaleness` or `Synchronous`.
-      barrier: number of workers that must have joined before any of them starts.
-      max_workers: maximum number of workers at a time.
-      lease: seconds after which a worker that lost its connection is given up.
-      memory: maximum number of bytes for the center, its optimizer's state and all
-        messages together. A worker whose message does not fit cannot join; the others
-        are not affected. None for no limit.
-      calls: rate limit, in calls per second that one caller may make in addition to its
-        exchanges (such as pulls and joins; a call that moves many bytes counts as
-        several), and in unauthenticated connections per second of one host. Further
-        ones wait or are rejected. A caller is a token or a certificate, or, without
-        either, a host. A caller may make 400 calls at once, plus those that all workers
-        make when they start. Status and health, snapshots, and calls that end something
-        have separate limits with the same rate and a burst of 400. None for no limit.
-      tls: this center's certificate and key, and the certificate authorities that
-        workers' certificates are checked against if they must have any; None for plain
-        text, which is only allowed within this machine.
-      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
-        have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
-      insecure: allows plain text beyond this machine, and unauthenticated callers.
-      access: access control: the callers and their roles. None admits everybody on this
-        machine, or, if ``tls`` asks for certificates, those whose certificates grant a
-        role.
-      reflection: whether to serve gRPC's reflection and channelz, which reveal methods,
-        calls and connections; None serves them only within this machine.
-      direct: also accepts exchanges without gRPC, which are faster: at another port,
-        encrypted as gRPC is, and in memory shared with processes of the same user on
-        this machine.
-      direct_address: ``"host:port"`` of that other port; None uses a free port of the
-        same host. Workers connect to it at the host by which they reach ``address``.
+      address: address to listen at: ``"host:port"``, with port 0 for any free port, or
+        ``"unix:path"``.
+      direct_address: address to listen at for exchanges without gRPC, which are faster:
+        ``"host:port"``; None for a free port of the same host. Workers connect to this
+        port at the host by which they reach ``address``. It is encrypted as gRPC is.
+        Processes of the same user on this machine also exchange in shared memory. False
+        serves gRPC alone.
       page: ``"host:port"`` of a web page that shows the center's activity, with
         ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
         0 uses a free one, see ``server.page_address``. None for no page.
-      health_address: ``"host:port"`` of a separate gRPC health service, in plain text
-        and open to anybody, for clients that have neither TLS nor a token, such as the
-        probes of Kubernetes. It serves nothing else. None for no such service.
-      parent: a center, such as `connect` returns, that this center is a worker of. The
-        workers of a site share this center, and the sites share the parent, by the
-        parent's rule. Without ``params``, the center starts from the parent's.
-      parent_period: exchanges of this center's workers between two exchanges with the
-        parent.
-      name: name of this center among the workers of its parent; None makes one up.
+      health_address: additional address of gRPC's health check, in plain text and for
+        every caller, as the probes of Kubernetes need it: ``"host:port"``; None for no
+        such address. It serves nothing else.
+      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
+        `BoundedStaleness` or `Synchronous`.
+      barrier: number of workers that must have joined before any of them starts.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process: if it is started again with this directory, the
         center and its workers continue. Only for a center without a parent. None keeps
         the center in memory.
-      refuse: an `agn_optax.center.Refuse` that says which messages are rejected; None
-        rejects those that are not finite, or would make the center nonfinite.
+      dtype: floating dtype of the center and its optimizer; None keeps that of the
+        first parameters.
+      device: platform whose first device holds the center and runs its optimizer, such
+        as ``"cpu"`` or ``"gpu"``. It may also be a `jax.Device`.
+      limits: limits on workers, messages, memory and calls, an
+        `agn_optax.service.Limits`; None for ``Limits()``.
+      security: certificates, and who may call, an `agn_optax.service.Security`; None
+        for ``Security()``, which serves everybody on this machine, and nobody else.
+      parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
+        None for no parent.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
 
     Raises:
-      InvalidArgumentError: a setting is out of range, or an address is not valid or
-        cannot be listened at.
+      InvalidTypeError: ``limits``, ``security`` or ``parent`` is of another type.
+      InvalidArgumentError: a setting is out of range, some do not go together, or an
+        address is not valid or cannot be listened at.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
         center on disk is of another model.
       RuleMismatchError: the center on disk has another rule.
@@ -251,124 +213,115 @@ def serve(
       [0. 0. 0.]
     """
     check_rule(rule)
-    _tls.check(tls, credentials, insecure, _address.check(address))
-    check.whole_number(memory, "memory", least=1)
-    if calls is not None:
-        check.rate(calls, "calls", low=0.0, high=math.inf, low_open=True)
-    addresses = [address]
-    if direct_address is not None:
-        if not direct:
-            raise errors.InvalidArgumentError(
-                f"direct_address={direct_address!r} and direct=False exclude each other"
-            )
-        _tls.check(tls, credentials, insecure, _address.check(direct_address))
-        addresses.append(direct_address)
-        if direct_address.startswith("unix:"):
-            raise errors.InvalidArgumentError(
-                f'direct_address must be "host:port", got {direct_address!r}: beside a '
-                "Unix socket there is another one anyway"
-            )
-    if page is not None:
-        if _address.check(page).startswith("unix:"):
-            raise errors.InvalidArgumentError(
-                f'page must be "host:port", got {page!r}: browsers know no Unix sockets'
-            )
-        _tls.check(tls, None, insecure, page)
-        addresses.append(page)
-    if health_address is not None and _address.check(health_address)[:5] == "unix:":
-        raise errors.InvalidArgumentError(
-            f'health_address must be "host:port", got {health_address!r}'
-        )
-    is_local = all(map(_address.is_local, addresses))
-    door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
-    if parent is not None and durability is not None:
-        raise errors.InvalidArgumentError(
-            "a center with a parent cannot outlive its process: what it owes to its "
-            "parent would be lost. Give the parent a durability"
-        )
-    center = LocalCenter(
+    limits = Limits() if limits is None else limits
+    security = Security() if security is None else security
+    what = "must be agn_optax.service"
+    check.instance(limits, Limits, f"limits {what}.Limits(...)")
+    check.instance(security, Security, f"security {what}.Security(...)")
+    if parent is not None:
+        check.instance(parent, Parent, f"parent {what}.Parent(...)")
+        if durability is not None:
+            combinations.refuse("durability", "a center with a parent", f"{durability}")
+    direct = direct_address is not False
+    settings = ListenSettings(
+        address,
+        None if direct_address is False else direct_address,
+        security.tls,
+        security.credentials,
+        page=page,
+        health=health_address,
+    )
+    is_local = _check_settings(settings, security)
+    door = Door(security.admitted(is_local=is_local))
+    reflects = is_local if security.reflection is None else security.reflection
+    settings = settings._replace(reflection=reflects)
+    center = PackedCenter(
         rule,
         params,
-        dtype=dtype,
-        device=_device(device),
         mode=mode,
         barrier=barrier,
-        max_workers=max_workers,
-        lease=lease,
-        refuse=refuse,
         durability=durability,
-        packs=True,
+        dtype=dtype,
+        device=device,
+        limits=limits.of_center,
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
-    upwards = "" if parent is None else getattr(parent, "address", "this process")
+    upwards = ""
+    if parent is not None:
+        upwards = getattr(parent.center, "address", "this process")
     with contextlib.ExitStack() as undone:
-        undone.callback(center.close, "nothing can listen at its address")
-        servicer = Servicer(center.core, door, kept, upwards, memory, calls)
-        tells = is_local if reflection is None else reflection
-        place = Place(
-            address, direct_address, tls, credentials, tells, page, health_address
-        )
-        server = Server(center, servicer, _listeners(servicer, place, direct=direct))
+        undone.callback(center.close, "the server could not be started")
+        servicer = Servicer(center.core, door, kept, upwards, limits)
+        server = Server(center, servicer, _listeners(servicer, settings, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
+            name = parent.name
             if name is None:  # centers of several hosts may have the same address
                 name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-            if hasattr(parent, "announce"):  # the parent is remote
-                parent.announce(server.address)
-            server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
+            if hasattr(parent.center, "announce"):  # the parent is remote
+                parent.center.announce(server.address)
+            server.uplink = Uplink(
+                center.core, parent.center, period=parent.period, name=name
+            )
         undone.pop_all()
     return server
 
 
-def _access(
-    access: Any, tls: Tls | None, *, insecure: bool, is_local: bool
-) -> Access | None:
-    """Return the access control of a server; None to admit everybody.
+def _check_settings(settings: ListenSettings, security: Security) -> bool:
+    """Check addresses; return whether they are reached only from this machine.
 
     Raises:
-      InvalidTypeError: ``access`` is not an `Access`.
-      InvalidArgumentError: anybody beyond this machine could change the center.
+      InvalidArgumentError: an address is not valid, or plain text would leave this
+        machine.
+      InvalidTypeError: an address is not a string.
     """
-    if access is not None:
-        if not isinstance(access, Access):
-            raise errors.InvalidTypeError(f"access must be an Access, got {access!r}")
-        return access
-    if insecure:
-        return None
-    if tls is not None and tls.ca is not None:
-        return Access()
-    if not is_local:
+    addresses = [settings.address]
+    security.check(_address.check(settings.address))
+    if settings.direct_address is not None:
+        security.check(_address.check(settings.direct_address))
+        addresses.append(settings.direct_address)
+        if settings.direct_address.startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'direct_address must be "host:port", got {settings.direct_address!r}: '
+                "beside a Unix socket, direct connections use a Unix socket, too"
+            )
+    if settings.page is not None:
+        if _address.check(settings.page).startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'page must be "host:port", got {settings.page!r}: a browser cannot '
+                "open a Unix socket"
+            )
+        security.check(settings.page, by_grpc=False)
+        addresses.append(settings.page)
+    if settings.health is not None and _address.check(settings.health)[:5] == "unix:":
         raise errors.InvalidArgumentError(
-            "whoever reaches it beyond this machine could change the center: give "
-            "access=Access(...) (--tokens), ask workers for certificates with the ca= "
-            "of tls (--tls-client-ca), or say insecure=True (--insecure) in a network "
-            "that you trust"
+            f'health_address must be "host:port", got {settings.health!r}'
         )
-    return None
+    return all(map(_address.is_local, addresses))
 
 
 def _listeners(
-    servicer: Servicer, place: Place, *, direct: bool
+    servicer: Servicer, settings: ListenSettings, *, direct: bool
 ) -> dict[str, Listener]:
     """Start the service's listeners of all transports, the page and health checks."""
     made: dict[str, Listener] = {}
     with contextlib.ExitStack() as stack:
         for transport in named(None if direct else ["grpc"]):
             try:
-                listener = transport.listen(servicer, place)
+                listener = transport.listen(servicer, settings)
             except OSError as error:  # workers can still use gRPC
-                _log.warning("nobody is listened to by %s: %s", transport.name, error)
+                _log.warning("no connections by %s: %s", transport.name, error)
                 continue
             if listener is not None:
                 made[transport.name] = listener
                 stack.callback(listener.close, timeout=5.0)
-        if place.page is not None:
+        if settings.page is not None:
             from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
 
-            made["page"] = Page(servicer, place.page, place.tls)
+            made["page"] = Page(servicer, settings.page, settings.tls)
             stack.callback(made["page"].close, timeout=5.0)
-        if place.health is not None:
-            made["health"] = HealthListener(servicer, place.health)
+        if settings.health is not None:
+            made["health"] = HealthListener(servicer, settings.health)
             stack.callback(made["health"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]
         servicer.listens_at = made["grpc"].address
@@ -378,15 +331,3 @@ def _listeners(
             listener.start()
         stack.pop_all()
     return made
-
-
-def _device(device: Any) -> jax.Device:
-    if not isinstance(device, str):
-        return device
-    try:
-        return jax.devices(device)[0]
-    except RuntimeError as error:
-        raise errors.InvalidArgumentError(
-            f"device must be a jax.Device or the name of a platform, got {device!r} "
-            f"({error})"
-        ) from None

@@ -20,12 +20,13 @@ from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
 from agn_optax.center import (
-    MOST_REPORTED,
     Answer,
     Core,
+    KeptAnswer,
     LocalSession,
     Member,
     Packed,
+    Snapshot,
     Version,
     let_go,
 )
@@ -51,6 +52,7 @@ from agn_optax.service.security._rate_limits import (
     Limiter,
     Places,
 )
+from agn_optax.service.server._settings import Limits
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
@@ -63,6 +65,7 @@ from agn_optax.service.wire._packets import (
     of_bytes,
 )
 from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._submission import snapshot_of, submission_of
 from agn_optax.service.wire._versions import installed
 
 PyTree = Any
@@ -124,12 +127,10 @@ class Servicer:
       door: the authenticator of callers.
       dtype: the floating dtype that was chosen for the center; "" if none was.
       parent: address of the center that this one is a worker of; "" if none.
-      memory: maximum number of bytes for the center and all messages together; None for
-        no limit.
-      calls: calls per second that one caller may make in addition to its exchanges;
-        None for no limit.
+      limits: the limits of the service.
 
     Attributes:
+      limits: the limits of the service.
       transfers: frames that are being sent or received.
       workers: maximum number of workers.
     """
@@ -138,18 +139,17 @@ class Servicer:
         self,
         core: Core,
         door: Door,
-        dtype: str = "",
-        parent: str = "",
-        memory: int | None = None,
-        calls: float | None = None,
+        dtype: str,
+        parent: str,
+        limits: Limits,
     ) -> None:
         self.core = core
         self.door = door
         self.transfers = Transfers()
-        self.workers = core.ledger.max_workers or _MANY
-        self._limiter = Limiter(calls)
-        self._ports = Limiter(None if calls is None else ACCEPTED)
-        self._memory = memory
+        self.limits = limits
+        self.workers = limits.max_workers or _MANY
+        self._limiter = Limiter(limits.calls)
+        self._ports = Limiter(None if limits.calls is None else ACCEPTED)
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
         self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
         self._initializations = Places(1, 1)
@@ -162,7 +162,7 @@ class Servicer:
         # which on a busy machine could take longer than the timeout of their retries.
         self._rule = fingerprint(core.rule)
         self._started = time.monotonic()
-        lease = core.ledger.lease
+        lease = limits.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
         self._idle = threading.Condition()
@@ -240,9 +240,9 @@ class Servicer:
     def _admit(self, key: Hashable, size: float, tokens: float = 1.0) -> None:
         if not self._limiter.take(key, size, tokens):
             raise errors.CenterBusyError(
-                f"too many calls: a caller may make {self._limiter.rate:g} a second "
-                f"beside its exchanges, after {size:.0f} at once, and one that moves "
-                "many bytes counts as many; try again"
+                f"too many calls: beside its exchanges, a caller may make {size:.0f} "
+                f"calls at once and then {self._limiter.rate:g} a second, and a call "
+                "that moves many bytes counts as several; try again"
             )
 
     def admit_host(self, host: str) -> None:
@@ -347,7 +347,7 @@ class Servicer:
             rule=self._rule,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
-            lease=self.core.ledger.lease,
+            lease=self.limits.lease,
             heartbeat=self._heartbeat,
             waiting_interval=WAITING_INTERVAL + LONGEST,
             mode=repr(self.core.ledger.mode),
@@ -355,9 +355,8 @@ class Servicer:
             barrier=self.core.ledger.barrier,
             offers=self._offers_to(caller),
             versions=installed(),
-            grace=self.core.ledger.round_grace,
+            grace=self.core.ledger.mode.round_grace,
             stop_grace=self.stop_grace,
-            takes_weights=True,
         )
         return pb.Described(
             description=said.SerializeToString(),
@@ -377,7 +376,7 @@ class Servicer:
                 return pb.Initialized(version=version)
             # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
-                "another worker initializes this center; try again"
+                "another worker is initializing this center; try again"
             )
             with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
                 return self._initialize(start, reader, context, caller)
@@ -424,13 +423,13 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        if self._memory is not None and schema.size > self._memory:
+        if self.limits.memory is not None and schema.size > self.limits.memory:
             raise errors.CenterFullError(
                 f"the parameters have {schema.size} bytes, and this center may use "
-                f"{self._memory}: serve it with more memory="
+                f"{self.limits.memory}: serve it with more memory="
             )
         if not self._next(reader, context).HasField("parameters"):
-            raise errors.ProtocolError("parameters were expected, got another packet")
+            raise errors.ProtocolError("expected parameters, got another frame")
         buffer = reader.buffer(schema, "the parameters")
         params = _trees.build(schema, schema.views(buffer))
         return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
@@ -438,7 +437,7 @@ class Servicer:
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """Send the current version of the center."""
         caller.check("Pull")
-        many = errors.CenterBusyError("too many pulls wait already; try again")
+        many = errors.CenterBusyError("too many pulls are already waiting; try again")
         with self._pulling.one(caller.key, many):
             yield from self._pull(request, caller)
 
@@ -452,11 +451,9 @@ class Servicer:
             yield _WAITING
         try:
             with self.core.reading(kept=True) as version:
-                public = request.public
+                pulled, schema = Snapshot(None, version.number), self._travels.center
                 # The version is held until it is sent: the arrays are views of it.
-                yield self._parcel(
-                    version, self._travels.center, public=public, applied=True
-                )
+                yield self._parcel(version, pulled, schema, public=request.public)
         finally:
             self._pulls.give_back(caller.key)
 
@@ -508,15 +505,15 @@ class Servicer:
         The rate limit is applied after the answer, so that its wait is not measured.
         """
         caller.check("Probe")
-        busy = errors.CenterBusyError("others measure already; try again")
+        busy = errors.CenterBusyError("other callers are already measuring; try again")
         with self._probing.one(caller.key, busy, _STALLED / 2):
             while control is not None:
                 if not control.HasField("probe"):
-                    raise errors.ProtocolError("a probe was expected")
+                    raise errors.ProtocolError("expected a probe, got another frame")
                 probe = control.probe
                 if max(probe.size, probe.answer) > MOST_PROBED:
                     raise errors.ProtocolError(
-                        f"a probe has at most {MOST_PROBED} bytes each way, got "
+                        f"a probe must have at most {MOST_PROBED} bytes each way, got "
                         f"{probe.size} and {probe.answer}"
                     )
                 if probe.size:
@@ -537,8 +534,8 @@ class Servicer:
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
-                "was started anew, or from a snapshot, and has not all that was "
-                "exchanged. Adopt what it has with start()"
+                "was started anew, or from a snapshot, and may lack exchanges. Adopt "
+                "its parameters with start()"
             )
         if not context.is_active():
             return  # the worker may already be back in another call
@@ -575,7 +572,7 @@ class Servicer:
                     let_go()
                 continue
             if not control.HasField("message"):
-                raise errors.ProtocolError("a message was expected, got another packet")
+                raise errors.ProtocolError("expected a message, got another frame")
             yield from self._exchange(session, control.message, reader)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
@@ -586,8 +583,8 @@ class Servicer:
             caller.check("Alive")
             if len(lives) > self.workers:
                 raise errors.ProtocolError(
-                    f"this center has {self.workers} workers at most, got signs of "
-                    f"life of {len(lives)}"
+                    f"this center has at most {self.workers} workers, got heartbeats "
+                    f"of {len(lives)}"
                 )
             for worker, _ in lives:
                 caller.check("Alive", worker)
@@ -663,7 +660,7 @@ class Servicer:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")
         self.is_drained = True
-        _log.warning("draining, as %s has asked for", caller.said)
+        _log.warning("draining, as requested by %s", caller.said)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
@@ -705,7 +702,7 @@ class Servicer:
             if now is not caller:
                 now.check("Exchange", worker)
         except errors.NotAllowedError as error:
-            raise errors.CenterUnreachableError(f"not any more: {error}") from None
+            raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
         return now
 
     @functools.cached_property
@@ -736,14 +733,14 @@ class Servicer:
         written. If answers are differences, a version is as large as two centers, and
         the recent differences together are smaller than one center.
         """
-        if self._memory is None or not self.core.is_initialized:
+        if self.limits.memory is None or not self.core.is_initialized:
             return None
         versions = (2 + _MOST_PULLS) * self._travels.center.size
         if self._travels.differences is not None:  # plus the broadcast parameters
             versions = 2 * versions + self._travels.center.size
         taken = versions + self.core.store.state_bytes
         each = self._travels.message.size + _OVERHEAD
-        return max(0, (self._memory - taken) // each)
+        return max(0, (self.limits.memory - taken) // each)
 
     @contextmanager
     def _receiving(
@@ -804,8 +801,8 @@ class Servicer:
         schema = self._travels.message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
-                "the message is of another tree than the center's; the worker must "
-                "describe the center again"
+                "the message does not match the center's tree; the worker must ask for "
+                "the center's description again"
             )
         return schema
 
@@ -814,35 +811,21 @@ class Servicer:
     ) -> Iterator[Parcel]:
         traffic = self._traffic_of(session.worker)
         with self._counting("_talking"), ExitStack() as busy:
-            answer = yield from self._settled(session, message, reader, busy, traffic)
-            norm = None if answer.norm is None else float(answer.norm)
-            traffic.norm = traffic.norm if norm is None else norm
-            self.tell(
-                "exchange",
-                session.worker,
-                session.incarnation,
-                answer.sequence,
-                message.steps,
-                answer.staleness,
-                answer.applied,
-                answer.refused,
-            )
-            with self.core.reading(answer.version) as version:
-                said = {
-                    "staleness": answer.staleness,
-                    "norm": norm,
-                    "applied": answer.applied,
-                    "refused": answer.refused,
-                    "sequence": answer.sequence,
-                    "pace": answer.pace,
-                }
-                parcel = self._followed(version, message, said) or self._parcel(
-                    version, self._travels.answer, public=True, **said
+            kept = yield from self._settled(session, message, reader, busy, traffic)
+            answer = kept.answer
+            if answer.norm is not None:
+                traffic.norm = float(answer.norm)
+                answer = answer._replace(norm=traffic.norm)
+            life = session.worker, session.incarnation
+            self.tell("exchange", *life, message.steps, answer)
+            with self.core.reading(kept.version) as version:
+                parcel = self._followed(version, answer, message) or self._parcel(
+                    version, answer, self._travels.answer, public=True
                 )
-                if answer.recorded:
+                if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.
-                    parcel.until = functools.partial(session.wait_until_kept, answer)
+                    parcel.until = functools.partial(session.wait_until_kept, kept)
                 self._count(traffic, sent=parcel.nbytes)
                 yield parcel
 
@@ -853,7 +836,7 @@ class Servicer:
         reader: Reader,
         busy: ExitStack,
         traffic: _Traffic,
-    ) -> Generator[Parcel, None, Answer]:
+    ) -> Generator[Parcel, None, KeptAnswer]:
         """Receive and apply a message; return its answer.
 
         The message's memory is not referenced any more when this returns.
@@ -865,16 +848,10 @@ class Servicer:
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
         self._count(traffic, received=schema.size)
-        traffic.period = message.steps
-        traffic.reported = _reported(message)  # every message has all numbers
-        submit = functools.partial(
-            session.submit,
-            message.sequence,
-            self._contribution(schema, buffer),
-            anchor_version=message.anchor_version,
-            steps=message.steps,
-            weight=message.weight if message.HasField("weight") else None,
-        )
+        submission = submission_of(message, self._contribution(schema, buffer))
+        traffic.period = submission.steps
+        traffic.reported = dict(submission.reported or {})  # each message has them all
+        submit = functools.partial(session.submit, submission)
         if schema.hash not in self._compiled:  # its programs may take minutes
             submitted = in_background(submit, "agn-optax first exchange")
             while wait([submitted], WAITING_INTERVAL).not_done:
@@ -886,16 +863,16 @@ class Servicer:
                 yield _WAITING
             try:
                 submit()
-                answer = session.answer(message.sequence, timeout=0.0)
-                if answer is not None and self._talking > 1:
-                    return self._moved_out(session, answer, schema, buffer)
+                kept = session.answer(message.sequence, timeout=0.0)
+                if kept is not None and self._talking > 1:
+                    return self._moved_out(session, kept, schema, buffer)
             finally:
                 self._turn.release()
         else:
             submit()
-        while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
+        while (kept := session.answer(message.sequence, WAITING_INTERVAL)) is None:
             yield _WAITING
-        return answer
+        return kept
 
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
@@ -917,28 +894,32 @@ class Servicer:
         return _trees.build(schema, schema.views(buffer), like)
 
     def _moved_out(
-        self, session: LocalSession, answer: Answer, schema: Schema, buffer: np.ndarray
-    ) -> Answer:
+        self,
+        session: LocalSession,
+        kept: KeptAnswer,
+        schema: Schema,
+        buffer: np.ndarray,
+    ) -> KeptAnswer:
         """Return an answer that is copied over its message, if it has the same schema.
 
         The version itself, while it was being sent, would prevent other messages from
         updating the center in place. The copy takes less time than the allocation of
         another version.
         """
-        if schema.hash != self._travels.center.hash or answer.recorded:
-            return answer  # the journal may still read a recorded message
-        with self.core.reading(answer.version) as version, self.core.reading() as now:
+        if schema.hash != self._travels.center.hash or kept.recorded:
+            return kept  # the journal may still read a recorded message
+        with self.core.reading(kept.version) as version, self.core.reading() as now:
             # Wait until the message is no longer read. Later versions depend on it, but
             # the answer's version does not if the rule adopts the version before.
             jax.block_until_ready(
-                (version.params, now.params, answer.norm, answer.read)
+                (version.params, now.params, kept.answer.norm, kept.read)
             )
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
-        return session.replace(answer, Packed(*sent.views(buffer)))
+        return session.replace(kept, Packed(*sent.views(buffer)))
 
     def _followed(
-        self, version: Version, message: pb.Message, said: dict[str, Any]
+        self, version: Version, answer: Answer, message: pb.Message
     ) -> Parcel | None:
         """Return an answer as differences from the worker's anchor.
 
@@ -955,20 +936,21 @@ class Servicer:
         schema = travels.differences(len(made))
         if schema.size >= travels.answer.size:
             return None
-        snapshot = pb.Snapshot(
-            version=version.number,
-            schema_hash=schema.hash,
-            differences=len(made),
-            **said,
-        )
+        count = len(made)
+        snapshot = snapshot_of(answer, schema_hash=schema.hash, differences=count)
         arrays = _trees.host_arrays(made, schema)
         return Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
 
     def _parcel(
-        self, version: Version, schema: Schema, *, public: bool, **said: Any
+        self,
+        version: Version,
+        record: Answer | Snapshot,
+        schema: Schema,
+        *,
+        public: bool,
     ) -> Parcel:
         """Return the frame with a version, with views of its arrays if possible."""
-        snapshot = pb.Snapshot(version=version.number, schema_hash=schema.hash, **said)
+        snapshot = snapshot_of(record, schema_hash=schema.hash)
         store = self.core.store
         read = store.public if public else store.tree
         params = version.params if self._packed else read(version)
@@ -992,18 +974,12 @@ def _unheard(*said: object) -> None:
     """Ignore an event, because there is no monitor."""
 
 
-def _reported(message: pb.Message) -> dict[str, float]:
-    """Return the numbers that a message reports, bounded in number and name length."""
-    said = sorted(message.reported.items())[:MOST_REPORTED]
-    return {name[:MOST_REPORTED]: value for name, value in said}
-
-
 def _check_name(name: str, least: int = 1) -> None:
     """Check the length of a worker's name or of a session id."""
     if not least <= len(name.encode()) <= _MOST_NAME:
         raise errors.ProtocolError(
-            f"the names of a worker and of its incarnation have {least} to "
-            f"{_MOST_NAME} bytes, got {len(name.encode())}: {name[:40]!r}"
+            f"a worker's name and its session id must have {least} to {_MOST_NAME} "
+            f"bytes, got {len(name.encode())}: {name[:40]!r}"
         )
 
 
@@ -1015,7 +991,7 @@ def _control(reader: Reader) -> pb.Frame:
     """
     control = reader.control()
     if control is None:
-        raise errors.ProtocolError("a call ended where a packet was expected")
+        raise errors.ProtocolError("expected a frame, but the call ended")
     return control
 
 

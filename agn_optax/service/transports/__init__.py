@@ -16,7 +16,7 @@ from agn_optax.service.transports._memory import MEMORY
 from agn_optax.service.transports._socket import SOCKET
 from agn_optax.service.transports._transport import Link as Link
 from agn_optax.service.transports._transport import Listener as Listener
-from agn_optax.service.transports._transport import Place as Place
+from agn_optax.service.transports._transport import ListenSettings as ListenSettings
 from agn_optax.service.transports._transport import Target as Target
 from agn_optax.service.transports._transport import Transport as Transport
 

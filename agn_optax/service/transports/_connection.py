@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
+from agn_optax._internal import Backoff
 from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import LEAST_RATE, watchdog
@@ -44,6 +45,7 @@ SOON = 2.0
 # reconnects within five seconds after an outage, even if its old connections hang.
 FIRST_WORD = 3.5
 
+_BACKOFF = Backoff(first=0.1, longest=1.0)
 _MOST_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
 # gRPC's text for a connection that cannot be made, and its reasons if no host answers.
 _CONNECTING = "failed to connect to all addresses"
@@ -129,7 +131,7 @@ class Connection:
         if self.unreachable_since is not None:
             within = SOON
         end = begin + min(self.timeout, within)
-        attempts, is_told = 0, False
+        attempts, is_told, pauses = 0, False, _BACKOFF.pauses()
         while True:
             attempts += 1
             began = time.monotonic()
@@ -147,7 +149,7 @@ class Connection:
             # The center responded during this attempt, so the timeout begins again. A
             # center that only responds that it is closed does not restart the timeout.
             if self._served > began:
-                begin, attempts = self._heard, 1
+                begin, attempts, pauses = self._heard, 1, _BACKOFF.pauses()
                 end = max(begin + self.timeout, now + SOON)
                 end = min(end, now + within)
             if is_busy:
@@ -164,10 +166,10 @@ class Connection:
                 is_told = True
             if not is_busy and self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
-            pause = min(1.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
             if now + pause > end and is_busy:
                 raise errors.CenterBusyError(
-                    f"the center at {self.address} answers, and has not taken this "
+                    f"the center at {self.address} answers, but has not accepted this "
                     f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
                 )
             if now + pause > end:
@@ -369,7 +371,7 @@ class Connection:
                 if time.monotonic() >= until:
                     raise TimeoutError from None
                 self._renew(patience)
-                silence = f"nothing came for {patience:.3g} s, or far too slowly"
+                silence = f"no data came for {patience:.3g} s, or far too slowly"
                 raise errors.CenterUnreachableError(silence) from None
             # The ended call knows the reason best.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
@@ -425,8 +427,8 @@ def description_in(said: pb.Described) -> pb.Description:
     size = len(said.description)
     if size > _MOST_DESCRIPTION:
         raise errors.ProtocolError(
-            f"a description has at most {_MOST_DESCRIPTION} bytes beside its schema, "
-            f"got {size}"
+            f"a description must have at most {_MOST_DESCRIPTION} bytes beside its "
+            f"schema, got {size}"
         )
     try:
         description = pb.Description.FromString(said.description)

@@ -150,7 +150,7 @@ class GrpcListener(_OfServer):
       place: listening settings.
     """
 
-    def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
+    def __init__(self, servicer: Servicer, place: _transport.ListenSettings) -> None:
         super().__init__()
 
         def let_in(context: Any) -> Hashable:
@@ -228,13 +228,13 @@ class HealthListener(_OfServer):
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
         )
-        self.address = _listening(self._server, _transport.Place(address))
+        self.address = _listening(self._server, _transport.ListenSettings(address))
 
     def close(self, timeout: float) -> None:
         self._server.stop(grace=0.0).wait(timeout)
 
 
-def _listening(server: grpc.Server, place: _transport.Place) -> str:
+def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
     address, credentials = place.address, place.credentials
     _check_free(address)
@@ -249,7 +249,7 @@ def _listening(server: grpc.Server, place: _transport.Place) -> str:
         reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: {reason}. Perhaps another process does; port "
-            "0 takes one that is free"
+            "0 takes a free port"
         ) from None
     if address.startswith("unix:"):
         return address
@@ -430,8 +430,8 @@ class _Guard(grpc.ServerInterceptor):
     def _streamed(self, answer: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         """Return a handler with a time limit; each message counts as a call."""
         busy = errors.CenterBusyError(
-            f"too many calls: {_MOST_OF_ONE} streams of one caller and {_MOST_STREAMS} "
-            "of all may look at a time; try again"
+            f"too many calls: at most {_MOST_OF_ONE} streams of one caller and "
+            f"{_MOST_STREAMS} of all callers are served at a time; try again"
         )
 
         def admitted(said: Iterator[Any], context: Any) -> Iterator[Any]:

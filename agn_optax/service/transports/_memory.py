@@ -78,7 +78,9 @@ class MemoryLink(_socket.SocketLink):
             return super().buffer(schema, what)
         answer, self._answer = self._answer, None
         if answer is None or answer.size < schema.size:
-            raise errors.ProtocolError(f"{what} lies in a segment of its own")
+            raise errors.ProtocolError(
+                f"{what} must be in the segment that was offered for it"
+            )
         return answer[: schema.size]
 
     def _share(self, parcel: Parcel) -> bool:
@@ -177,7 +179,9 @@ class MemoryAccepted(_socket.Accepted):
             if number and number not in self._segments:
                 raise errors.ProtocolError(f"segment {number} was never attached")
         if frame.segment and frame.segment == frame.answer_segment:
-            raise errors.ProtocolError("an answer needs another segment than a message")
+            raise errors.ProtocolError(
+                "an answer must have another segment than its message"
+            )
         self._segment, self._answer_segment = frame.segment, frame.answer_segment
         return frame
 
@@ -189,7 +193,7 @@ class MemoryAccepted(_socket.Accepted):
         there = self._segments[self._segment]
         if there.size < schema.size:
             raise errors.ProtocolError(
-                f"{what} has {schema.size} bytes, and its segment {there.size}"
+                f"{what} has {schema.size} bytes, but its segment {there.size}"
             )
         buffer = self._buffers.take(schema.size)
         _buffers.copy([(buffer, there[: schema.size])], schema.size)
@@ -215,7 +219,7 @@ class MemoryAccepted(_socket.Accepted):
         there = self._segments[self._answer_segment]
         if there.size < parcel.nbytes:
             raise errors.ProtocolError(
-                f"an answer has {parcel.nbytes} bytes, and its segment {there.size}"
+                f"an answer has {parcel.nbytes} bytes, but its segment {there.size}"
             )
         _buffers.write(parcel.schema, parcel.arrays, there)
         parcel.control.segment = self._answer_segment
@@ -271,7 +275,7 @@ def attach(descriptor: int, size: int) -> np.ndarray:
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise errors.ProtocolError(f"no segment of memory: {error}") from None
+        raise errors.ProtocolError(f"not a memory segment: {error}") from None
     there = os.fstat(descriptor).st_size
     if seals & _SEALS != _SEALS or not there >= size > 0:
         raise errors.ProtocolError(
@@ -293,7 +297,9 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
 # The Unix socket. Its data stays on this machine and is not encrypted.
 
 
-def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+def _listen(
+    servicer: Servicer, place: _transport.ListenSettings
+) -> _transport.Listener | None:
     """Listen for processes of the same user."""
     del place
     if not IS_SUPPORTED:

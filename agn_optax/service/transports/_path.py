@@ -89,7 +89,7 @@ def connected(host: str, port: int, timeout: float, route: Route) -> socket.sock
                 end.settimeout(timeout)
                 if route.interface:
                     if not _IS_LINUX:
-                        raise OSError("only Linux connects by an interface of choice")
+                        raise OSError("only Linux connects by a chosen interface")
                     name = route.interface.encode() + b"\0"
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
                 if route.segment:

@@ -63,7 +63,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         program answers.
     """
     if target.offer is None:
-        raise OSError("the center offers none")
+        raise OSError("the center does not offer it")
     where, center = target.offer.address, target.connection.address
     with contextlib.ExitStack() as closing:
         if where.startswith("unix:"):
@@ -94,11 +94,13 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
             heard = end.recv(1)
             if not heard:
-                raise ConnectionError("the greeting was refused")
+                raise ConnectionError("the handshake was rejected")
             line += heard
         if line != GREETING:
             said = line.decode("ascii", "replace").strip()
-            raise ConnectionError(f"what answers is no center, or refuses: {said}")
+            raise ConnectionError(
+                f"the other end is no center, or rejects the handshake: {said}"
+            )
         end.settimeout(None)  # the watchdog has the timeouts from now on
         closing.pop_all()
         return end
@@ -143,7 +145,7 @@ class SocketLink(_transport.Link):
 # The service's end.
 
 
-def listening_at(place: _transport.Place) -> socket.socket:
+def listening_at(place: _transport.ListenSettings) -> socket.socket:
     """Return a socket that listens at the port for direct connections.
 
     Raises:
@@ -158,7 +160,7 @@ def listening_at(place: _transport.Place) -> socket.socket:
             raise
         raise errors.InvalidArgumentError(
             f"cannot listen at {place.direct_address}: {error}. Perhaps another "
-            "process does; port 0 takes one that is free"
+            "process does; port 0 takes a free port"
         ) from None
 
 
@@ -283,7 +285,7 @@ class SocketListener(_transport.Listener):
         user, own = _user(end), os.geteuid()
         if user in (own, 0):
             return ""
-        return f"it is for processes of user {own}, and this is of {user}"
+        return f"it is for processes of user {own}, got one of user {user}"
 
     def _accept(self) -> None:
         ends = connections(self._listening, lambda: self._closed, self._servicer)
@@ -295,7 +297,7 @@ class SocketListener(_transport.Listener):
             try:
                 self._threads.submit(self._serve, end, whence if lets_in else None)
             except Exception as error:  # for example, no thread can be started
-                _log.warning("a direct connection is refused: %s", error)
+                _log.warning("a direct connection is rejected: %s", error)
                 end.close()
 
     def _shows_key(self, end: socket.socket) -> bool:
@@ -365,7 +367,7 @@ class SocketListener(_transport.Listener):
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
         if refused := self.why_not(end):
-            _log.warning("a worker is refused: %s", refused)
+            _log.warning("a worker is rejected: %s", refused)
             end.sendall(refused.encode("ascii", "replace")[: _LONGEST_LINE - 1] + b"\n")
             return None
         end.sendall(GREETING)
@@ -605,13 +607,15 @@ def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
 # At a port, or at a Unix socket if gRPC uses one.
 
 
-def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+def _listen(
+    servicer: Servicer, place: _transport.ListenSettings
+) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
     if place.credentials is not None and place.tls is None:
         if place.direct_address is not None:
             raise errors.InvalidArgumentError(
-                "direct_address needs tls= instead of credentials=: those of gRPC "
-                "cannot encrypt any other connection"
+                "direct_address needs tls= instead of credentials=: credentials of "
+                "gRPC cannot encrypt any other connection"
             )
         _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
         return None

@@ -30,7 +30,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
 
 
-class Place(NamedTuple):
+class ListenSettings(NamedTuple):
     """Listening settings of a service.
 
     Attributes:
@@ -193,5 +193,5 @@ class Transport(NamedTuple):
     """
 
     name: str
-    listen: Callable[[Servicer, Place], Listener | None]
+    listen: Callable[[Servicer, ListenSettings], Listener | None]
     dial: Callable[[Target], Link]

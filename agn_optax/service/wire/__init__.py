@@ -1,8 +1,9 @@
 """Trees as bytes.
 
 `_schema` is the layout of leaves in one buffer (and depends on NumPy only), `_casting`
-casts dtypes by XLA, `_trees` converts JAX trees, `_packets` has the frames that are
-sent, and `_buffers` the memory in which they are received.
+casts dtypes by XLA, `_trees` converts JAX trees, `_submission` the records of an
+exchange, `_packets` has the frames that are sent, and `_buffers` the memory in which
+they are received.
 """
 
 from agn_optax.service.wire._trees import from_bytes as from_bytes

@@ -62,6 +62,12 @@ class Parcel:
     def __exit__(self, *exception: object) -> None:
         self.arrays = ()
 
+    def copy(self) -> Parcel:
+        """Return a copy of the frame to send, which a transport may change."""
+        control = pb.Frame()
+        control.CopyFrom(self.control)
+        return dataclasses.replace(self, control=control)
+
     def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
         """Yield the frame in nonempty pieces, most of which are views of the arrays.
 
@@ -149,7 +155,7 @@ class Reader:
         """
         if self._follows:
             raise errors.ProtocolError(
-                f"a buffer of {self._follows} bytes came with what has none"
+                f"a buffer of {self._follows} bytes came with a frame that has none"
             )
         head = bytearray(HEAD.size)
         first = self._some(memoryview(head))
@@ -160,14 +166,15 @@ class Reader:
             length, follows = HEAD.unpack(head)
             if length > MOST_CONTROL:  # checked before memory is allocated
                 raise errors.ProtocolError(
-                    f"a control part has at most {MOST_CONTROL} bytes, got {length}"
+                    f"a control message must have at most {MOST_CONTROL} bytes, got "
+                    f"{length}"
                 )
             control = bytearray(length)
             self._fill(memoryview(control))
         try:
             frame = pb.Frame.FromString(bytes(control))
         except DecodeError as error:
-            raise errors.ProtocolError(f"not a control part: {error}") from None
+            raise errors.ProtocolError(f"not a control message: {error}") from None
         self._follows = follows
         return frame
 
@@ -192,7 +199,7 @@ class Reader:
         while view:
             got = self._some(view)
             if not got:
-                raise EOFError("it ends within a packet")
+                raise EOFError("the stream ends within a frame")
             view = view[got:]
 
     def _some(self, view: memoryview) -> int:

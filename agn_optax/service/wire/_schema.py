@@ -68,7 +68,7 @@ class Schema(Description):
         for leaf in self.leaves:
             if leaf.dtype not in _DTYPES:
                 raise errors.ProtocolError(
-                    f"leaf {leaf.path} has dtype {leaf.dtype!r}, which does not travel"
+                    f"leaf {leaf.path} has dtype {leaf.dtype!r}, which cannot be sent"
                 )
             try:  # checks the shape without allocating an array
                 np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
@@ -77,7 +77,7 @@ class Schema(Description):
                     f"leaf {leaf.path} has shape {list(leaf.shape)}: {error}"
                 ) from None
             if leaf.path in paths:
-                raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
+                raise errors.ProtocolError(f"leaf {leaf.path} occurs twice")
             paths.add(leaf.path)
             # The layout of a flattened center, whose array may then be this buffer.
             dtype = np.dtype(leaf.dtype)
@@ -102,7 +102,7 @@ class Schema(Description):
         if dtype not in self._casts:
             if dtype not in _FLOATS:
                 raise errors.ProtocolError(
-                    f"floats travel as one of {', '.join(_FLOATS)}, got {dtype!r}"
+                    f"floats must be sent as one of {', '.join(_FLOATS)}, got {dtype!r}"
                 )
             self._casts[dtype] = Schema(
                 [

@@ -64,7 +64,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         return errors.NotAllowedError(f"{error.code().name}: {error.details()}")
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(
-            f"what answers at {address} is no center of agn_optax ({error.details()})"
+            f"the server at {address} is no center of agn_optax ({error.details()})"
         )
     if error.code() == grpc.StatusCode.NOT_FOUND:  # from the server's health service
         return errors.ProtocolError(
@@ -78,7 +78,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
 def refused(error: Exception) -> pb.Refused:
     """Return an exception's kind and text as a protobuf message."""
     if isinstance(error, MemoryError):
-        error = errors.CenterFullError("no memory for such a tree")
+        error = errors.CenterFullError("not enough memory for this tree")
     elif isinstance(error, EOFError):
         error = errors.ProtocolError(str(error))
     elif not isinstance(error, errors.AgnOptaxError):

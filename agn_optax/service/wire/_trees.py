@@ -145,7 +145,7 @@ def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
         treedef = jax.tree.structure(tree)
         if plan_of(treedef).paths == paths:
             return treedef
-    raise errors.ProtocolError("the structure of a tree is not that of its leaves")
+    raise errors.ProtocolError("the structure of a tree does not match its leaves")
 
 
 def _plain(tree: PyTree) -> PyTree:
@@ -216,7 +216,7 @@ def from_bytes(data: bytes) -> Schema:
             if len(leaf.shape) > MOST_DIMENSIONS:
                 raise errors.ProtocolError(
                     f"leaf {leaf.path} has {len(leaf.shape)} dimensions, and at most "
-                    f"{MOST_DIMENSIONS} travel"
+                    f"{MOST_DIMENSIONS} can be sent"
                 )
             leaves.append(Leaf(leaf.path, leaf.dtype, tuple(leaf.shape)))
             if len(leaves) > MOST_LEAVES:

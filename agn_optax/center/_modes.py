@@ -1,0 +1,215 @@
+"""Modes: which of the waiting messages are applied next, and how they count.
+
+Like the ledger, which asks them, modes hold no arrays, no lock and no clock: the time
+``now``, in seconds, is an argument.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center._submission import Submission
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A message that waits to be applied."""
+
+    worker: str
+    submission: Submission  # without its arrays
+    arrived: float
+    ahead: int  # versions by which its anchor is newer than its worker's round
+
+
+class Waiting(Protocol):
+    """The waiting messages as a mode sees them; `Ledger` is an implementation."""
+
+    @property
+    def pending(self) -> Mapping[str, Entry]:
+        """The waiting messages, by worker, in the order of arrival."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if a message of every registered worker waits."""
+
+    def missed(self, entry: Entry) -> int:
+        """Return the number of versions since the round of a message began."""
+
+    def lead(self, entry: Entry) -> int:
+        """Return the rounds by which a message's worker is ahead of the slowest."""
+
+
+class Due(NamedTuple):
+    """Messages to be applied together, or to be dropped."""
+
+    entries: list[Entry]
+    applies: bool = True  # False if they are to be dropped
+
+
+class Mode(abc.ABC):
+    """When messages are applied.
+
+    Attributes:
+      combines: whether messages are applied in rounds: the rule combines the messages
+        of a round into one.
+    """
+
+    combines: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def due(self, waiting: Waiting, now: float) -> Due | None:
+        """Return the messages to apply or drop next; None if all must wait."""
+
+    def weights(self, missed: Sequence[int]) -> tuple[float, ...] | None:
+        """Return the factors of a round's messages; None if there are no rounds.
+
+        Args:
+          missed: number of rounds that each message has missed.
+        """
+        return None
+
+    def deadline(self, waiting: Waiting) -> float:
+        """Return when messages become due without an event; inf for never."""
+        return math.inf
+
+    @property
+    def round_grace(self) -> float | None:
+        """Grace period of a round in seconds; None without a quorum."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous(Mode):
+    """Every message is applied on arrival; no worker waits for another."""
+
+    def due(self, waiting: Waiting, now: float) -> Due | None:
+        """Return the message that arrived first: see `Mode.due`."""
+        first = next(iter(waiting.pending.values()), None)
+        return None if first is None else Due([first])
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedStaleness(Mode):
+    """Messages are applied on arrival, within bounds on staleness or on rounds ahead.
+
+    With both bounds, a message that waits for slower workers ages meanwhile, and is
+    dropped as soon as it is older than ``versions``. No older message is ever applied.
+    A dropped message does not count as a round of its worker. The other workers
+    therefore wait for that worker when they are ``rounds`` ahead of it, and one of its
+    messages is then in time.
+
+    Args:
+      versions: maximum age of a message's anchor, in versions, when the message is
+        applied. Older messages are dropped, and their workers continue from the current
+        center. None for no bound.
+      rounds: maximum number of rounds by which a worker may be ahead of the slowest
+        one; beyond that it waits. None for no bound.
+
+    Raises:
+      InvalidArgumentError: a bound is negative, or no bound is given.
+
+    Example:
+      >>> from agn_optax.center import BoundedStaleness
+      >>> BoundedStaleness(rounds=3).versions is None
+      True
+
+    References:
+      Qirong Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel
+      Parameter Server*, 2013 (the bound on rounds).
+    """
+
+    versions: int | None = None
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.versions is None and self.rounds is None:
+            raise errors.InvalidArgumentError(
+                "BoundedStaleness needs versions=, rounds= or both, got neither"
+            )
+        for name in ("versions", "rounds"):
+            check.whole_number(getattr(self, name), name, least=0)
+
+    def due(self, waiting: Waiting, now: float) -> Due | None:
+        """Return the first message outside or inside the bounds: see `Mode.due`."""
+        for entry in waiting.pending.values():
+            if self.versions is not None and waiting.missed(entry) > self.versions:
+                return Due([entry], applies=False)
+            if self.rounds is None or waiting.lead(entry) <= self.rounds:
+                return Due([entry])
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronous(Mode):
+    """Rounds: the rule combines the messages of all workers into one, as on a mesh.
+
+    A round ends when every registered worker has sent its message, or when a quorum has
+    sent theirs and the grace period is over. Workers that died are not waited for.
+
+    Args:
+      quorum: number of messages that end a round once the grace period is over; None
+        waits for all registered workers.
+      grace: grace period in seconds, from the first message of a round.
+      late: use of a message that missed its round: ``"next"`` applies it in the next
+        round; ``"weighted"`` does too, divided by the number of missed rounds + 1
+        (unless the rule itself discounts messages by their staleness); ``"drop"`` drops
+        it, and its worker continues from the current center.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
+
+    Example:
+      >>> from agn_optax.center import Synchronous
+      >>> Synchronous(quorum=3, grace=5.0).late
+      'next'
+    """
+
+    combines: ClassVar[bool] = True
+
+    quorum: int | None = None
+    grace: float = 0.0
+    late: Literal["next", "weighted", "drop"] = "next"
+
+    def __post_init__(self) -> None:
+        check.whole_number(self.quorum, "quorum", least=1)
+        check.seconds(self.grace, "grace")
+        if self.late not in ("next", "weighted", "drop"):
+            raise errors.InvalidArgumentError(
+                f"late must be 'next', 'weighted' or 'drop', got {self.late!r}"
+            )
+
+    def due(self, waiting: Waiting, now: float) -> Due | None:
+        """Return the messages of a round that has ended: see `Mode.due`."""
+        entries = list(waiting.pending.values())
+        if self.late == "drop":
+            for entry in entries:
+                if waiting.missed(entry):
+                    return Due([entry], applies=False)
+        if entries and (waiting.is_complete or now >= self.deadline(waiting)):
+            return Due(entries)
+        return None
+
+    def weights(self, missed: Sequence[int]) -> tuple[float, ...] | None:
+        """Return the factors of a round's messages: see `Mode.weights`."""
+        weighted = self.late == "weighted"
+        return tuple(1 / (1 + weighted * each) for each in missed)
+
+    def deadline(self, waiting: Waiting) -> float:
+        """Return when a round ends with the messages so far; inf without a quorum."""
+        entries = waiting.pending.values()
+        if self.quorum is None or len(entries) < self.quorum:
+            return math.inf
+        # A late message must not use up the grace period of the next round.
+        on_time = [entry.arrived for entry in entries if not waiting.missed(entry)]
+        return min(on_time or [entry.arrived for entry in entries]) + self.grace
+
+    @property
+    def round_grace(self) -> float | None:
+        """Grace period of a round in seconds; None without a quorum."""
+        return None if self.quorum is None else self.grace

@@ -1,0 +1,81 @@
+"""Placements of the center on a mesh: whole, in shards or each worker's own.
+
+`Placement` is the caller's choice. `layout_of` makes a `Layout` of it, whose methods
+the round calls, so that the round distinguishes no cases.
+
+- `_placement`: the caller's choice.
+- `_layout`: the protocol, and what placements have in common.
+- `_whole`: a center that is whole on every tower, and gossip.
+- `_shards`: a center in shards.
+- `_host`: the memory of any of these, the device's or the host's.
+- `_stored`: centers as optimizer states store them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agn_optax._internal import check
+from agn_optax.round.placements._host import to_device
+from agn_optax.round.placements._layout import Layout
+from agn_optax.round.placements._placement import Placement
+from agn_optax.round.placements._shards import Sharded, gathered, piece_length
+from agn_optax.round.placements._stored import (
+    HOST_SHAPE,
+    CenterShards,
+    OnHost,
+    OwnCenter,
+    held,
+    rewrapped,
+    unwrapped,
+)
+from agn_optax.round.placements._whole import Gossip, Whole, mean_center
+
+PyTree = Any
+
+# The layout of a whole center on the device, with one worker.
+WHOLE = Whole()
+
+
+def layout_of(axis_name: Any = None, placement: Any = None) -> Layout:
+    """Return the layout of a placement, by default that of a whole center.
+
+    Raises:
+      InvalidTypeError: ``placement`` is neither a `Placement` nor None.
+    """
+    if placement is None:
+        return Whole(axis_name)
+    such_as = "an agn_optax.Placement or None, such as Placement(shard_axis='towers')"
+    check.instance(placement, Placement, f"placement must be {such_as}")
+    if placement.shard_axis is not None:
+        return Sharded(axis_name, placement)
+    if placement.gossip is not None:
+        return Gossip(axis_name, placement)
+    return Whole(axis_name, placement)
+
+
+def whole_center(stored: PyTree) -> PyTree:
+    """Return the center of an optimizer state, like the parameters, on the device."""
+    center = unwrapped(stored)
+    if isinstance(stored, OnHost):
+        center = to_device(center)
+    if isinstance(center, OwnCenter):
+        return mean_center(center)
+    return gathered(center) if isinstance(center, CenterShards) else center
+
+
+__all__ = [
+    "HOST_SHAPE",
+    "WHOLE",
+    "CenterShards",
+    "Layout",
+    "OnHost",
+    "OwnCenter",
+    "Placement",
+    "held",
+    "layout_of",
+    "piece_length",
+    "rewrapped",
+    "unwrapped",
+    "whole_center",
+]

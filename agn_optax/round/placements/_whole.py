@@ -1,0 +1,178 @@
+"""Centers that every tower has whole: one for all workers, or each worker's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import errors
+from agn_optax._internal import check, combinations, trees
+from agn_optax.round import _collectives
+from agn_optax.round.placements._layout import How, Layout, shaped
+from agn_optax.round.placements._stored import OwnCenter
+from agn_optax.rules import Rule, robust
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Layout):
+    """One center, which every tower has whole: a piece and a part are all of it."""
+
+    kind: ClassVar[str] = "whole"
+
+    def part(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, tree)
+
+    def piece(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, tree)
+
+    def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
+        return pieces
+
+    def whole(self, parts: PyTree, like: PyTree) -> PyTree:
+        return parts
+
+    def _sum(self, m: jax.Array, whole: jax.Array) -> jax.Array:
+        return _collectives.psum(m, self.workers)
+
+    def _collect_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        return self._gather(part)
+
+    # A robust rule is divided among the workers: each combines an equal piece of every
+    # leaf, and all gather the results.
+
+    def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        return _collectives.pieces(part, self.workers)
+
+    def _share(self, m: jax.Array) -> jax.Array:
+        pieces = _collectives.cut(m, _collectives.size(self.workers))
+        return pieces[_collectives.index(self.workers)]
+
+    def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
+        def total(parts: PyTree) -> jax.Array:
+            return _collectives.psum(robust.whole_total(parts), self.workers)
+
+        def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
+            return shaped(_collectives.gather(m, self.workers, same=True), whole)
+
+        return jax.tree.map(finish, like, how.of(pieces, total))
+
+    def _like_whole(self, center: PyTree) -> PyTree:
+        return center
+
+
+@dataclasses.dataclass(frozen=True)
+class Gossip(Whole):
+    """A center of each worker; workers exchange in pairs, which ``turn`` determines."""
+
+    kind: ClassVar[str] = "each worker's own"
+
+    @property
+    def gossip(self) -> float:
+        """Strength of the pull between the centers of two partners."""
+        assert self.placement.gossip is not None
+        return self.placement.gossip
+
+    def check_rule(self, rule: Rule) -> None:
+        super().check_rule(rule)
+        if not self.workers:
+            raise errors.InvalidArgumentError(
+                f"gossip={self.gossip} needs the axis of the workers that exchange in "
+                "pairs: give axis_name"
+            )
+        if not rule.codec.is_identity:
+            got = f"gossip={self.gossip}, rule {rule.name!r} with codec {rule.codec}"
+            combinations.refuse("gossip", "a codec", got)
+        if not rule.is_summed:
+            got = f"gossip={self.gossip}, rule {rule.name!r} with {rule.combine}"
+            combinations.refuse("gossip", "a robust combine", got)
+
+    def own(self, tree: PyTree) -> PyTree:
+        bound = all(map(check.is_bound, self.workers))
+        return _collectives.apart(tree, self.workers) if bound else tree
+
+    def count(self, turn: jax.Array) -> Any:
+        if (workers := _collectives.size(self.workers)) == 1:
+            return workers
+        return 2 - _collectives.is_alone(self.workers, turn).astype(jnp.int32)
+
+    def mean(self, number: jax.Array, turn: jax.Array) -> jax.Array:
+        if _collectives.size(self.workers) == 1:
+            return super().mean(number, turn)
+        # A worker without a partner is its own.
+        return (number + _collectives.met(number, self.workers, turn)) / 2
+
+    def combine(
+        self, message: PyTree, how: How, like: PyTree, center: PyTree, turn: jax.Array
+    ) -> PyTree:
+        """Combine the messages of two partners, with the pull of their centers.
+
+        The pull is sent as part of the message, so that only one model is sent: with a
+        gossip of 1, the sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. The partner's
+        message is thereby rounded to the precision of its center; the own message is
+        not.
+        """
+        if _collectives.size(self.workers) == 1:
+            return message
+        self._check_apart(center)
+        mean = how == "mean"
+        pull = self.gossip if mean else self.gossip / 2
+        message = jax.tree.map(trees.widened, message)
+        center = jax.tree.map(trees.widened, center)
+        sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
+        heard = _collectives.met(sent, self.workers, turn)
+        alone = _collectives.is_alone(self.workers, turn)
+
+        def both(m: jax.Array, other: jax.Array, c: jax.Array) -> jax.Array:
+            total = m + (other + pull * c)
+            return jnp.where(alone, m, total / 2 if mean else total)
+
+        return jax.tree.map(both, message, heard, center)
+
+    def _check_apart(self, center: PyTree) -> None:
+        """Check that a mesh treats the workers' own centers as different arrays.
+
+        Raises:
+          InvalidArgumentError: a shard_map treats them as one replicated array.
+        """
+        if not _collectives.checked(self.workers):
+            return
+        for leaf in jax.tree.leaves(center):
+            varying = _collectives.varying(leaf)
+            if missing := [name for name in self.workers if name not in varying]:
+                raise errors.InvalidArgumentError(
+                    "with gossip every worker has a center of its own, but all workers "
+                    f"of {missing[0]!r} share this state: create it inside shard_map, "
+                    "or give shard_map in_specs and out_specs with a row of the state "
+                    f"for each worker, PartitionSpec({missing[0]!r})"
+                )
+
+    def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
+        return OwnCenter(center, self.workers)
+
+    def _like_whole(self, center: PyTree) -> PyTree:
+        if center.axes != self.workers:
+            raise errors.TreeMismatchError(
+                f"the state has a center for each worker of {center.axes}, but here "
+                f"the workers are those of axis_name={self.axis_name!r}"
+            )
+        return center.center
+
+
+def mean_center(center: OwnCenter) -> PyTree:
+    """Return the workers' mean center if their axes are bound, else this worker's."""
+    if not any(map(check.is_bound, center.axes)):
+        return center.center  # all rows of a state, or one of them
+    hint = "bind all of them for the mean center, or none for this worker's own"
+    check.axis_bound(center.axes, hint)
+    workers = _collectives.size(center.axes)
+
+    def mean(c: jax.Array) -> jax.Array:
+        total = _collectives.psum(trees.widened(c), center.axes)
+        return (total / workers).astype(c.dtype)
+
+    return jax.tree.map(mean, center.center)

@@ -1,0 +1,185 @@
+"""The settings of a served center that belong together, each group as a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import grpc
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center import Center
+from agn_optax.center import Limits as CenterLimits
+from agn_optax.service.security import _tls
+from agn_optax.service.security._access import Access
+from agn_optax.service.security._tls import Tls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits(CenterLimits):
+    """Limits of a served center: those of `agn_optax.center.Limits`, and two more.
+
+    Args:
+      memory: maximum number of bytes for the center, its optimizer's state and all
+        messages together; None for no limit. A worker whose message does not fit cannot
+        join; the others are not affected.
+      calls: calls per second that one caller may make beside its exchanges, such as
+        pulls and joins; None for no limit. Further calls wait or are rejected. A call
+        that moves many bytes counts as several. The same limit holds for the
+        unauthenticated connections per second of one host. A caller is a token or a
+        certificate, or, without either, a host. A caller may make 400 calls at once,
+        plus those that all workers make when they start. Status and health, snapshots,
+        and calls that end something have separate limits with the same rate and a burst
+        of 400.
+
+    Raises:
+      InvalidTypeError: ``messages`` are not message limits.
+      InvalidArgumentError: a value is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax, agn_optax.service
+      >>> limits = agn_optax.service.Limits(max_workers=8, memory=1 << 30)
+      >>> rule = agn_optax.rules.downpour()
+      >>> with agn_optax.service.serve(rule, jnp.zeros(3), limits=limits) as server:
+      ...     print(server.center.version)
+      0
+    """
+
+    memory: int | None = None
+    calls: float | None = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.whole_number(self.memory, "memory", least=1)
+        if self.calls is not None:
+            check.rate(self.calls, "calls", low=0.0, high=math.inf, low_open=True)
+
+    @property
+    def of_center(self) -> CenterLimits:
+        """The limits that the center itself checks, and not the service around it."""
+        names = [field.name for field in dataclasses.fields(CenterLimits)]
+        return CenterLimits(**{name: getattr(self, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Security:
+    """Access to a served center, and the encryption of its calls.
+
+    Args:
+      tls: the center's certificate and key, and the certificate authorities that
+        workers' certificates are checked against if they must have any; None for plain
+        text, which is only allowed within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
+      insecure: allow plain text beyond this machine, and unauthenticated callers, in a
+        network that you trust.
+      access: access control: the callers and their roles. None admits everybody on this
+        machine, or, if ``tls`` asks for certificates, those whose certificates grant a
+        role.
+      reflection: serve gRPC's reflection and channelz, which reveal methods, calls and
+        connections; None serves them only within this machine.
+
+    Raises:
+      InvalidTypeError: ``tls`` is not a `Tls`, or ``access`` not an `Access`.
+      InvalidArgumentError: both ``tls`` and ``credentials`` were given.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> from agn_optax import service
+      >>> token = "0123456789abcdef"
+      >>> access = service.Access(f"reader * {token}".encode())
+      >>> security = service.Security(access=access)
+      >>> rule = agn_optax.rules.downpour()
+      >>> with service.serve(rule, jnp.zeros(3), security=security) as server:
+      ...     center = service.connect(server.address, rule, token=token)
+      ...     print(center.pull().params)
+      ...     center.close()
+      [0. 0. 0.]
+    """
+
+    tls: Tls | None = None
+    credentials: grpc.ServerCredentials | None = None
+    insecure: bool = False
+    access: Access | None = None
+    reflection: bool | None = None
+
+    def __post_init__(self) -> None:
+        _tls.check(self.tls, self.credentials, self.insecure)
+        if not isinstance(self.access, Access | None):
+            raise errors.InvalidTypeError(
+                f"access must be an Access, got {self.access!r}"
+            )
+
+    def check(self, *addresses: str, by_grpc: bool = True) -> None:
+        """Check that no plain text leaves this machine, unless ``insecure`` says so.
+
+        Args:
+          *addresses: the addresses that are listened at.
+          by_grpc: whether gRPC is spoken there, which ``credentials`` can encrypt.
+
+        Raises:
+          InvalidArgumentError: plain text would leave this machine.
+        """
+        credentials = self.credentials if by_grpc else None
+        _tls.check(self.tls, credentials, self.insecure, *addresses)
+
+    def admitted(self, *, is_local: bool) -> Access | None:
+        """Return the access control of a server; None to admit everybody.
+
+        Args:
+          is_local: whether the server can be reached only from this machine.
+
+        Raises:
+          InvalidArgumentError: anybody beyond this machine could change the center.
+        """
+        if self.access is not None or self.insecure:
+            return self.access
+        if self.tls is not None and self.tls.ca is not None:
+            return Access()
+        if not is_local:
+            raise errors.InvalidArgumentError(
+                "every program that can reach this address from another machine could "
+                "change the center: give access=Access(...) (--tokens), require "
+                "certificates of workers by the ca= of tls (--tls-client-ca), or give "
+                "insecure=True (--insecure) in a network that you trust"
+            )
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """The center that a served center is a worker of.
+
+    The workers of a site share the served center, and the sites share the parent, by
+    the parent's rule.
+
+    Args:
+      center: the parent, such as `connect` returns. A served center without parameters
+        starts from the parent's.
+      period: exchanges at the served center between two exchanges with its parent.
+      name: name of the served center among the parent's workers, needed if the parent's
+        token is for one name; None for a new name.
+
+    Raises:
+      InvalidTypeError: ``center`` is not a center, or ``period`` not an int.
+      InvalidArgumentError: ``period`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax, agn_optax.service
+      >>> rule = agn_optax.rules.downpour()
+      >>> center = agn_optax.LocalCenter(rule, jnp.ones(2))
+      >>> parent = agn_optax.service.Parent(center, period=4, name="site-0")
+      >>> with agn_optax.service.serve(rule, parent=parent) as site:
+      ...     print(site.uplink.ready.wait(10.0))
+      True
+    """
+
+    center: Center
+    period: int = 10
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        such_as = "a center, such as connect(address, rule)"
+        check.instance(self.center, Center, f"center must be {such_as}")
+        check.positive_int(self.period, "period")

@@ -1,0 +1,101 @@
+"""Submissions and answers as protobuf messages, whose fields have the same names.
+
+The plain fields of a record are not named here: all of them are sent and received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from agn_optax.center import (
+    MOST_REPORTED,
+    Answer,
+    Snapshot,
+    Submission,
+    plain,
+    plain_fields,
+)
+from agn_optax.service import center_pb2 as pb
+
+PyTree = Any
+
+
+class _Field(NamedTuple):
+    """A field of a protobuf message that holds a plain field of a record."""
+
+    name: str
+    is_optional: bool  # whether a message may lack it
+    is_float32: bool
+
+
+def _fields(
+    record: type[Submission] | type[Answer], message: type[Message]
+) -> list[_Field]:
+    """Return the fields of a message for the plain fields of a record.
+
+    Raises:
+      KeyError: center.proto, or the code generated from it, lacks one of them.
+    """
+    known = message.DESCRIPTOR.fields_by_name
+    found = [known[name] for name in plain_fields(record)]
+    return [
+        _Field(each.name, each.has_presence, each.type == FieldDescriptor.TYPE_FLOAT)
+        for each in found
+    ]
+
+
+_SUBMITTED = _fields(Submission, pb.Message)
+_ANSWERED = _fields(Answer, pb.Snapshot)
+
+
+def message_of(submission: Submission, **more: Any) -> pb.Message:
+    """Return a submission as it is sent, without its contribution.
+
+    Args:
+      submission: the submission, which was `Submission.checked`.
+      **more: the fields of the message that a submission does not have.
+    """
+    reported = {k: float(v) for k, v in (submission.reported or {}).items()}
+    more["has_anchor"] = submission.anchor is not None
+    return pb.Message(**plain(submission), reported=reported, **more)
+
+
+def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
+    """Return a received submission, whose metrics are bounded in number and name."""
+    reported = sorted(message.reported.items())[:MOST_REPORTED]
+    return Submission(
+        contribution=contribution,
+        reported={name[:MOST_REPORTED]: value for name, value in reported},
+        **_present(message, _SUBMITTED),
+    )
+
+
+def snapshot_of(record: Answer | Snapshot, **more: Any) -> pb.Snapshot:
+    """Return an answer, or the result of a pull, as it is sent without its parameters.
+
+    Args:
+      record: the answer, whose norm is a Python float, or the snapshot.
+      **more: the fields of the message that the record does not have.
+    """
+    return pb.Snapshot(**plain(record), **more)
+
+
+def answer_of(said: pb.Snapshot, params: PyTree, received: int) -> Answer:
+    """Return a received answer with its parameters and its size in bytes."""
+    return Answer(params=params, received=received, **_present(said, _ANSWERED))
+
+
+def _present(message: Message, fields: Sequence[_Field]) -> dict[str, Any]:
+    """Return the values of the fields that a message has, by their names."""
+    values: dict[str, Any] = {}
+    for field in fields:
+        if field.is_optional and not message.HasField(field.name):
+            continue
+        value = getattr(message, field.name)
+        values[field.name] = np.float32(value) if field.is_float32 else value
+    return values

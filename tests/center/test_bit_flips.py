@@ -1,0 +1,109 @@
+"""Every bit flip in the files of a center is detected.
+
+The result is the original data, or an error that names the file and the record. With
+``AGN_OPTAX_STRIDE=1`` every byte of every file is changed in turn, else every 7th.
+"""
+
+import logging
+import os
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import pytest
+from helpers import sessions, shared
+
+from agn_optax import errors
+from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center.durability import _directory
+from agn_optax.center.durability._found import Found
+
+RESERVED = 1 << 13
+STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
+
+
+def read(directory):
+    """Return all records found in a directory as bytes, and why the id would change."""
+    there = Found(directory)
+    snapshot = there.load()
+    records = [snapshot, *there.replay(snapshot.number)]
+    lost = there.lost(snapshot.number + len(records) - 1)
+    return [
+        (each.number, each.about, [array.tobytes() for array in each.arrays])
+        for each in records
+    ], lost
+
+
+@pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
+def kept(request, tmp_path, monkeypatch):
+    """Return the directory of a center that was killed or has ended."""
+    monkeypatch.setattr(_directory, "_LEAST_RESERVED", RESERVED)
+    durability = {
+        "journal": Journal(tmp_path / "a"),
+        "interval": Journal(tmp_path / "a", interval=1000.0),
+        "ended": Journal(tmp_path / "a"),
+        "snapshots": Snapshots(tmp_path / "a", exchanges=1000),
+    }[request.param]
+    # Arrays of 12 and 4 bytes leave gaps in blocks of 64.
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(())}
+    center = LocalCenter(shared.downpour(), params, durability=durability)
+    for version in range(3):
+        message = {"a": jnp.full(3, 0.1), "b": jnp.ones(())}
+        sessions.exchange(center, message, anchor_version=version, worker="w")
+    if request.param == "ended":
+        center.close()
+    yield shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    center.close()
+
+
+def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
+    caplog.set_level(logging.WARNING, "agn_optax")
+    whole, life = read(kept)
+    assert not caplog.text
+    for path in sorted(kept.iterdir()):
+        data = path.read_bytes()
+        end, is_lock = len(data), path.name == "lock"
+        if path.name.startswith("journal"):  # a journal is longer than its records
+            end = len(data.rstrip(b"\0"))
+            end += -end % 64
+        positions = [*range(0, end, STRIDE), *range(end, len(data), 97)]
+        for at in positions:
+            changed = bytearray(data)
+            changed[at] ^= 1 << at % 8
+            path.write_bytes(changed)
+            where = f"byte {at} of {path.name}"
+            if at >= end:  # nothing had been written here, so nothing is lost
+                caplog.clear()
+                assert read(kept) == (whole, life), where
+                assert "which are ignored" in caplog.text, where
+                continue
+            with pytest.raises(errors.DurabilityError) as raised:
+                pytest.fail(f"{where}: {len(read(kept)[0])} of {len(whole)} records")
+            assert str(path) in str(raised.value), where
+            assert is_lock or "record" in str(raised.value), where
+        path.write_bytes(data)
+    assert read(kept) == (whole, life)
+
+
+def test_file_truncated_anywhere_is_detected(kept):
+    whole, _ = read(kept)
+    for path in sorted(kept.iterdir()):
+        data = path.read_bytes()
+        for size in range(1, len(data), 61 * STRIDE):
+            path.write_bytes(data[:size])
+            where = f"{size} bytes of {path.name}"
+            with pytest.raises(errors.DurabilityError) as raised:
+                pytest.fail(f"{where}: {len(read(kept)[0])} of {len(whole)} records")
+            assert str(path) in str(raised.value), where
+        path.write_bytes(data)
+
+
+def test_empty_or_missing_lock_file_is_accepted(kept):
+    """It may be empty after a power failure, or removed as an error message advises."""
+    whole, _ = read(kept)
+    lock = pathlib.Path(kept, "lock")
+    for change in (lambda: lock.write_bytes(b""), lock.unlink):
+        change()
+        found, life = read(kept)
+        assert found == whole
+        assert "lock is missing, which holds the number" in life

@@ -1,0 +1,532 @@
+"""Real failures: full disks, deleted directories and killed processes.
+
+Each leads to the center that was confirmed, or to an error that names the problem.
+``AGN_OPTAX_KILLS=50`` kills so many processes during compactions, for each of two
+settings.
+"""
+
+import collections
+import contextlib
+import itertools
+import math
+import os
+import pathlib
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import commands, sessions, shared, talking
+from helpers.waiting import wait_until
+
+from agn_optax import errors, service
+from agn_optax.center import Journal, LocalCenter, Snapshots, backup
+from agn_optax.center.durability import _found, _keeper, _writer
+
+pytestmark = pytest.mark.slow
+
+RULE = shared.downpour()
+PROGRAM = pathlib.Path(__file__).with_name("durable_center_process.py")
+KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "2"))
+ANSWERED = struct.Struct("<q32s")  # the format of durable_center_process.py
+LIMIT = 60  # s, generous: no test should come near it
+COPIES = 4 * KILLS
+NOBODY = 65534
+
+
+def send(center):
+    message = jnp.ones_like(center.pull().params)
+    return sessions.exchange(center, message, anchor_version=0, worker="w")
+
+
+class CenterProcess:
+    """A process that keeps a center in a directory and exchanges continuously."""
+
+    def __init__(self, process, directory, answered, kind="journal", **settings):
+        answered.write_bytes(bytes(ANSWERED.size))
+        self._answered, self._process = answered, process
+        self.directory = directory
+        where = {"directory": str(directory), "answered": str(answered)}
+        self.ask("start", kind=kind, **where, **settings)
+        self.goes_on()
+
+    def ask(self, what, **settings):
+        return self._process.ask(do=what, **settings)
+
+    @property
+    def answered(self):
+        """The last confirmed version and the id of the center."""
+        version, life = ANSWERED.unpack(self._answered.read_bytes())
+        return version, life.decode()
+
+    def goes_on(self, by=5):
+        """Wait until this many more exchanges were confirmed."""
+        before = self.answered[0]
+        wait_until(lambda: self.answered[0] >= before + by)
+
+    def kill(self):
+        self._process.kill()
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Return a function that starts a process, with a new directory by default."""
+    count = itertools.count()
+    with contextlib.ExitStack() as stack:
+
+        def start(directory=None, **settings):
+            number = next(count)
+            (process,) = stack.enter_context(talking.processes(PROGRAM, 1))
+            directory = directory or tmp_path / f"kept-{number}"
+            return CenterProcess(
+                process, directory, tmp_path / f"told-{number}", **settings
+            )
+
+        yield start
+
+
+@contextlib.contextmanager
+def found(directory, kind=Journal):
+    """Yield the center found by the next process; it must be an earlier state."""
+    center = LocalCenter(RULE, durability=kind(directory))
+    try:
+        np.testing.assert_array_equal(center.pull().params, -center.version)
+        yield center
+    finally:
+        center.close()
+
+
+@pytest.mark.timeout(60 + 60 * KILLS)
+@pytest.mark.parametrize("interval", [None, 30.0])
+def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, child):
+    """Compaction runs all the time. A kill loses nothing, also with an interval."""
+    dice, seen = np.random.default_rng(0), collections.Counter()
+    for _ in range(KILLS):
+        one = child(elements=20_000, size=1, interval=interval)
+        with pytest.raises(errors.DurabilityError, match="another process keeps"):
+            LocalCenter(RULE, durability=Journal(one.directory))
+        one.goes_on(dice.integers(1, 20))
+        time.sleep(dice.random() * 0.02)
+        one.kill()
+        version, life = one.answered
+        kinds = [each.name.partition("-")[0] for each in one.directory.iterdir()]
+        seen["unfinished"] += any(one.directory.glob("*.tmp"))
+        seen["two of a kind"] += len(set(kinds)) < len(kinds)
+        with found(one.directory) as center:
+            assert (center.life, center.version - version in (0, 1)) == (life, True)
+    assert seen.total() or KILLS < 20, "none was in the middle of one"
+    print(seen)  # noqa: T201
+
+
+@pytest.mark.timeout(60 + 60 * KILLS)
+def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
+    """Backups are always consistent; inconsistent copies are rejected by name."""
+    dice, seen = np.random.default_rng(0), collections.Counter()
+    one = child(elements=2000, size=100_000)
+    for number in range(COPIES):
+        time.sleep(dice.random() * 0.01)
+        version, life = one.answered
+        copy, backed = tmp_path / f"copy-{number}", tmp_path / f"backup-{number}"
+        try:
+            shutil.copytree(one.directory, copy)
+        except (shutil.Error, FileNotFoundError):
+            seen["something had gone"] += 1
+        else:
+            try:
+                with found(copy) as center:
+                    assert center.life != life or center.version >= version
+                    seen["same life" if center.life == life else "another"] += 1
+            except errors.DurabilityError as error:
+                seen["refused" if str(copy) in str(error) else "not by name"] += 1
+        now = backup(one.directory, backed)
+        assert now >= version
+        with found(backed) as center:
+            assert center.version == now
+            assert center.life != life
+        for each in (copy, backed):
+            shutil.rmtree(each, ignore_errors=True)
+    assert seen["same life"]
+    assert not seen["not by name"]
+    print(seen)  # noqa: T201
+
+
+@pytest.mark.parametrize("kind", ["journal", "snapshots"])
+def test_backup_of_a_stopped_center(kind, child, tmp_path):
+    settings = {"seconds": None, "exchanges": 3} if kind == "snapshots" else {}
+    one = child(kind=kind, **settings)
+    version = one.ask("stop")["version"]
+    assert backup(one.directory, tmp_path / "to") == version
+    with found(tmp_path / "to") as center:
+        assert center.version == version
+
+
+def test_backup_errors_are_named(tmp_path):
+    with pytest.raises(errors.DurabilityError, match=r"cannot read .*gone"):
+        backup(tmp_path / "gone", tmp_path / "to")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.DurabilityError, match=r"there is no center in .*empty"):
+        backup(tmp_path / "empty", tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+    center = LocalCenter(RULE, jnp.zeros(2), durability=Journal(tmp_path / "a"))
+    send(center)
+    with pytest.raises(errors.InvalidArgumentError, match="a is not empty"):
+        backup(tmp_path / "a", tmp_path / "a")
+    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    said = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
+    assert said == f"version 1 is in {tmp_path / 'by command'}\n"
+    center.close()
+    (journal,) = copy.glob("journal-*")
+    with journal.open("r+b") as file:
+        file.seek(70)
+        file.write(b"\xff")
+    # The error cannot locate damage within records that were written together.
+    damaged = r"record 0 (at byte 0 )?is damaged"
+    with pytest.raises(errors.DurabilityError, match=damaged):
+        backup(copy, tmp_path / "to")
+    assert not any((tmp_path / "to").iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that mounts a file system with limited bytes or files."""
+    mounted = []
+
+    def mount(options):
+        if os.getuid():
+            pytest.skip("only root can mount a small disk")
+        place = tmp_path / f"disk-{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]
+        if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
+            pytest.skip("nothing can be mounted here")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 our own
+
+
+@contextlib.contextmanager
+def full(disk, but=0, files=False):
+    """Fill a small disk except for some bytes, or use up all of its files."""
+    state = os.statvfs(disk)
+    taken = [
+        disk / f"taken-{number}" for number in range(state.f_ffree if files else 1)
+    ]
+    for each in taken:
+        each.touch()
+    if not files:
+        taken[0].write_bytes(bytes(state.f_bavail * state.f_frsize - but))
+    try:
+        yield
+    finally:
+        for each in taken:
+            each.unlink()
+
+
+def test_disk_without_room_for_the_first_snapshot_raises(small_disk):
+    disk = small_disk("size=64k")
+    center = LocalCenter(RULE, durability=Journal(disk / "a"))
+    with pytest.raises(errors.DurabilityError, match=r"cannot write .*No space left"):
+        center.initialize(jnp.zeros(100_000), worker="w")
+    assert not center.core.is_initialized
+    center.initialize(jnp.zeros(100), worker="w")
+    center.close()
+    with found(disk / "a") as center:
+        assert center.version == 0
+
+
+def test_full_disk_stops_the_center(small_disk):
+    disk = small_disk("size=1m")
+    center = LocalCenter(RULE, jnp.zeros(10_000), durability=Journal(disk / "a"))
+    answered = []
+    with pytest.raises(errors.CenterClosedError, match="No space left on device"):
+        answered.extend(iter(lambda: send(center).version, None))
+    assert center.core.degraded == center.core.failure
+    center.close()
+    assert answered
+    again = shutil.copytree(disk / "a", disk.parent / "copy")
+    with pytest.raises(errors.DurabilityError, match="No space left on device"):
+        LocalCenter(RULE, durability=Journal(disk / "a"))  # the disk is still full
+    with found(again) as same:
+        assert (same.version, same.life) == (answered[-1], center.life)
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp_path):
+    """Neither a snapshot nor a new journal can be written; the old one continues."""
+    disk = small_disk("size=2m,nr_inodes=30")
+    kept = Journal(disk / "a", size=100_000)
+    center = LocalCenter(RULE, jnp.zeros(10_000), durability=kept)  # 40 kB
+    send(center)
+    with full(disk, but=100_000, files=files):
+        send(center)
+        send(center)
+        wait_until(lambda: "no snapshot could be written" in caplog.text)
+        assert "No space left on device" in center.core.degraded
+        assert ("the journal continues in its old file" in caplog.text) == files
+        assert not center.core.failure
+        copy = shutil.copytree(disk / "a", tmp_path / "copy")
+    with found(copy) as again:
+        assert (again.version, again.life) == (3, center.life)
+    for _ in range(3):
+        send(center)
+    wait_until(lambda: not center.core.degraded)
+    center.close()
+    assert not list((disk / "a").glob("journal-*"))
+    with found(disk / "a") as again:
+        assert (again.version, again.life) == (6, center.life)
+
+
+@pytest.mark.parametrize("ends", ["full", "free", "killed"])
+def test_center_continues_in_memory_with_on_failure_go_on(
+    ends, small_disk, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_keeper, "_REMINDS", 0.05)
+    disk = small_disk("size=2m")
+    kept = Journal(disk / "a", on_failure="go on")
+    with (
+        service.serve(RULE, jnp.zeros(10_000), durability=kept) as server,
+        service.Observer(server.address) as observer,
+    ):
+        center = server.center
+        send(center)
+        assert observer.status()["degraded"] == ""
+        with full(disk, but=20_000):
+            for _ in range(3):
+                send(center)
+            assert center.version == 4
+            said = observer.status()["degraded"]
+            assert "in memory only" in said
+            assert "No space left on device" in said
+            for command, code in (("status", 0), ("doctor", 1)):
+                result = commands.command(command, server.address)
+                assert said in " ".join(result.stdout.split()), command
+                assert result.exit_code == code, result.output
+            wait_until(lambda: caplog.text.count(said) >= 3)
+            send(center)
+            if ends == "full":
+                copy = shutil.copytree(disk / "a", tmp_path / "copy")
+                with found(copy) as again:  # it holds fewer exchanges than the center
+                    assert again.version < center.version
+                    assert again.life != center.life
+                server.stop()
+                assert "No space left on device" in center.core.failure
+                return
+        if ends == "killed":  # after a snapshot that fits
+            wait_until(
+                lambda: (
+                    backup(disk / "a", tmp_path / "to") == 5 or clear(tmp_path / "to")
+                )
+            )
+            copy = shutil.copytree(disk / "a", tmp_path / "copy")
+            with found(copy) as again:
+                assert again.version == 5
+                assert again.life != center.life
+            return
+    assert not center.core.failure
+    with found(disk / "a") as again:  # everything is in the last snapshot
+        assert (again.version, again.life) == (5, center.life)
+
+
+def clear(directory):
+    shutil.rmtree(directory)
+
+
+def moved(directory):
+    return directory.rename(directory.with_name("moved"))
+
+
+def removed(directory):
+    shutil.rmtree(directory)
+
+
+def replaced(directory):
+    gone = directory.rename(directory.with_name("moved"))
+    shutil.copytree(gone, directory)
+    return gone
+
+
+def without_its_lock(directory):
+    (directory / "lock").unlink()
+
+
+def without_its_journal(directory):
+    (journal,) = directory.glob("journal-*")
+    journal.unlink()
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "go on"])
+@pytest.mark.parametrize(
+    "goes", [moved, removed, replaced, without_its_lock, without_its_journal]
+)
+def test_removed_or_replaced_directory_is_detected(goes, on_failure, tmp_path):
+    kept = Journal(tmp_path / "a", on_failure=on_failure)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    for _ in range(3):
+        send(center)
+    now = goes(tmp_path / "a")
+    said = "was removed, moved or replaced while it was in use"
+    if on_failure == "stop":
+        with pytest.raises(errors.CenterClosedError, match=said):
+            send(center)
+    else:
+        for _ in range(3):
+            send(center)
+        assert said in center.core.degraded
+    center.close()
+    assert said in center.core.failure or goes is without_its_journal
+    if now is not None:  # it contains all exchanges confirmed before
+        with found(now) as again:
+            assert again.version == 4
+            assert (again.life == center.life) == (on_failure == "stop")
+
+
+def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):
+    kept = Snapshots(tmp_path / "a", seconds=None, exchanges=1)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    moved(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    send(center)
+    wait_until(lambda: "was removed, moved or replaced" in center.core.degraded)
+    center.close()
+    assert "was removed, moved or replaced" in center.core.failure
+    assert not any((tmp_path / "a").iterdir())
+
+
+def test_journal_continues_in_a_read_only_directory(child):
+    """The open journal continues; nothing else can be written."""
+    root = os.getuid() == 0  # root can write anywhere, so another user is used
+    with tempfile.TemporaryDirectory() as place:
+        pathlib.Path(place).chmod(0o777)
+        directory = pathlib.Path(place, "a")
+        one = child(directory, size=1, uid=NOBODY if root else None)
+        directory.chmod(0o555)
+        try:
+            wait_until(lambda: "Permission denied" in one.ask("said")["degraded"])
+            one.goes_on(100)
+            assert not one.ask("said")["failure"]
+            one.kill()
+            version, life = one.answered
+        finally:
+            directory.chmod(0o755)
+        with found(directory) as center:
+            assert (center.life, center.version - version in (0, 1)) == (life, True)
+
+
+class Syncs:
+    """The journal's syncs: they are counted, and wait for ``ready``."""
+
+    def __init__(self, monkeypatch):
+        self.count, self.ready = 0, threading.Event()
+        self.ready.set()
+        self._sync = _writer._sync
+        monkeypatch.setattr(_writer, "_sync", self)
+
+    def __call__(self, file):
+        self.count += 1
+        assert self.ready.wait(LIMIT)
+        self._sync(file)
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    return Syncs(monkeypatch)
+
+
+def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
+    kept = Journal(tmp_path / "a", interval=1000.0)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    for _ in range(5):
+        send(center)
+    assert syncs.count == 0
+    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with found(copy) as again:  # a kill loses nothing: the system has all data
+        assert (again.version, again.life) == (5, center.life)
+    center.close()
+    assert syncs.count == 1
+    with found(tmp_path / "a") as again:
+        assert (again.version, again.life) == (5, center.life)
+
+
+def test_with_an_interval_no_record_waits_longer_for_a_sync(
+    syncs, tmp_path, monkeypatch
+):
+    clock = types.SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(_writer, "time", clock)
+    kept = Journal(tmp_path / "a", interval=1000.0)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    send(center)
+    clock.monotonic = lambda: 999.0
+    send(center)
+    assert syncs.count == 0
+    clock.monotonic = lambda: 1000.0
+    syncs.ready.clear()
+    late = threading.Thread(target=send, args=(center,))
+    late.start()  # no response while older records wait for the sync
+    wait_until(lambda: syncs.count == 1)
+    assert late.is_alive()
+    syncs.ready.set()
+    late.join(LIMIT)
+    assert center.version == 3
+    center.close()
+
+
+def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
+    kept = Journal(tmp_path / "a", interval=0.05)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    send(center)
+    wait_until(lambda: syncs.count)  # without further exchanges
+    wait_until(lambda: center.core._keeper._writer._due == math.inf)
+    center.close()
+
+
+def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
+    tmp_path, monkeypatch
+):
+    kept = Journal(tmp_path / "a", interval=1000.0)
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+    for _ in range(3):
+        send(center)
+    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    center.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(_found, "this_boot", lambda: "another")
+        with found(tmp_path / "a") as again:  # the center had been closed
+            assert (again.version, again.life) == (3, center.life)
+        (journal,) = copy.glob("journal-*")
+        with journal.open("r+b") as file:
+            file.truncate(1200)
+        with found(copy) as again:
+            assert again.version < 3
+            assert again.life != center.life
+
+
+def test_snapshots_are_kept_by_count_and_age(tmp_path):
+    kept = Snapshots(
+        tmp_path / "a", seconds=None, exchanges=1, keep=2, keep_seconds=3600.0
+    )
+    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
+
+    def snapshots():
+        return sorted((tmp_path / "a").glob("snapshot-*[0-9]"))
+
+    for number in range(5):
+        wait_until(lambda n=number: len(snapshots()) == n + 1)
+        send(center)
+    wait_until(lambda: len(snapshots()) == 6)
+    for each in snapshots():
+        os.utime(each, (0, 0))
+    send(center)
+    wait_until(lambda: len(snapshots()) == 2)
+    center.close()
+    assert len(snapshots()) == 2
+    with found(tmp_path / "a", Snapshots) as again:
+        assert again.version == 6

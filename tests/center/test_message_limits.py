@@ -1,0 +1,497 @@
+"""Message limits: rejected messages, and how their workers continue."""
+
+import concurrent.futures
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import sessions, shared
+from helpers.support import RULES, assert_identical, tree
+
+import agn_optax
+from agn_optax import codecs, errors, service
+from agn_optax.center import (
+    BoundedStaleness,
+    Journal,
+    Limits,
+    LocalCenter,
+    PackedCenter,
+    Refuse,
+    ShardedCenter,
+    Submission,
+    Synchronous,
+)
+
+ZEROS = {"a": np.zeros(3, np.float32), "b": np.zeros((4, 4), np.float32)}
+
+
+def message_of_norm(value):
+    """Return a message with one nonzero element, so that its value is the norm."""
+    made = jax.tree.map(np.copy, ZEROS)
+    made["b"][3, 1] = value
+    return made
+
+
+def send(center, value, worker="anna", behind=0):
+    return sessions.exchange(
+        center,
+        message_of_norm(value),
+        anchor_version=center.version - behind,
+        worker=worker,
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("norm", 0, "norm must be a number in \\(0, inf\\)"),
+        ("norm", "1", "norm must be a number"),
+        ("norm", float("nan"), "norm must be"),
+        ("times_median", 1, "times_median must be a number in \\(1"),
+        ("element", -1.0, "element must be"),
+        ("staleness", -1, "staleness must be a whole number >= 0"),
+        ("staleness", 1.5, "staleness must be a whole number"),
+        ("in_a_row", 0, "in_a_row must be a whole number >= 1"),
+        ("in_a_row", None, "in_a_row must be"),
+        ("nonfinite", 1, "nonfinite must be True or False"),
+    ],
+)
+def test_invalid_limits_are_rejected(setting, value, expected):
+    with pytest.raises(errors.InvalidArgumentError, match=expected):
+        Refuse(**{setting: value})
+
+
+def test_limits_must_be_a_refuse_object():
+    with pytest.raises(errors.InvalidTypeError, match=r"messages must be Refuse"):
+        Limits(messages=True)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("mode", [None, Synchronous()])
+@pytest.mark.parametrize(
+    ("settings", "good", "bad", "why"),
+    [
+        ({}, 1e30, np.nan, "it is not finite (its norm is nan)"),
+        ({"norm": 10}, -9.5, 11.0, "its norm is 11, and this center takes 10 at most"),
+        ({"norm": 10, "nonfinite": False}, 9.5, np.nan, "its norm is nan, and"),
+        ({"element": 2.0}, -2.0, -2.5, "it has an element of 2.5, and this center"),
+        ({"element": 2.0, "nonfinite": False}, 2.0, np.nan, "it has an element of nan"),
+        (
+            {"times_median": 3},
+            2.0,
+            7.0,
+            "its norm is 7, more than 3 times 2, the median of the last 10",
+        ),
+    ],
+)
+def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, packs):
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(),
+        ZEROS,
+        mode=mode,
+        limits=Limits(messages=Refuse(**settings)),
+    )
+    for _ in range(10):
+        assert send(center, good).refused == ""
+    before = center.save()
+    answer = send(center, bad)
+    assert answer.refused.startswith(why)
+    assert not answer.applied
+    assert answer.version == 10
+    assert_identical(answer.params, before.params)
+    assert_identical(center.save(), before)
+    assert send(center, good).applied
+    kind = next(iter(settings), "nonfinite")
+    assert center.core.ledger.refusals.counts == {kind: 1}
+
+
+def test_element_limit_does_not_limit_the_norm():
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(element=1.0))
+    )
+    ones = jax.tree.map(np.ones_like, ZEROS)
+    assert sessions.exchange(center, ones, anchor_version=0, worker="anna").applied
+
+
+def test_non_finite_message_is_applied_if_allowed():
+    """The center then becomes infinite, as configured."""
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(nonfinite=False))
+    )
+    assert send(center, np.inf).applied
+    assert np.isinf(center.pull().params["b"]).any()
+
+
+def test_median_is_that_of_the_last_messages():
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=4))
+    )
+    for norm in (1.0, 100.0, 1e4, 3.0, 1e-3, 1.0, 1.0, 1.0, 1.0):
+        assert send(center, norm).applied  # these are too few to compare with
+    assert send(center, 1.0).applied
+    assert send(center, 4.5).refused
+    for _ in range(100):
+        assert send(center, 4.0).applied
+    assert send(center, 15.0).applied
+    assert send(center, 17.0).refused
+
+
+def test_zero_messages_set_no_limit():
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=2))
+    )
+    for _ in range(20):
+        send(center, 0.0)
+    assert send(center, 5.0).applied
+
+
+def test_message_that_is_too_stale_is_rejected():
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(staleness=2))
+    )
+    send(center, 1.0, "slow")
+    for _ in range(2):
+        send(center, 1.0, "fast")
+    assert send(center, 1.0, "slow", behind=2).applied
+    for _ in range(3):
+        send(center, 1.0, "fast")
+    answer = send(center, 1.0, "slow", behind=3)
+    assert answer.refused == "it is 3 versions late, and this center takes 2 at most"
+    assert send(center, 1.0, "slow").applied
+
+
+def test_too_many_rejections_in_a_row_raise():
+    refuse = Refuse(norm=1.0, in_a_row=3)
+    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
+    for _ in range(2):
+        assert send(center, 2.0).refused
+    assert send(center, 1.0).applied  # this ends the row of rejections
+    for _ in range(2):
+        assert send(center, 2.0).refused
+    for _ in range(2):  # also when repeated
+        with pytest.raises(errors.MessageRefusedError, match=r"'anna' has sent 3.*2"):
+            send(center, 2.0)
+    assert send(center, 1.0).applied  # the messages that raised count as never received
+    for _ in range(2):
+        assert send(center, 2.0).refused
+    sessions.join(center, "anna")
+    assert send(center, 2.0).refused  # a new session
+    assert center.version == 2
+
+
+def test_worker_may_start_again_after_too_many_rejections():
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(in_a_row=3))
+    )
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
+    loop = worker.start()
+    for _ in range(2):
+        loop = worker.exchange(loop[0] * np.nan, loop[1])
+        assert_identical(loop[0], jnp.zeros(2))
+    with pytest.raises(errors.MessageRefusedError, match="not finite"):
+        worker.exchange(loop[0] * np.nan, loop[1])
+    assert (worker.exchanges, worker.refused, center.version) == (2, 2, 0)
+    params, state = worker.start()
+    worker.exchange(params - 1, state)
+    assert center.version == 1
+
+
+def local(worker):
+    @jax.jit
+    def step(params, state, gradient):
+        gradients = jax.tree.map(lambda x: jnp.full_like(x, gradient), params)
+        updates, state = worker.tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overlap):
+    center = LocalCenter(RULES[rule](), tree())
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=2, overlap=overlap)
+    params, state = worker.start()
+    step = local(worker)
+    for gradient in (1.0, 1.0, 1.0, np.nan):
+        params, state = worker.exchange(*step(params, state, gradient))
+    params, state = worker.flush(params, state)
+    assert worker.refused == 1
+    assert worker.exchanges == 2
+    assert_identical(params, center.pull().params)
+    fresh = agn_optax.Worker(center, shared.adam(0.1), period=2).start()[1]
+    assert_identical(state, fresh)  # because its moments were not finite
+    for _ in range(4):
+        params, state = worker.exchange(*step(params, state, 1.0))
+    worker.flush(params, state)
+    assert (worker.exchanges, worker.refused, center.version) == (4, 1, 3)
+
+
+def test_finite_inner_state_is_kept_after_a_rejection():
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(norm=1.0))
+    )
+    worker = agn_optax.Worker(center, shared.adam(10.0), period=1)
+    params, state = worker.start()
+    params, state = local(worker)(params, state, 1.0)
+    before = jax.tree.map(np.array, state.inner_state)
+    params, state = worker.exchange(params, state)
+    assert worker.refused == 1
+    assert_identical(state.inner_state, before)
+    assert_identical(params, jnp.zeros(2))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_residual_is_unchanged_by_a_non_finite_message(overlap):
+    rule = shared.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
+    center = LocalCenter(rule, jnp.zeros(300))
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, overlap=overlap)
+    params, state = worker.start()
+    rng = np.random.default_rng(0)
+    params, state = worker.exchange(params + rng.normal(size=300), state)
+    kept = jax.tree.map(np.array, state.codec_state)
+    assert np.abs(jax.tree.leaves(kept)[0]).max() > 0
+    bad = (params + rng.normal(size=300)).at[7].set(np.nan)
+    params, state = worker.flush(*worker.exchange(bad, state))
+    assert worker.refused == 1
+    assert_identical(jax.tree.map(np.asarray, state.codec_state), kept)
+
+
+def test_dropped_message_is_not_a_rejection():
+    mode = BoundedStaleness(versions=0)
+    center = LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)
+    for worker in ("anna", "bert"):
+        sessions.join(center, worker)
+    for worker in ("anna", "bert"):
+        answer = sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
+    assert (answer.applied, answer.refused) == (False, "")
+
+
+def test_round_continues_without_rejected_messages():
+    """A rejected worker starts from the result of the others, as if it took part."""
+    center = LocalCenter(
+        shared.average(),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
+    )
+    members = {name: center.join(name) for name in ("anna", "bert", "carl")}
+    values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
+    for name, session in members.items():
+        message = jnp.full(2, values[name])
+        session.submit(Submission(1, message, anchor_version=0))
+    answers = {name: session.collect(1, 10) for name, session in members.items()}
+    assert [bool(answer.refused) for answer in answers.values()] == [0, 1, 0]
+    for answer in answers.values():
+        assert answer.version == 1
+        np.testing.assert_array_equal(answer.params, -3.0)
+    members["anna"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["bert"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["carl"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    for session in members.values():
+        answer = session.collect(2, 10)
+        assert answer.refused
+        assert answer.version == 1
+
+
+def test_rejected_worker_adopts_the_round_also_under_easgd():
+    center = LocalCenter(
+        shared.easgd(0.5),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
+    )
+    anna, bert = center.join("anna"), center.join("bert")
+    anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
+    bert.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
+    assert anna.collect(1, 10).version == 0
+    answer = bert.collect(1, 10)
+    assert answer.version == 1
+    np.testing.assert_array_equal(answer.params, 1.0)
+
+
+def test_rejected_round_counts_for_waiting_workers():
+    mode = BoundedStaleness(rounds=0)
+    center = LocalCenter(
+        shared.downpour(), ZEROS, mode=mode, limits=Limits(messages=Refuse(norm=1.0))
+    )
+    for name in ("anna", "bert"):
+        sessions.join(center, name)
+    assert send(center, 2.0, "anna").refused
+    assert send(center, 1.0, "bert").applied
+    session, _ = sessions._sessions[center]["bert"]
+    session.submit(Submission(2, message_of_norm(1.0), anchor_version=1))
+    assert session.collect(2, 0.0).applied
+    session.submit(Submission(3, message_of_norm(1.0), anchor_version=2))
+    assert session.collect(3, 0.0) is None  # it waits until anna has made another round
+    assert send(center, 2.0, "anna").refused
+    assert session.collect(3, 10).applied
+
+
+@pytest.mark.parametrize("acknowledges", [False, True])
+def test_repeated_message_is_rejected_once(acknowledges):
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(norm=1.0))
+    )
+    session = center.join("anna")
+    for _ in range(3):
+        session.submit(Submission(1, message_of_norm(2.0), anchor_version=0))
+        answer = session.collect(1)
+        assert answer.refused.startswith("its norm is 2,")
+        if acknowledges:
+            session.acknowledge(1)
+    assert center.core.ledger.refusals.counts == {"norm": 1}
+
+
+def test_journal_restores_the_data_of_limits(tmp_path):
+    settings = {
+        "limits": Limits(messages=Refuse(times_median=3, in_a_row=3)),
+        "durability": Journal(tmp_path),
+    }
+
+    def talk(center, sequences, values):
+        for name, value in values:
+            lives[name].submit(
+                Submission(sequences[name], message_of_norm(value), anchor_version=0)
+            )
+            lives[name].collect(sequences[name])
+            sequences[name] += 1
+
+    def decisions(center):
+        known = center.core.ledger
+        members = {
+            name: (m.turn, m.in_a_row, m.refused, m.why)
+            for name, m in known.present().items()
+        }
+        return members, list(known.refusals._norms)
+
+    center = LocalCenter(shared.downpour(), ZEROS, **settings)
+    lives = {name: center.join(name) for name in ("anna", "bert")}
+    sequences = {"anna": 1, "bert": 1}
+    even = [(name, 1.0 + i / 10) for i in range(7) for name in lives]
+    talk(center, sequences, even)
+    talk(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
+    before = decisions(center)
+    assert before[0]["anna"][1:3] == (2, 2)
+    center.core._keeper._directory.close()  # as if the process was killed
+    center.core._keeper.close = lambda: None
+    again = LocalCenter(shared.downpour(), **settings)
+    assert decisions(again) == before
+    life = again.core.join("anna", lives["anna"].incarnation, back=True)
+    repeated = life.exchange(
+        Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
+    )
+    assert "not finite" in repeated.refused
+    with pytest.raises(errors.MessageRefusedError, match="50"):
+        life.exchange(
+            Submission(sequences["anna"], message_of_norm(50.0), anchor_version=0)
+        )
+    again.close()
+
+
+def test_shards_apply_their_limits_separately():
+    """A message that is not finite in one shard is rejected by all."""
+    refuse = Refuse(norm=1.0)
+    kept = [
+        LocalCenter(shared.downpour(), limits=Limits(messages=refuse)) for _ in "ab"
+    ]
+    center = ShardedCenter(kept)
+    center.initialize({"a": jnp.zeros(8), "b": jnp.zeros(8)}, worker="")
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
+    params, state = worker.start()
+    params, state = worker.exchange({**params, "b": params["b"] + 3.0}, state)
+    assert worker.refusal.startswith("its norm is 8.485")
+    assert sorted(worker.version) == [0, 1]
+    assert_identical(params, center.pull().params)
+    bad = {**params, "b": params["b"].at[0].set(np.nan)}
+    params, state = worker.exchange(bad, state)
+    assert worker.refusal == "it is not finite (its norm is nan)"
+    assert sorted(worker.version) == [0, 1]
+    counts = [each.core.ledger.refusals.counts for each in kept]
+    assert sum(count.get("nonfinite", 0) for count in counts) == 2
+
+
+def test_site_continues_from_a_parent_that_rejects_its_message():
+    rule = shared.downpour()
+    parent = LocalCenter(
+        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=Refuse(norm=10.0))
+    )
+    with service.serve(rule, parent=service.Parent(parent, period=1)) as site:
+        assert site.uplink.ready.wait(60)
+        session = site.center.join("anna")
+
+        def exchange(sequence, value):
+            settled = (
+                site.center.core.ledger.version + 2
+            )  # its own version, and the parent's response
+            message = {"w": jnp.full(2, -value)}
+            session.exchange(Submission(sequence, message, anchor_version=0))
+            assert site.center.core.wait_for(
+                lambda: site.center.core.ledger.version >= settled, 60
+            )
+
+        exchange(1, 100.0)
+        np.testing.assert_array_equal(site.center.pull().params["w"], 0.0)
+        exchange(2, 5.0)
+        np.testing.assert_array_equal(parent.pull().params["w"], 5.0)
+        assert site.uplink.error is None
+        assert parent.version == 1
+
+
+WHERE = ["around the worker's", "inside of the worker's"]
+
+
+@pytest.mark.parametrize("rule", ["agn", "downpour", "easgd"])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
+    """Gradients in float16 overflow until the scale is low enough, and sometimes later.
+
+    Once the parameters themselves become NaN, which no scale could repair.
+    """
+    start = {"w": jnp.zeros(4)}
+    center = LocalCenter(
+        RULES[rule](), start, limits=Limits(messages=Refuse(times_median=100))
+    )
+    scaling = functools.partial(
+        agn_optax.loss_scaling, initial_scale=2.0**24, growth_interval=6
+    )
+    around, inner = where == WHERE[0], shared.adam(0.05)
+    worker = agn_optax.Worker(
+        center, inner if around else scaling(inner), period=3, overlap=overlap
+    )
+    tx = scaling(worker.tx) if around else worker.tx
+    params, state = worker.start()
+    state = tx.init(params)._replace(inner_state=state) if around else state
+
+    @jax.jit
+    def step(params, state, x):
+        def loss(params):
+            error = (params["w"].astype(jnp.float16) - 1) * x.astype(jnp.float16)
+            return jnp.sum(error**2).astype(jnp.float32) * agn_optax.loss_scale(state)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    rng, scales = np.random.default_rng(0), []
+    for i in range(150):
+        x = rng.normal(size=4).astype(np.float32) * (100 if i % 17 == 0 else 1)
+        params, state = step(params, state, x)
+        if i == 70:
+            params = jax.tree.map(lambda p: p * np.nan, params)
+        local = state.inner_state if around else state
+        params, local = worker.exchange(params, local)
+        if (
+            overlap and worker._parts[0].message is not None
+        ):  # the response is adopted one step later
+            concurrent.futures.wait([worker._parts[0].message.flight])
+        state = state._replace(inner_state=local) if around else local
+        scales.append(float(agn_optax.loss_scale(state)))
+    assert worker.exchanges > 35
+    assert worker.refused < 25
+    assert center.version >= 20
+    assert max(scales[-20:]) > min(scales) >= 2.0**6
+    np.testing.assert_allclose(center.pull().params["w"], 1.0, atol=0.3)

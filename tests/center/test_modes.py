@@ -1,0 +1,111 @@
+"""Modes by themselves, and a mode that does not come with the library."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import shared
+
+import agn_optax
+from agn_optax import errors
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Mode,
+    Submission,
+    Synchronous,
+)
+from agn_optax.center._modes import Due, Entry
+
+
+class PendingMessages:
+    """Messages that wait: by name, versions missed and rounds ahead."""
+
+    def __init__(self, is_complete=False, **told):
+        self.is_complete, self._told = is_complete, told
+        self.pending = {
+            name: Entry(name, Submission(1, None, 0), float(i), 0)
+            for i, name in enumerate(told)
+        }
+
+    def missed(self, entry):
+        return self._told[entry.worker][0]
+
+    def lead(self, entry):
+        return self._told[entry.worker][1]
+
+
+def due(mode, waiting, now=9.0):
+    found = mode.due(waiting, now)
+    if found is None:
+        return ""
+    return "".join(e.worker for e in found.entries) + "!" * (not found.applies)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told", "expected"),
+    [
+        (Asynchronous(), {}, ""),
+        (Asynchronous(), {"a": (9, 9), "b": (0, 0)}, "a"),
+        (BoundedStaleness(versions=1), {"a": (2, 0), "b": (0, 0)}, "a!"),
+        (BoundedStaleness(rounds=1), {"a": (2, 2), "b": (9, 1)}, "b"),
+        (BoundedStaleness(versions=1, rounds=1), {"a": (1, 2)}, ""),
+        (Synchronous(), {"a": (0, 0)}, ""),
+        (Synchronous(quorum=1), {"a": (3, 0), "b": (0, 0)}, "ab"),
+        (Synchronous(late="drop"), {"a": (0, 0), "b": (1, 0)}, "b!"),
+    ],
+)
+def test_messages_that_are_due(mode, told, expected):
+    assert due(mode, PendingMessages(**told)) == expected
+
+
+def test_round_ends_when_all_messages_are_there_or_with_its_grace():
+    mode = Synchronous(quorum=2, grace=3.0)
+    waiting = PendingMessages(a=(1, 0), b=(0, 0))
+    assert mode.deadline(waiting) == 1.0 + 3.0  # b's: a is late
+    assert (due(mode, waiting, 3.9), due(mode, waiting, 4.0)) == ("", "ab")
+    assert due(mode, PendingMessages(is_complete=True, a=(0, 0))) == "a"
+    assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
+
+
+def test_only_rounds_have_weights_and_a_grace():
+    assert Synchronous(late="weighted").weights([0, 3]) == (1.0, 0.25)
+    assert Synchronous().weights([0, 3]) == (1.0, 1.0)
+    for mode in (Asynchronous(), BoundedStaleness(rounds=1)):
+        assert mode.weights([0]) is None
+        assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
+        assert mode.round_grace is None
+    assert Synchronous(grace=3.0).round_grace is None
+    assert Synchronous(quorum=1, grace=3.0).round_grace == 3.0
+
+
+class Pairs(Mode):
+    """Messages are applied two by two."""
+
+    combines = True
+
+    def due(self, waiting, now):
+        entries = list(waiting.pending.values())[:2]
+        return Due(entries) if len(entries) == 2 else None
+
+    def weights(self, missed):
+        return (1.0,) * len(missed)
+
+
+def test_center_takes_another_mode():
+    center = agn_optax.LocalCenter(shared.average(), jnp.zeros(2), mode=Pairs())
+    sessions = [center.join(f"w{i}") for i in range(3)]
+    for i, session in enumerate(sessions):
+        session.submit(Submission(1, jnp.full(2, float(i)), anchor_version=0))
+    assert sessions[0].collect(1).version == sessions[1].collect(1).version == 1
+    assert sessions[2].collect(1, 0.0) is None
+    np.testing.assert_array_equal(center.pull().params, -0.5)
+    sessions[0].submit(Submission(2, jnp.zeros(2), anchor_version=1))
+    assert sessions[2].collect(1).staleness == 1
+
+
+@pytest.mark.parametrize("mode", [Synchronous, "synchronous"])
+def test_another_object_is_no_mode(mode):
+    with pytest.raises(errors.InvalidTypeError, match=r"mode must be Asynchronous\(\)"):
+        agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)

@@ -1,0 +1,210 @@
+"""``agn-optax doctor`` in faulty networks, made of Linux network namespaces.
+
+Two hosts, "here" and "there", have two network cards each; cards of the same number are
+connected. The center runs on "there" and is addressed by the first card.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import uuid
+
+import pytest
+from helpers.commands import PATIENCE, python
+
+CENTER = "10.77.1.2:5000"
+DIRECT = 5001
+
+
+def run(*command, **settings):
+    return subprocess.run(  # noqa: S603 our own programs
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        **settings,
+    )
+
+
+class Hosts:
+    """The two hosts, with methods that change their network."""
+
+    def __init__(self):
+        name = uuid.uuid4().hex[:6]
+        self.here, self.there = f"here-{name}", f"there-{name}"
+
+    def make(self):
+        """Create both hosts; skip the test where that is impossible."""
+        if os.getuid():
+            pytest.skip("only root can make a network")
+        if shutil.which("ip") is None or shutil.which("tc") is None:
+            pytest.skip("iproute2 is not installed")
+        for host in (self.here, self.there):
+            if (made := run("ip", "netns", "add", host)).returncode:
+                pytest.skip(f"no namespaces here: {made.stderr.strip()}")
+            self.ip(host, "link", "set", "lo", "up")
+
+    def wire(self):
+        """Connect the hosts by new cards without faults."""
+        for number in (1, 2):
+            card = f"eth{number}"
+            run("ip", "-n", self.here, "link", "del", card)
+            wire = ("type", "veth", "peer", card, "netns", self.there)
+            made = run("ip", "link", "add", card, "netns", self.here, *wire)
+            if made.returncode:
+                pytest.skip(f"no wires here: {made.stderr.strip()}")
+            for end, host in enumerate((self.here, self.there), 1):
+                self.ip(host, "addr", "add", f"10.77.{number}.{end}/24", "dev", card)
+                self.ip(host, "link", "set", card, "up")
+
+    def remove(self):
+        for host in (self.here, self.there):
+            run("ip", "netns", "del", host)
+
+    def ip(self, host, *arguments):
+        done = run("ip", "-n", host, *arguments)
+        assert not done.returncode, done.stderr
+
+    def narrow(self, host, card, rate):
+        """Limit the rate at which a host sends through a card."""
+        shape = ("tbf", "rate", rate, "burst", "64k", "latency", "50ms")
+        done = run("tc", "-n", host, "qdisc", "add", "dev", card, "root", *shape)
+        if done.returncode:
+            pytest.skip(f"traffic cannot be shaped here: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two hosts and a center; each test gets new connections between them."""
+    made = Hosts()
+    try:
+        made.make()
+        made.wire()
+        arguments, environment = python(
+            *("-m", "agn_optax.ops.cli", "serve", "--rule=downpour", "--insecure"),
+            *("--open", "--address=0.0.0.0:5000", f"--direct-address=0.0.0.0:{DIRECT}"),
+        )
+        with subprocess.Popen(  # noqa: S603 our own program
+            ["ip", "netns", "exec", made.there, *arguments],  # noqa: S607
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout.readline().startswith("serving")
+                yield made
+            finally:
+                process.terminate()
+                process.wait(PATIENCE)
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def wired(hosts):
+    hosts.wire()
+    return hosts
+
+
+def doctor(hosts, *options, **environment):
+    """Run the doctor on the host "here"; return its results by check."""
+    arguments, known = python(
+        *("-m", "agn_optax.ops.cli", "doctor", CENTER, "--insecure", "--json", *options)
+    )
+    said = run(
+        *("ip", "netns", "exec", hosts.here, *arguments), env={**known, **environment}
+    )
+    assert said.stdout, said.stderr
+    checks = json.loads(said.stdout)["checks"]
+    return {each["check"]: (each["result"], each["said"]) for each in checks}
+
+
+@pytest.mark.slow
+def test_doctor_finds_no_fault_in_a_good_network(wired):
+    found = doctor(wired)
+    assert {name for name, (result, _) in found.items() if result == "failed"} == set()
+    result, said = found["interface"]
+    assert said.startswith("packets leave by eth1 (10.77.1.1)")
+    assert "eth2 (10.77.2.1" in said
+    result, said = found["packets"]
+    assert result == "ok"
+    assert said.startswith("segments of 1448 bytes, and eth1 has an MTU of 1500; they")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("side", "way"), [("here", "up"), ("there", "down")])
+def test_doctor_suggests_the_faster_card(wired, side, way):
+    """The card in use is slow in one direction, and the other card is not."""
+    wired.narrow(getattr(wired, side), "eth1", "20mbit")
+    found = doctor(wired)
+    result, said = found["rates"]
+    assert result == "warning"
+    assert f"the way {way}, " in said
+    result, said = found["interface"]
+    assert result == "warning"
+    assert "route 10.77.1.2 by eth2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_doctor_finds_that_large_packets_are_lost(wired, side):
+    """One end announces longer packets than it accepts, and drops the longer ones."""
+    far = wired.there if side == "here" else wired.here
+    near, number = (wired.here, 2) if side == "here" else (wired.there, 1)
+    # Without this the kernel passes on segments larger than any packet, never cut.
+    wired.ip(near, "link", "set", "eth1", "gso_max_segs", "1")
+    wired.ip(far, "link", "set", "eth1", "mtu", "1430")
+    route = ("10.77.1.0/24", "dev", "eth1", "proto", "kernel", "scope", "link")
+    source = ("src", f"10.77.1.{number}")
+    wired.ip(far, "route", "change", *route, *source, "advmss", "1460")
+    found = doctor(wired, "--timeout=2")
+    which = "to the center" if side == "here" else "from the center"
+    result, said = found["rates"]
+    assert result == "failed"
+    assert f"16 KiB {which} do not in 2 s" in said
+    result, said = found["packets"]
+    assert result == "failed"
+    assert f"they do not pass {which}, and those of 1360 bytes do" in said
+    assert "mtu 1412" in said
+
+
+@pytest.mark.slow
+def test_doctor_reports_the_smaller_mtu_of_the_two_ends(wired):
+    """The center's end accepts shorter packets, and announces that."""
+    wired.ip(wired.there, "link", "set", "eth1", "mtu", "1400")
+    result, said = doctor(wired)["packets"]
+    assert result == "ok"
+    assert "eth1 has an MTU of 1500; the center's end, or the route, takes 1400" in said
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_firewall_before_the_direct_port(wired):
+    answers = ("from", "10.77.1.2", "ipproto", "tcp", "sport", DIRECT, "blackhole")
+    wired.ip(wired.there, "rule", "add", *answers)
+    try:
+        found = doctor(wired, "--timeout=2")
+    finally:
+        wired.ip(wired.there, "rule", "del", *answers)
+    result, said = found["ports"]
+    assert result == "warning"
+    assert "so a firewall drops the packets to it" in said
+    result, said = found["rates"]
+    assert result == "warning"
+    assert said.startswith("grpc ")
+    assert "cannot connect by socket" in said
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
+    proxy = {"http_proxy": "http://10.77.1.2:1"}
+    found = doctor(wired, "--timeout=2", **proxy)
+    result, said = found["proxy"]
+    assert result == "failed"
+    assert "http_proxy sends gRPC through 10.77.1.2:1, which does not connect" in said
+    assert "add 10.77.1.2 to no_proxy" in said
+    assert list(found)[-1] == "health"  # which gRPC cannot ask
+    found = doctor(wired, no_proxy="10.77.0.0/16", **proxy)
+    assert found["proxy"] == ("ok", "gRPC uses no proxy for it")
+    assert found["health"] == ("ok", "SERVING")
