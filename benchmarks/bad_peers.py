@@ -1,285 +1,185 @@
 """Exchanges of a worker next to a badly behaved peer, and without one.
 
 The peer is a separate process that acts as often as the center permits, up to a bound
-of acts per second, at the lowest priority: on this machine it takes time from the
-worker and the center that a peer on another host would not take. The calls that are
-free for every caller are used up. "speed" is relative to the worker alone, the median
-of neighbors in time with its quartiles. "processor" is the center's CPU time, which is
-more reliable on a machine that is busy with other work.
+of acts per second (100, or 2,000 where an act costs it next to nothing), at the lowest
+priority: on this machine it takes time from the worker and the center that a peer on
+another host would not take. The calls that are free for every caller are used up.
+"speed" is relative to the worker alone, the median of neighbors in time with its
+quartiles. "processor" is the center's CPU time, which is more reliable on a machine
+that is busy with other work.
 
     python benchmarks/bad_peers.py
-    python benchmarks/bad_peers.py --megabytes 4 --calls 0
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import functools
 import itertools
 import os
-import pathlib
 import socket
-import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import centers
 import grpc
-import peers
-import side_by_side
-from processes import Process
-from report import Report, parse
-from side_by_side import Form
+import numpy as np
+from measuring import Benchmark, Form, Process, Run
 
 from agn_optax import errors, service
 from agn_optax.center import Submission
-from agn_optax.service import Tls
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security._access import KEY_SIZE
 from agn_optax.service.server import _servicer
 from agn_optax.service.transports import _socket
 from agn_optax.service.wire._packets import HEAD
 
-ALONE = "nobody"
-ALONE_TLS = "nobody, over TLS"
+SIZE = 40e3  # bytes of the model
 
 
-class BadPeer:
-    """A badly behaved peer on its own thread; each public method is one act."""
+@functools.cache
+def acts_of(address: str, tls: service.Tls | None) -> dict[str, Callable[[], Any]]:
+    """Return the acts of a badly behaved peer by name; "" closes what is open."""
+    numbers = itertools.count()
+    center = centers.connect(address, "socket", tls=tls)
+    observer = service.Observer(address, tls=tls)
+    context: Any = None if tls is None else tls.context(serves=False)
+    direct = observer.status()["direct_address"]
+    ports = [int(each.rpartition(":")[2]) for each in (address, direct)]
+    held: list[socket.socket] = []
 
-    def __init__(
-        self,
-        act: str,
-        rate: float,
-        address: str,
-        size: float,
-        leaves: int,
-        tls: Tls | None = None,
-    ) -> None:
-        self._address = address
-        self._contribution = centers.tree(size, leaves, 1e-6)
-        self._numbers = itertools.count()
-        self._center = centers.connect(address, "socket", tls=tls)
-        self._observer = service.Observer(address, tls=tls)
-        self._context = None if tls is None else tls.context(serves=False)
-        status = self._observer.status()
-        ports = (address, status["direct_address"])
-        self._ports = [int(each.rpartition(":")[2]) for each in ports]
-        self._direct = "127.0.0.1", self._ports[1]
-        self._held: list[socket.socket] = []
-        self._done = 0
-        self._ended = threading.Event()
-        work = functools.partial(self._work, getattr(self, act), rate)
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
+    def dial(port: int = 1) -> socket.socket:
+        """Connect to the port of gRPC, 0, or to the one of sockets, 1."""
+        return socket.create_connection(("127.0.0.1", ports[port]), timeout=5)
 
-    def _work(self, act: Callable[[], None], rate: float) -> None:
-        start = time.monotonic()
-        while not self._ended.wait(
-            max(0.0, start + self._done / rate - time.monotonic())
-        ):
-            with contextlib.suppress(errors.AgnOptaxError, OSError):
-                act()
-            self._done += 1
+    def connect() -> None:
+        for port in (0, 1):
+            dial(port).close()
 
-    def _end(self) -> int:
-        """Stop, and return the number of acts."""
-        done = self._done
-        self._ended.set()
-        self._thread.join()
-        for each in self._held:
-            each.close()
-        self._center.close()
-        self._observer.close()
-        return done
+    def hold(most: int, port: int = 1) -> None:
+        """Open a silent connection, in place of the oldest if there are ``most``."""
+        if len(held) >= most:
+            held.pop(0).close()
+        held.append(dial(port))
 
-    def connects(self) -> None:
-        """Connect to each port in turn, and close the connection."""
-        for port in self._ports:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-
-    def says_nothing(self) -> None:
-        """Open silent connections, at most 200 at a time."""
-        if len(self._held) >= 200:
-            self._held.pop(0).close()
-        port = self._ports[next(self._numbers) % 2]
-        self._held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
-
-    def asks(self) -> None:
-        """Ask for the center's status."""
-        self._observer.status()
-
-    def pulls(self) -> None:
-        """Pull the whole center."""
-        self._center.pull()
-
-    def joins(self) -> None:
-        """Join under a new name, and leave."""
-        self._center.join(f"eve {next(self._numbers)}").leave()
-
-    def does_not_read(self) -> None:
-        """Send a message, and do not read the answer."""
-        session = self._center.join("eve")
-        session.submit(Submission(1, self._contribution, anchor_version=0))
+    def send() -> None:
+        session = center.join("eve")
+        session.submit(Submission(1, centers.tree(SIZE), anchor_version=0))
         session.disconnect()
 
-    def reconnects(self) -> None:
-        """Replace a silent connection by a new one."""
-        for each in self._held:
-            each.close()
-        self._held = [socket.create_connection(self._direct, timeout=5)]
-
-    def wrong_key(self) -> None:
-        """Greet with a key that is not known."""
-        with socket.create_connection(self._direct, timeout=5) as end:
+    def greet() -> None:
+        with dial() as end:
             end.sendall(_socket.GREETING + bytes(KEY_SIZE))
             end.recv(1)
 
-    def handshakes(self) -> None:
-        """Make a TLS handshake, and send nothing after it."""
-        self._handshake(self._ports[1])
+    def shake_hands(port: int) -> None:
+        with dial(port) as end:
+            context.wrap_socket(end, server_hostname="localhost").close()
 
-    def handshakes_of_gRPC(self) -> None:  # noqa: N802 gRPC is its name
-        """Make a TLS handshake at the port of gRPC."""
-        self._handshake(self._ports[0])
-
-    def _handshake(self, port: int) -> None:
-        assert self._context is not None
-        end = socket.create_connection(("127.0.0.1", port), timeout=5)
-        with end, self._context.wrap_socket(end, server_hostname="localhost"):
-            pass
-
-    def trickles(self) -> None:
+    def trickle() -> None:
         """Announce a frame and never send it, in a gRPC call."""
-        with grpc.insecure_channel(self._address) as channel:
-            pieces = [HEAD.pack(1000, 0), *[b"x"] * 10]
+
+        def slowly() -> Any:
+            for piece in [HEAD.pack(1000, 0), *[b"x"] * 10]:
+                yield piece
+                time.sleep(0.1)
+
+        with grpc.insecure_channel(address) as channel:
             call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")
-
-            def slowly() -> Any:
-                for piece in pieces:
-                    yield piece
-                    time.sleep(0.1)
-
             with contextlib.suppress(grpc.RpcError):
-                for _ in call(slowly()):
-                    pass
+                list(call(slowly()))
+
+    return {
+        "": held.clear,
+        "connects, and ends the connection": connect,
+        "says nothing over 200 connections": lambda: hold(200, next(numbers) % 2),
+        "asks for the status": observer.status,
+        "pulls": center.pull,
+        "joins, and leaves": lambda: center.join(f"eve {next(numbers)}").leave(),
+        "joins, sends, and does not read": send,
+        "reconnects, and says nothing": lambda: hold(1),
+        "greets with a wrong key": greet,
+        "announces a frame that does not come": trickle,
+        "TLS handshakes": lambda: shake_hands(1),
+        "TLS handshakes at the port of gRPC": lambda: shake_hands(0),
+    }
 
 
-ACTS = [name for name in vars(BadPeer) if not name.startswith("_")]
-# Acts at a center with TLS, and acts that cost the peer next to nothing.
-ENCRYPTED = ["handshakes", "handshakes_of_gRPC"]
-CHURN = ["reconnects", "wrong_key", *ENCRYPTED]
-
-WORKERS = 4
-
-_peers: list[BadPeer] = []  # in the peer's process, one at a time
+def names_of(address: str, tls: service.Tls | None) -> list[str]:
+    """Connect a peer, and return the names of its acts."""
+    return [name for name in acts_of(address, tls) if name]
 
 
-def _begin(*args: Any) -> None:
-    _peers.append(BadPeer(*args))
+def misbehave(address: str, tls: service.Tls | None, name: str, end: float) -> int:
+    """Act until ``end``, and return the number of acts."""
+    acts = acts_of(address, tls)
+    # Acts that cost the peer next to nothing are made more often a second, at most.
+    rate = 2000 if name.startswith(("reconnects", "greets", "TLS")) else 100
+    start, done = time.monotonic(), 0
+    while time.monotonic() < end:
+        with contextlib.suppress(errors.AgnOptaxError, OSError):
+            acts[name]()
+        done += 1
+        time.sleep(max(0.0, start + done / rate - time.monotonic()))
+    acts[""]()
+    return done
 
 
-def _end() -> int:
-    return _peers.pop()._end()
-
-
-def _spare_nothing() -> None:
+def spare_nothing() -> None:
     _servicer.SPARE = 0.0  # type: ignore[attr-defined]
     _servicer.NEWCOMERS = 2.0  # type: ignore[attr-defined]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What a bad peer costs the others.")
-    add = parser.add_argument
-    add("--megabytes", type=float, default=0.04, help="of the model")
-    add("--leaves", type=int, default=4)
-    add("--transport", choices=centers.TRANSPORTS, default="socket")
-    add("--rate", type=float, default=100.0, help="acts a second, at most")
-    add("--churn", type=float, default=2000.0, help="the same, of those that reconnect")
-    add("--calls", type=float, default=20.0, help="a second of a caller; 0 for any")
-    add("--nice", type=int, default=19, help="of its process")
-    add("--only", choices=ACTS, nargs="+", help="of what it does")
-    add("--window", type=float, default=2.0, help="seconds in which are counted")
-    add("--repeats", type=int, default=7)
-    args = parse(parser, window=0.1, repeats=1)
-    report = Report(args.json)
-    size = 1e6 * args.megabytes
-    acts: dict[str, list[int]] = {act: [] for act in ACTS}
-    limits: dict[str, Any] = {"max_workers": WORKERS, "calls": args.calls or None}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Process() as process,
-        Process() as bad,
-        contextlib.ExitStack() as stack,
-    ):
+class BadPeers(Benchmark, quick="--window 0.1"):
+    """Exchanges beside a bad peer.
+
+    Args:
+      window: seconds in which exchanges are counted.
+    """
+
+    window: float = 2.0
+
+    def run(self) -> None:
+        """Measure the worker alone, and beside every act."""
+        self.center, self.bad = self.use(Process()), self.use(Process())
         # A peer on another host would take no time from the worker and the center.
-        bad.call(os.nice, args.nice)
-        pem = peers.certificates(pathlib.Path(folder))
-        served = functools.partial(centers.served, process, size, args.leaves)
-        address = stack.enter_context(served(**limits))
-        secret = stack.enter_context(served(tls=Tls(None, *pem), **limits))
-        process.call(_spare_nothing)
+        self.bad.call(os.nice, 19)
+        # By form: ms of the center's CPU an exchange, and the peer's acts a second.
+        self.found: dict[str, list[Any]] = defaultdict(list)
+        own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
+        forms = [*self.forms(None, None), *self.forms(own, tls)]
+        self.center.call(spare_nothing)
+        rows = self.turns(forms).rows(forms, SIZE)
+        for row in rows:
+            spent, acts = np.median(self.found[row["form"]][1:], axis=0).tolist()
+            row |= {"processor_ms_an_exchange": spent, "its_acts_a_second": acts}
+        self.add("bad peers", "40 KB over a socket, beside a bad peer", rows)
 
-        def counting(address: str, tls: Tls | None) -> Callable[[], float]:
-            center = centers.connect(address, args.transport, tls=tls)
-            stack.enter_context(center)
-            exchange = centers.exchanging(
-                center, centers.tree(size, args.leaves, 1e-6), "anna"
-            )
-            return functools.partial(centers.seconds_of_one, exchange, args.window)
+    def forms(self, own: service.Tls | None, tls: service.Tls | None) -> Iterator[Form]:
+        """Yield the forms at a center with or without TLS."""
+        limits = service.Limits(max_workers=4)
+        at = self.center.call(centers.serve, SIZE, tls=own, limits=limits)
+        run = centers.worker(at, "socket", SIZE, stack=self.stack, tls=tls)
+        measured = functools.partial(self.measured, run, at, tls)
+        alone = "nobody, over TLS" if tls else "nobody"
+        yield Form(alone, alone, functools.partial(measured, alone))
+        for name in self.bad.call(names_of, at, tls):
+            if name.startswith("TLS") == (tls is not None):
+                yield Form(name, alone, functools.partial(measured, name))
 
-        there = {ALONE: (address, None), ALONE_TLS: (secret, Tls(pem[0]))}
-        count = {alone: counting(*at) for alone, at in there.items()}
-
-        def beside(act: str, alone: str) -> float:
-            rate = args.churn if act in CHURN else args.rate
-            at, tls = there[alone]
-            bad.call(_begin, act, rate, at, size, args.leaves, tls)
-            try:
-                return count[alone]()
-            finally:
-                acts[act].append(bad.call(_end))
-
-        used: dict[str, list[float]] = {form: [] for form in (*there, *ACTS)}
-
-        def metered(form: str, run: Callable[[], float]) -> Callable[[], float]:
-            def measured() -> float:
-                before = process.call(time.process_time)
-                seconds = run()
-                spent = process.call(time.process_time) - before
-                used[form].append(spent * seconds / args.window)
-                return seconds
-
-            return measured
-
-        forms = [Form(alone, alone, metered(alone, count[alone])) for alone in there]
-        for act in ACTS if not args.only else args.only:
-            alone = ALONE_TLS if act in ENCRYPTED else ALONE
-            run = functools.partial(beside, act, alone)
-            forms.append(Form(act, alone, metered(act, run)))
-        found = side_by_side.measure(forms, args.repeats, report.console)
-    rows = []
-    for name, row in found.items():
-        own = acts.get(name, [0])
-        row = side_by_side.speed(row)
-        rows.append(
-            {
-                "peer": name.replace("_", " "),
-                "a_second": 1 / row["seconds"],
-                "speed": row["ratio"],
-                "quartiles": row["quartiles"],
-                "processor_ms_an_exchange": 1e3 * statistics.median(used[name]),
-                "its_acts_a_second": sum(own) / len(own) / args.window,
-            }
-        )
-    title = f"{args.megabytes:g} MB over {args.transport}, beside a bad peer"
-    report.add("bad peers", title, rows)
-    report.write()
+    def measured(self, run: Run, at: str, tls: service.Tls | None, name: str) -> float:
+        """Return the seconds of an exchange beside an act, or beside nobody."""
+        done: Callable[[], int] = int  # no acts
+        if not name.startswith("nobody"):
+            end = time.monotonic() + self.window
+            done = self.bad.submit(misbehave, at, tls, name, end).result
+        before = self.center.call(time.process_time)
+        seconds = centers.seconds_of_one(run, self.window)
+        spent = self.center.call(time.process_time) - before
+        self.found[name].append(np.array([1e3 * spent * seconds, done()]) / self.window)
+        return seconds
 
 
 if __name__ == "__main__":
-    main()
+    BadPeers.main()

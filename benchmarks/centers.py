@@ -1,35 +1,35 @@
 """Centers in other processes, and workers that exchange with them."""
 
-from __future__ import annotations
-
-import contextlib
 import functools
 import itertools
+import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from processes import Process
+import optax
+from measuring import Process, Run
 
-import agn_optax
-from agn_optax import rules
+from agn_optax import planning, rules, service
 from agn_optax.center import Submission
+from agn_optax.ops import keys
+from agn_optax.ops.planning import Cluster, Cost, Machine
 
 PyTree = Any
 
 TRANSPORTS = ("grpc", "socket", "memory")
+LEAVES = 4  # of a model, if nothing else is given
+LOOPBACK = 1e15  # bytes/s of an infinitely fast link: only the ends take time
+UNLIMITED = service.Limits(max_workers=256, calls=None)
 
 
-def connect(
-    address: str | list[str], transport: str = "", codec: str = "", **options: Any
-) -> Any:
-    """Connect to a center of `served`; "" takes the best transport."""
-    if transport:
-        options["transports"] = [transport]
-    return agn_optax.service.connect(address, rule(codec), **options)
+def connect(address: Any, transport: str = "", codec: str = "", **options: Any) -> Any:
+    """Connect to a center of `serve`; "" takes the best transport."""
+    options["transports"] = [transport] if transport else None
+    return service.connect(address, rule(codec), **options)
 
 
 @functools.cache  # the same object, so it is compared with the other side's only once
@@ -38,65 +38,60 @@ def rule(codec: str = "") -> rules.Rule:
     return rules.downpour(codec=rules.CODECS[codec] if codec else None)
 
 
-def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
+def tree(size: float, leaves: int = LEAVES, value: float = 0.0) -> PyTree:
     """Make about ``size`` bytes of float32 parameters, in equal leaves."""
     shape = (max(1, round(size / 4 / leaves)),)
     return [jnp.full(shape, value) for _ in range(leaves)]
 
 
-@contextlib.contextmanager
-def served(
-    process: Process,
-    size: float,
-    leaves: int,
-    address: str = "127.0.0.1:0",
-    tls: Any = None,
-    tokens: str = "",
-    codec: str = "",
-    **limits: Any,
-) -> Iterator[str]:
-    """Serve a center in another process; yield its address.
-
-    ``tokens`` is the text of a token file; ``limits`` are arguments of
-    `agn_optax.service.Limits`.
-    """
-    limits = {"max_workers": 256, "calls": None, **limits}
-    address = process.call(_serve, size, leaves, address, tls, tokens, codec, limits)
-    try:
-        yield address
-    finally:
-        process.call(_stop, address)
+def plan(size: float, machine: Machine, codec: str = "", **cluster: Any) -> Cost:
+    """Predict the cost of exchanging ``size`` bytes of parameters after every step."""
+    cluster = {"machine": machine, "step_time": 1.0, "bandwidth": LOOPBACK, **cluster}
+    like, inner = jax.eval_shape(lambda: tree(size)), optax.sgd(0.1)
+    return planning.plan(rule(codec), like, Cluster(**cluster), inner=inner, period=1)
 
 
 _servers: dict[str, Any] = {}  # in the process that serves
 
 
-def _serve(
-    size: float,
-    leaves: int,
-    address: str,
-    tls: Any,
-    tokens: str,
-    codec: str,
-    limits: dict[str, Any],
+def serve(
+    size: float = 0.0, leaves: int = LEAVES, codec: str = "", **options: Any
 ) -> str:
-    access = agn_optax.service.Access(tokens.encode()) if tokens else None
-    server = agn_optax.service.serve(
-        rule(codec),
-        tree(size, leaves),
-        address=address,
-        limits=agn_optax.service.Limits(**limits),
-        security=agn_optax.service.Security(tls=tls, access=access),
-    )
+    """Serve a center in this process, and return its address.
+
+    Args:
+      size: bytes of its parameters; 0 leaves them to a chief, a parent or a disk.
+      leaves: leaves of its parameters.
+      codec: name of its codec.
+      options: of `agn_optax.service.serve`, but ``tls`` and ``tokens`` (the text of a
+        token file) instead of ``security``, and as ``parent`` an address, with which it
+        exchanges after each of its exchanges.
+    """
+    tls, tokens = options.pop("tls", None), options.pop("tokens", "")
+    access = service.Access(tokens.encode()) if tokens else None
+    options["security"] = service.Security(tls=tls, access=access)
+    if "parent" in options:
+        options["parent"] = service.Parent(connect(options["parent"], "socket"), 1)
+    params = tree(size, leaves) if size else None
+    server = service.serve(rule(codec), params, **{"limits": UNLIMITED, **options})
     _servers[server.address] = server
     return server.address
 
 
-def _stop(address: str) -> None:
-    _servers.pop(address).stop(grace=1.0)
+def stop(address: str) -> None:
+    """Stop a center, which sends its remaining progress to its parent."""
+    _servers.pop(address).stop(grace=10.0)
 
 
-def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
+def certificates(folder: str) -> tuple[service.Tls, service.Tls]:
+    """Make certificates in a folder; return the settings of a center and of workers."""
+    path = pathlib.Path(folder)
+    keys.make(path, ["localhost", "127.0.0.1"], {}, days=2)
+    center = service.Tls(None, path / "center.pem", path / "center.key")
+    return center, service.Tls(path / "ca.pem")
+
+
+def seconds_of_one(exchange: Run, window: float) -> float:
     """Return the mean time of one exchange, over a window in seconds."""
     begin, done = time.perf_counter(), 0
     while (now := time.perf_counter()) < begin + window:
@@ -106,112 +101,101 @@ def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
 
 
 def exchanging(
-    center: Any,
-    contribution: PyTree,
-    worker: str,
-    version: Any = 0,
-    encode: Callable[[PyTree], PyTree] = lambda contribution: contribution,
-) -> Callable[[], None]:
-    """Return a function that makes one exchange, always up to date."""
-    session = center.join(worker)
-    sequences = itertools.count(1)
+    center: Any, numbers: PyTree, name: str = "anna", version: Any = 0, codec: str = ""
+) -> Run:
+    """Return a function that makes one exchange, always up to date.
+
+    With the name of a codec, it encodes the numbers, with the codec's state.
+    """
+    session, sequences = center.join(name), itertools.count(1)
+    state = rule(codec).codec.init(numbers)
+    encode = jax.jit(rule(codec).codec.encode, donate_argnums=1)
 
     def run() -> None:
-        nonlocal version
-        sent = Submission(next(sequences), encode(contribution), version)
-        answer = session.exchange(sent)
+        nonlocal version, state
+        sent = numbers
+        if codec:
+            sent, state = encode(numbers, state)
+        answer = session.exchange(Submission(next(sequences), sent, version))
         jax.block_until_ready(answer.params)
         version = answer.version
 
     return run
 
 
-def encoding(codec: str, like: PyTree) -> Callable[[PyTree], PyTree]:
-    """Return a function that encodes contributions, with the codec's state."""
-    its_own = rule(codec).codec
-    encode, state = jax.jit(its_own.encode, donate_argnums=1), its_own.init(like)
-
-    def encoded(contribution: PyTree) -> PyTree:
-        nonlocal state
-        sent, state = encode(contribution, state)
-        return sent
-
-    return encoded
-
-
 def worker(
-    address: str, transport: str, size: float, leaves: int, name: str
-) -> Callable[[], None]:
-    """Return a function that exchanges over its own connection."""
-    center = connect(address, transport)
-    return exchanging(center, tree(size, leaves, 1e-6), name)
+    address: str, transport: str, size: float, leaves: int = LEAVES, **options: Any
+) -> Run:
+    """Return a function that exchanges over its own connection, which stays open.
+
+    Contributions are ones. The name of the worker, and a stack that closes the
+    connection, may be among the options.
+    """
+    name, stack = options.pop("name", "anna"), options.pop("stack", None)
+    center = connect(address, transport, **options)
+    if stack is not None:
+        stack.enter_context(center)
+    return exchanging(center, tree(size, leaves, 1.0), name)
 
 
-class Crew:
-    """Workers as threads of a few processes, which all do the same thing."""
-
-    def __init__(self, processes: int) -> None:
-        self._processes = [Process() for _ in range(processes)]
-
-    def hire(self, team: str, makers: Sequence[Callable[[], Any]]) -> None:
-        """Make the functions of a team in the processes, round robin."""
-        count = len(self._processes)
-        for i, process in enumerate(self._processes):
-            process.ask(_hire, team, makers[i::count])
-        for process in self._processes:
-            process.answer()
-
-    def everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function in each process, and return the results."""
-        for process in self._processes:
-            process.ask(function, *args)
-        return [process.answer() for process in self._processes]
-
-    def work(self, team: str, workers: int, window: float) -> list[float]:
-        """Return how often each of the first workers ran in ``window`` seconds.
-
-        A run that begins before the window or ends after it counts in part.
-        """
-        start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
-        count = len(self._processes)
-        for i, process in enumerate(self._processes):
-            process.ask(_work, team, len(range(i, workers, count)), start, window)
-        return [done for process in self._processes for done in process.answer()]
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.close()
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+def workers(
+    addresses: Sequence[str], transport: str, size: float, count: int
+) -> list[Callable[[], Run]]:
+    """Return functions that make workers in any process, round robin."""
+    each = zip(range(count), itertools.cycle(addresses), strict=False)
+    make = functools.partial(worker, transport=transport, size=size)
+    return [functools.partial(make, address, name=f"worker-{i}") for i, address in each]
 
 
-_teams: dict[str, list[Callable[[], Any]]] = {}  # in a process of a crew
+# A crew: processes with teams of workers, which are threads of theirs.
 
 
-def _hire(team: str, makers: Sequence[Callable[[], Any]]) -> None:
-    _teams[team] = [make() for make in makers]
+def everywhere(crew: list[Process], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in each process, with the slice of all that is its own."""
+    answers = [
+        process.submit(function, slice(i, None, len(crew)), *args)
+        for i, process in enumerate(crew)
+    ]
+    return [answer.result() for answer in answers]
+
+
+def work(
+    crew: list[Process], team: str, workers: int, window: float, pause: float = 0.0
+) -> list[float]:
+    """Return how often each of the first workers ran in ``window`` seconds.
+
+    A run that begins before the window or ends after it counts in part. Every run
+    begins with a pause in seconds, in place of local steps.
+    """
+    start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
+    done = everywhere(crew, _work, team, workers, start, start + window, pause)
+    return list(itertools.chain.from_iterable(done))
+
+
+_teams: dict[str, list[Run]] = {}  # in a process of a crew
+
+
+def hire(own: slice, team: str, makers: Sequence[Callable[[], Run]]) -> None:
+    """Make the functions of a team, round robin; called `everywhere`."""
+    _teams[team] = [make() for make in makers[own]]
     for run in _teams[team]:
         run()
 
 
-def _work(team: str, workers: int, start: float, window: float) -> list[float]:
-    end = start + window
-
-    def work(run: Callable[[], Any]) -> float:
+def _work(
+    own: slice, team: str, workers: int, start: float, end: float, pause: float
+) -> list[float]:
+    def work(run: Run) -> float:
         done = 0.0
         while (begun := time.monotonic()) < end:
+            if pause:
+                time.sleep(pause)
             run()
             ended = time.monotonic()
             within = min(ended, end) - max(begun, start)
             done += max(0.0, within) / (ended - begun)
         return done
 
-    if not workers:
-        return []
-    with ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(work, _teams[team][:workers]))
+    chosen = _teams[team][: len(range(workers)[own])]
+    with ThreadPoolExecutor(max(1, len(chosen))) as threads:
+        return list(threads.map(work, chosen))

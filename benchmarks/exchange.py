@@ -6,250 +6,111 @@ takes turns with
     gRPC stream      raw bytes there and back in chunks of 1 MiB, without an addition;
                      by the synchronous and by the asyncio client; the one with the
                      smaller median is the peer
-    raw socket       send, add, send back, 4 MiB at a time; over TLS by Python's ssl
+    raw socket       send, add, send back, 4 MiB at a time
     shared memory    the worker writes, the other process adds, the worker reads
     torch rpc        push, add, pull by torch.distributed.rpc, if `--torch-python` names
                      a Python that has torch
 
 and so do contributions in bfloat16 and in float32. "speed" is relative to the peer's,
 the median of neighbors in time with its quartiles; "of gRPC" is the same relative to
-the bare gRPC stream. GB/s count both directions.
+the bare gRPC stream. GB/s count both directions. In a second table centers have tokens
+and TLS, and the peer is the same transport in plain text and open.
 
-    python benchmarks/exchange.py --megabytes 4 40 400
+    python benchmarks/exchange.py --megabytes 400
     python benchmarks/exchange.py --torch-python ~/torch/bin/python
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import dataclasses
 import functools
-import pathlib
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import centers
+import numpy as np
 import peers
-import side_by_side
-from processes import Process
-from report import Report, Row, parse
-from side_by_side import Form
-
-from agn_optax.service import Tls
+from measuring import Benchmark, Form, Process, Row
 
 STREAM = "gRPC stream"
-CLIENTS = {
-    f"{STREAM}, sync": peers.grpc_sync,
-    f"{STREAM}, asyncio": peers.grpc_asyncio,
-}
-SHARED_MEMORY = "shared memory"
-RAW = {"TCP": "raw TCP", "Unix socket": "raw Unix socket"}
-RAW_TLS = "raw TLS"
-
-# Exchanges/s of TensorFlow 1.14's AGNOptimizer with a parameter server process, at
-# 40 KB, by number of workers: from ANOTHER run, on a 2-core machine.
-TENSORFLOW = {1: 525.0, 4: 856.0}
+TOKEN = "0123456789abcdef0123456789abcdef"  # noqa: S105 opens nothing else
 
 
-@dataclasses.dataclass
-class Sides:
-    """The other ends, in separate processes."""
+class Exchange(Benchmark, quick="--megabytes 0.1"):
+    """Exchanges beside bare transports.
 
-    center: Process
-    peer: Process
+    Args:
+      megabytes: size of the model.
+      torch_python: a Python that has torch.
+    """
 
+    megabytes: float = 40.0
+    torch_python: str = ""
 
-def forms(
-    network: str,
-    size: int,
-    sides: Sides,
-    args: argparse.Namespace,
-    stack: contextlib.ExitStack,
-) -> list[Form]:
-    """Return all ways to exchange ``size`` bytes over TCP or a Unix socket."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    def run(self) -> None:
+        """Measure all forms in turns, over each network, and with tokens and TLS."""
+        size = round(1e6 * self.megabytes)
+        for network in ("TCP", "Unix socket"):
+            forms = self.forms(network, size)
+            times = self.turns(forms)
+            best = min(peers.CLIENTS, key=times.median)
+            times[STREAM] = times[best]  # the peer of the other forms
+            rows = times.rows(forms, size)
+            for row in rows:
+                ratios = np.divide(times[STREAM], times[row["form"]])
+                row["of_gRPC"] = round(float(np.median(ratios)), 3)
+            key = f"{network}, {self.megabytes:g} MB"
+            self.add(key, f"{key} in {centers.LEAVES} leaves; {best} is the peer", rows)
+            del forms  # frees their buffers
+        if size <= 1e8:  # all eight centers are there at once
+            forms = self.trusted(size)
+            rows = self.turns(forms).rows(forms, size)
+            self.add("trust", f"{self.megabytes:g} MB, with tokens and TLS", rows)
 
-    def address(name: str) -> str:
-        return f"unix:{folder}/{name}" if network == "Unix socket" else "127.0.0.1:0"
+    def forms(self, network: str, size: int) -> list[Form]:
+        """Return all ways to exchange ``size`` bytes over TCP or a Unix socket."""
+        folder = self.use(tempfile.TemporaryDirectory())
+        is_tcp, raw = network == "TCP", f"raw {network}"
+        center, peer = self.use(Process()), self.use(Process())
 
-    made: list[Form] = []
+        def address(name: str) -> str:
+            return "127.0.0.1:0" if is_tcp else f"unix:{folder}/{name}"
 
-    def add(name: str, peer: str, run: Callable[[], Any]) -> None:
-        made.append(Form(name, peer, run))
+        stream = peer.call(peers.serve_grpc, size, address("grpc"))
+        clients = peers.CLIENTS.items()
+        forms = [Form(name, name, client(stream, size)) for name, client in clients]
+        connect = peers.raw_socket(peer, size, "" if is_tcp else f"{folder}/raw")
+        forms.append(Form(raw, STREAM, connect(self.stack)))
+        memory = self.use(peers.shared_memory(peer, size, f"{folder}/turns"))
+        forms.append(Form("shared memory", STREAM, memory))
+        if self.torch_python and is_tcp:
+            run = self.use(peers.torch_rpc(self.torch_python, size))
+            forms.append(Form("torch rpc", STREAM, run))
+        bounds = {"grpc": STREAM, "socket": raw, "memory": "shared memory"}
+        for codec in ("", "bfloat16"):
+            here: Row = {"address": address(f"center{codec}"), "codec": codec}
+            served = center.call(centers.serve, size, **here)
+            for transport, bound in bounds.items():
+                wide = f"agn_optax, {transport}"
+                name, bound = (f"{wide}, {codec}", wide) if codec else (wide, bound)
+                how: Row = {"name": name, "stack": self.stack, "codec": codec}
+                run = centers.worker(served, transport, size, **how)
+                forms.append(Form(name, bound, run))
+        return forms
 
-    bare = stack.enter_context(peers.grpc_server(sides.peer, size, address("grpc")))
-    for name, client in CLIENTS.items():
-        add(name, name, client(bare, size))
-    raw = f"{folder}/raw" if network == "Unix socket" else ""
-    run = stack.enter_context(peers.raw_socket(sides.peer, size, raw))
-    add(RAW[network], STREAM, run)
-    run = stack.enter_context(peers.shared_memory(sides.peer, size))
-    add(SHARED_MEMORY, STREAM, run)
-    if args.torch_python and network == "TCP":
-        for name, tcp in (("torch rpc", False), ("torch rpc, TCP only", True)):
-            torch = peers.torch_rpc(args.torch_python, size, tcp=tcp)
-            add(name, STREAM, stack.enter_context(torch))
-
-    bounds = {"grpc": STREAM, "socket": RAW[network], "memory": SHARED_MEMORY}
-    served = stack.enter_context(
-        centers.served(sides.center, size, args.leaves, address("center"))
-    )
-    contribution = centers.tree(size, args.leaves, 1e-6)
-    for transport in args.transports:
-        wide = f"agn_optax, {transport}"
-        add_center = functools.partial(_connected, stack, served, transport)
-        add(wide, bounds[transport], add_center(wide, contribution))
-        if size == peers.bytes_of(max(args.megabytes)):
-            narrow = f"{wide}, bfloat16"
-            served_narrow = stack.enter_context(
-                centers.served(
-                    sides.center,
-                    size,
-                    args.leaves,
-                    address(f"narrow-{transport}"),
-                    codec="bfloat16",
-                )
-            )
-            run = _connected(
-                stack, served_narrow, transport, narrow, contribution, codec="bfloat16"
-            )
-            add(narrow, wide, run)
-    if network == "TCP":  # data that leaves a machine may have to be encrypted
-        pem = peers.certificates(pathlib.Path(folder))
-        run = stack.enter_context(peers.raw_socket(sides.peer, size, pem=pem))
-        add(RAW_TLS, RAW["TCP"], run)
-        served = stack.enter_context(
-            centers.served(sides.center, size, args.leaves, tls=Tls(None, *pem))
-        )
-        for transport in [each for each in args.transports if each != "memory"]:
-            name = f"agn_optax, {transport}, TLS"
-            run = _connected(
-                stack, served, transport, name, contribution, tls=Tls(pem[0])
-            )
-            add(name, RAW_TLS, run)
-    return made
-
-
-def _connected(
-    stack: contextlib.ExitStack,
-    address: str,
-    transport: str,
-    worker: str,
-    contribution: centers.PyTree,
-    **options: Any,
-) -> Callable[[], None]:
-    center = stack.enter_context(centers.connect(address, transport, **options))
-    return centers.exchanging(center, contribution, worker)
-
-
-def compare(
-    made: list[Form], size: int, repeats: int, report: Report
-) -> tuple[list[Row], str]:
-    """Measure the forms in turns; return rows, and gRPC's faster client."""
-    seconds = side_by_side.take_turns(made, repeats, report.console)
-    best = side_by_side.fastest(seconds, CLIENTS)
-    seconds[STREAM] = seconds[best]  # the peer of the other forms
-    rows = []
-    for form in made:
-        row = side_by_side.speed(side_by_side.compare(seconds, form.name, form.peer))
-        of_stream = side_by_side.compare(seconds, form.name, STREAM)
-        rows.append(
-            {
-                "form": form.name,
-                "milliseconds": 1e3 * row["seconds"],
-                "GB/s": 2e-9 * size / row["seconds"],
-                "peer": form.peer,
-                "speed": row["ratio"],
-                "quartiles": row["quartiles"],
-                "of_gRPC": side_by_side.speed(of_stream)["ratio"],
-            }
-        )
-    return rows, best
-
-
-def small(sides: Sides, args: argparse.Namespace, report: Report) -> list[Row]:
-    """Measure exchanges/s of small models, by one worker and by several."""
-    size = int(1e3 * args.kilobytes)
-    made: list[Form] = []
-    most = max(args.workers)
-    with (
-        centers.served(sides.center, size, args.leaves) as served,
-        peers.grpc_server(sides.peer, size, "127.0.0.1:0") as bare,
-        centers.Crew(most) as crew,
-    ):
-        teams: dict[str, list[Callable[[], Any]]] = {
-            name: [functools.partial(client, bare, size)] * most
-            for name, client in CLIENTS.items()
-        }
-        for transport in args.transports:
-            worker = functools.partial(
-                centers.worker, served, transport, size, args.leaves
-            )
-            teams[f"agn_optax, {transport}"] = [
-                functools.partial(worker, f"{transport} {i}") for i in range(most)
-            ]
-        for team, makers in teams.items():
-            crew.hire(team, makers)
-            for workers in args.workers:
-
-                def run(team: str = team, workers: int = workers) -> float:
-                    return args.window / sum(crew.work(team, workers, args.window))
-
-                made.append(Form(f"{team}; {workers}", "", run))
-        seconds = side_by_side.take_turns(made, args.repeats, report.console)
-    rows: list[Row] = []
-    for workers in args.workers:
-        best = side_by_side.fastest(seconds, [f"{name}; {workers}" for name in CLIENTS])
-        for team in teams:
-            row = side_by_side.compare(seconds, f"{team}; {workers}", best)
-            row = side_by_side.speed(row)
-            rows.append(
-                {
-                    "form": team,
-                    "workers": workers,
-                    "a_second": 1 / row["seconds"],
-                    "peer": best.partition(";")[0],
-                    "speed": row["ratio"],
-                    "quartiles": row["quartiles"],
-                    "TensorFlow_(another_run)": TENSORFLOW.get(workers),
-                }
-            )
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Exchanges beside bare transports.")
-    add = parser.add_argument
-    add("--megabytes", type=float, nargs="+", default=[4, 40, 400], help="of a model")
-    add("--leaves", type=int, default=4)
-    add("--transports", nargs="+", default=centers.TRANSPORTS)
-    add("--networks", nargs="+", choices=RAW, default=list(RAW))
-    add("--kilobytes", type=float, default=40, help="of the small model")
-    add("--workers", type=int, nargs="+", default=list(TENSORFLOW), help="of that")
-    add("--window", type=float, default=1.0, help="seconds in which those are counted")
-    add("--repeats", type=int, default=7, help="turns at 400 MB")
-    add("--more", type=int, default=8, help="times as many at smaller sizes, at most")
-    add("--torch-python", type=pathlib.Path, help="a Python that has torch")
-    args = parse(parser, megabytes=[0.1], repeats=1, more=1, window=0.1, workers=[1])
-    report = Report(args.json)
-    with Process() as center, Process() as peer:
-        sides = Sides(center, peer)
-        for megabytes in args.megabytes:
-            size = peers.bytes_of(megabytes)
-            repeats = args.repeats * max(1, min(args.more, round(400 / megabytes)))
-            for network in args.networks:
-                with contextlib.ExitStack() as stack:
-                    made = forms(network, size, sides, args, stack)
-                    rows, best = compare(made, size, repeats, report)
-                title = f"{megabytes:g} MB in {args.leaves} leaves, {network}; {best}"
-                report.add(f"{network}, {megabytes:g} MB", f"{title} is the peer", rows)
-                del made  # frees their buffers
-        title = f"{args.kilobytes:g} KB, TCP, a process for each worker"
-        report.add("small", title, small(sides, args, report))
-    report.write()
+    def trusted(self, size: int) -> list[Form]:
+        """Return exchanges with tokens and TLS, each with its own center."""
+        forms, process = [], self.use(Process())
+        own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
+        # The token, and the TLS settings of the center and of its worker.
+        ways: Row = {"open": ("", None, None), "a token": (TOKEN, None, None)}
+        ways |= {"TLS": ("", own, tls), "TLS, a token": (TOKEN, own, tls)}
+        for transport in ("socket", "grpc"):
+            for way, (token, theirs, ours) in ways.items():
+                tokens = f"worker * {token}" if token else ""
+                address = process.call(centers.serve, size, tokens=tokens, tls=theirs)
+                how: Row = {"stack": self.stack, "tls": ours, "token": token or None}
+                run = centers.worker(address, transport, size, **how)
+                some = functools.partial(centers.seconds_of_one, run, 0.1)
+                forms.append(Form(f"{transport}, {way}", f"{transport}, open", some))
+        return forms
 
 
 if __name__ == "__main__":
-    main()
+    Exchange.main()

@@ -1,137 +1,92 @@
 """Total exchanges/s of many workers at one center, and the slowest worker's share.
 
-Workers are threads of a few client processes, each with its own connection, and
-exchange as fast as they can for a while. The numbers of workers take turns. "speed" is
-the total relative to that of one worker, "of peak" relative to the best number of
-workers, and "slowest" the share of the slowest worker relative to the mean. "raw TCP"
-has as many sockets that send, add and send back, each with its own numbers.
+Workers are threads of four client processes, each with its own connection, and exchange
+for a while, as fast as they can or with pauses in place of local steps. The numbers of
+workers take turns. "speed" is the total relative to that of the first number, "of peak"
+relative to the best number of workers, "slowest" the share of the slowest worker
+relative to the mean, and "planned" the prediction of `agn_optax.planning` from this
+machine's constants, as if each process had its own host. "raw TCP" has as many sockets
+that send, add and send back, each with its own numbers. Where each worker has a process
+of its own, there are also bare gRPC streams.
 
-    python benchmarks/fan_in.py --workers 1 2 4 8 16 32 64
+    python benchmarks/fan_in.py
+    python benchmarks/fan_in.py --megabytes 0.04 --workers 1 4
+    python benchmarks/fan_in.py --megabytes 0.04 --workers 200 --pause 0.5
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import centers
 import numpy as np
 import peers
-import side_by_side
-from processes import Process
-from report import Report, parse
-from side_by_side import Form
+from measuring import Benchmark, Form, Process, Run
 
-RAW = "raw TCP"
+from agn_optax.ops.cli import _calibrate
 
-
-class FanIn:
-    """Teams of workers, one for each transport."""
-
-    def __init__(self, crew: centers.Crew, args: argparse.Namespace) -> None:
-        self._crew, self._args = crew, args
-        self._done: dict[str, list[list[float]]] = {}  # by form: [runs][workers]
-
-    def exchanging(self, transport: str, address: str) -> list[Form]:
-        """Hire workers at a center, and return a form for each number of them."""
-        size, leaves = 1e6 * self._args.megabytes, self._args.leaves
-        worker = functools.partial(centers.worker, address, transport, size, leaves)
-        names = [f"worker-{i}" for i in range(max(self._args.workers))]
-        return self._forms(
-            transport, [functools.partial(worker, each) for each in names]
-        )
-
-    def raw(self, process: Process) -> list[Form]:
-        """Open raw sockets, and return a form for each number of them."""
-        size, most = peers.bytes_of(self._args.megabytes), max(self._args.workers)
-        return self._forms(RAW, [peers.raw_worker(process, size) for _ in range(most)])
-
-    def _forms(self, transport: str, makers: Sequence[Callable[[], Any]]) -> list[Form]:
-        self._crew.hire(transport, makers)
-        first = name_of(transport, self._args.workers[0])
-        return [
-            Form(
-                name_of(transport, workers),
-                first,
-                functools.partial(self._count, transport, workers),
-            )
-            for workers in self._args.workers
-        ]
-
-    def slowest(self, form: Form) -> float:
-        """Return the smallest share of a worker, relative to the mean."""
-        measured = self._done[form.name][1:]  # without the warm-up run
-        shares = np.sum(measured, axis=0)
-        return round(float(shares.min() / shares.mean()), 3)
-
-    def _count(self, transport: str, workers: int) -> float:
-        done = self._crew.work(transport, workers, self._args.window)
-        self._done.setdefault(name_of(transport, workers), []).append(done)
-        return self._args.window / sum(done)
+PROCESSES = 4
 
 
-def name_of(transport: str, workers: int) -> str:
-    return f"{transport}, {workers} workers"
+class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
+    """Many workers at one center.
 
+    Args:
+      megabytes: size of the model.
+      workers: numbers of workers.
+      transports: transports of the exchanges.
+      pause: seconds before each exchange.
+      window: seconds in which exchanges are counted.
+    """
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Many workers at one center.")
-    add = parser.add_argument
-    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    add("--megabytes", type=float, default=4, help="of the model")
-    add("--leaves", type=int, default=4)
-    add("--processes", type=int, default=4, help="that the workers are threads of")
-    add("--transports", nargs="+", default=centers.TRANSPORTS)
-    add("--window", type=float, default=3.0, help="seconds in which they are counted")
-    add("--repeats", type=int, default=3)
-    args = parse(
-        parser, workers=[1, 2], megabytes=0.1, processes=1, window=0.1, repeats=1
-    )
-    report = Report(args.json)
-    size = 1e6 * args.megabytes
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(Process())
-        addresses = {
-            transport: stack.enter_context(centers.served(process, size, args.leaves))
-            for transport in args.transports
-        }
-        fan_in = FanIn(stack.enter_context(centers.Crew(args.processes)), args)
-        forms = {RAW: fan_in.raw(stack.enter_context(Process()))}
-        for transport, address in addresses.items():
-            forms[transport] = fan_in.exchanging(transport, address)
-        seconds = side_by_side.take_turns(
-            [form for team in forms.values() for form in team],
-            args.repeats,
-            report.console,
-        )
-    for transport, team in forms.items():
-        best = side_by_side.fastest(seconds, [form.name for form in team])
-        rows = []
-        for workers, form in zip(args.workers, team, strict=True):
-            row = side_by_side.compare(seconds, form.name, form.peer)
-            row = side_by_side.speed(row)
-            of_peak = side_by_side.compare(seconds, form.name, best)
-            rows.append(
-                {
-                    "workers": workers,
-                    "a_second": 1 / row["seconds"],
-                    "GB/s": 2e-9 * size / row["seconds"],
-                    "speed": row["ratio"],
-                    "quartiles": row["quartiles"],
-                    "of_peak": side_by_side.speed(of_peak)["ratio"],
-                    "slowest": fan_in.slowest(form),
-                }
-            )
-        title = (
-            f"{args.megabytes:g} MB over {transport}: exchanges of all workers, "
-            f"threads of {args.processes} processes"
-        )
-        report.add(transport, title, rows)
-    report.write()
+    megabytes: float = 4.0
+    workers: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    transports: Sequence[str] = centers.TRANSPORTS
+    pause: float = 0.0
+    window: float = 1.0
+
+    def run(self) -> None:
+        """Measure all transports and numbers of workers in turns."""
+        size, most = round(1e6 * self.megabytes), max(self.workers)
+        machine, step = _calibrate.calibrate(), self.pause or 1e-9
+        center, peer = self.use(Process()), self.use(Process())
+        teams: dict[str, list[Callable[..., Run]]] = {}
+        for transport in self.transports:
+            address = center.call(centers.serve, size)
+            teams[transport] = centers.workers([address], transport, size, most)
+        teams["raw TCP"] = [peers.raw_socket(peer, size) for _ in range(most)]
+        if most <= PROCESSES:
+            stream = peer.call(peers.serve_grpc, size)
+            for name, client in peers.CLIENTS.items():
+                teams[name] = [functools.partial(client, stream, size)] * most
+        crew = [self.use(Process()) for _ in range(PROCESSES)]
+        done: dict[str, list[list[float]]] = defaultdict(list)  # [runs][workers]
+
+        def count(name: str, team: str, workers: int) -> float:
+            found = centers.work(crew, team, workers, self.window, self.pause)
+            done[name].append(found)
+            return self.window / sum(found)
+
+        forms: dict[str, list[Form]] = defaultdict(list)
+        for team, makers in teams.items():
+            centers.everywhere(crew, centers.hire, team, makers)
+            for n in self.workers:
+                run = functools.partial(count, f"{team}, {n}", team, n)
+                first = f"{team}, {self.workers[0]}"
+                forms[team].append(Form(f"{team}, {n}", first, run))
+        times = self.turns([form for own in forms.values() for form in own])
+        for team, own in forms.items():
+            rows = times.rows(own, size)
+            peak = max(row["a_second"] for row in rows)
+            for row, n in zip(rows, self.workers, strict=True):
+                shares = np.sum(done[row["form"]][1:], axis=0)  # without the warm-up
+                cost = centers.plan(size, machine, step_time=step, workers=n)
+                row |= {"workers": n, "of_peak": round(row["a_second"] / peak, 3)}
+                row["slowest"] = round(float(shares.min() / shares.mean()), 3)
+                row["planned"] = n * cost.utilization / step
+            key = f"{self.megabytes:g} MB, {team}"
+            self.add(key, f"{key}: exchanges of all workers", rows)
 
 
 if __name__ == "__main__":
-    main()
+    FanIn.main()

@@ -1,220 +1,105 @@
-"""Exchanges over a link that is slower than loopback: transports and codecs.
+"""Exchanges over a link that is slower than loopback: codecs and shards.
 
 The kernel paces the sockets of both ends (SO_MAX_PACING_RATE), which limits the rate at
-which bytes are sent; nothing is lost, and there is no further latency. A raw socket
-that sends, adds and sends back is paced the same way.
+which each connection sends bytes; nothing is lost, and there is no further latency. A
+raw socket that sends, adds and sends back is paced the same way. Exchanges go over
+sockets, with contributions of normal random numbers, which the codecs encode first;
+"bfloat16, cast when sent" is cast by the connection instead. Centers in shards have a
+process each, and a connection each, like connections to hosts with separate links.
 
 "of link" is the part of the exchange's time that the link takes at that rate, one
 direction after the other. "speed" is relative to the peer's, the median of neighbors in
-time with its quartiles.
+time with its quartiles. "planned" is the prediction of `agn_optax.planning` in
+milliseconds, from this machine's constants and the codec's speed, which are measured
+first. "pays below" is the rate of a link at which, by that plan, an exchange takes as
+long as one in float32.
 
-Codecs are compared over sockets, including encoding and decoding, with contributions of
-normal random numbers. "planned" is the prediction of `agn_optax.planning` from this
-machine's constants and the codec's speed, which are measured first. "pays below" is the
-rate of a link at which, by that plan, an exchange takes as long as one in float32.
-
-    python benchmarks/link.py --gigabits 1 10 --megabytes 400
-    python benchmarks/link.py --only codecs --codec-gigabits 0.1 1 10
+    python benchmarks/link.py --codecs bfloat16 int8 int4
+    python benchmarks/link.py --megabytes 400 --gigabits 1 10 --codecs
+    python benchmarks/link.py --gigabits 0 0.32 --codecs --shards 1 8
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import dataclasses
-import pathlib
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import centers
-import jax.numpy as jnp
-import numpy as np
-import optax
+import jax
 import peers
-import side_by_side
-from processes import Process
-from report import Report, Row, parse
-from side_by_side import Form
+from measuring import Benchmark, Form, Process
 
-from agn_optax import planning, rules
+from agn_optax import rules
 from agn_optax.ops.cli import _calibrate
-from agn_optax.ops.planning import Cluster, Machine
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace
 
-RAW = "raw TCP"
-# By name: the peer, the transport and the codec.
-FORMS = {
-    "agn_optax, socket": (RAW, "socket", ""),
-    "agn_optax, socket, bfloat16": ("agn_optax, socket", "socket", "bfloat16"),
-    "agn_optax, grpc": (RAW, "grpc", ""),
-    "agn_optax, grpc, bfloat16": ("agn_optax, grpc", "grpc", "bfloat16"),
-}
+RAW, PLAIN, CAST = "raw TCP", "float32", "bfloat16, cast when sent"
 
 
-def compare(
-    gigabits: float,
-    center: Process,
-    peer: Process,
-    args: argparse.Namespace,
-    report: Report,
-) -> list[Row]:
-    """Return one row for each form, at one rate of the link."""
-    size = peers.bytes_of(args.megabytes)
-    rate = 1e9 * gigabits / 8  # bytes/s
-    contribution = centers.tree(size, args.leaves, 1e-6)
-    with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(peers.raw_socket(peer, size))
-        served = {
-            codec: stack.enter_context(
-                centers.served(center, size, args.leaves, codec=codec)
-            )
-            for codec in {codec for _, _, codec in FORMS.values()}
-        }
-        made = [Form(RAW, RAW, raw)]
-        for name, (of, transport, codec) in FORMS.items():
-            connection = centers.connect(served[codec], transport, codec)
-            stack.enter_context(connection)
-            exchange = centers.exchanging(connection, contribution, name)
-            made.append(Form(name, of, exchange))
-        for form in made:
+class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 2"):
+    """Exchanges over a slower link.
+
+    Args:
+      megabytes: size of the model.
+      gigabits: rates of the link, a second, in rising order; first 0 for loopback's.
+      codecs: names of codecs, as of the command line's ``--codec``.
+      shards: numbers of shards.
+    """
+
+    megabytes: float = 40.0
+    gigabits: Sequence[float] = (0.1, 1.0, 10.0)
+    codecs: Sequence[str] = ("bfloat16", "int8", "int4")
+    shards: Sequence[int] = (2,)
+
+    def run(self) -> None:
+        """Measure all forms at each rate."""
+        size, machine = round(1e6 * self.megabytes), _calibrate.calibrate()
+        # By form: the codec, the shards, and the constants of the machine.
+        cases = {PLAIN: ("", 1, machine), CAST: ("bfloat16", 1, machine)}
+        for codec in self.codecs:
+            rates = _calibrate.coding_rates(rules.CODECS[codec])
+            cases[codec] = codec, 1, replace(machine, **rates)
+        cases |= {f"{n} shards": ("", n, machine) for n in self.shards}
+        shape = centers.LEAVES, size // 4 // centers.LEAVES
+        numbers = list(1e-3 * jax.random.normal(jax.random.key(0), shape))
+        processes = [self.use(Process())]
+        forms = [Form(RAW, RAW, peers.raw_socket(processes[0], size)(self.stack))]
+        for name, (codec, shards, _) in cases.items():
+            served = [self.use(Process()) for _ in range(shards)]
+            addresses = [process.call(centers.serve, codec=codec) for process in served]
+            connection = self.use(centers.connect(addresses, "socket", codec))
+            version = connection.initialize(numbers, worker=name).version
+            encoding = codec if name == codec else ""
+            run = centers.exchanging(connection, numbers, name, version, encoding)
+            forms.append(Form(name, RAW if name == PLAIN else PLAIN, run))
+            processes += served
+        cases[RAW] = cases[PLAIN]
+        for form in forms:
             form.run()  # opens all connections
-        pace(rate)
-        for process in (center, peer):
-            process.call(pace, rate)
-        rows = side_by_side.measure(made, args.repeats, report.console)
-    sent = {name: size / 2 if "bfloat16" in name else size for name in rows}
-    return [
-        {
-            "Gbit/s": gigabits,
-            "form": name,
-            "milliseconds": 1e3 * row["seconds"],
-            "of_link": 2 * sent[name] / rate / row["seconds"],
-            "peer": row["peer"],
-            "speed": row["ratio"],
-            "quartiles": row["quartiles"],
-        }
-        for name, row in zip(rows, map(side_by_side.speed, rows.values()), strict=True)
-    ]
-
-
-AS_IT_IS = "float32"  # name of contributions without a codec
-
-
-def compare_codecs(
-    gigabits: float,
-    center: Process,
-    machines: dict[str, Machine],
-    args: argparse.Namespace,
-    report: Report,
-) -> list[Row]:
-    """Return one row for each codec, at one rate of the link."""
-    size = peers.bytes_of(args.codec_megabytes)
-    rate = 1e9 * gigabits / 8  # bytes/s
-    rng = np.random.default_rng(0)
-    like = centers.tree(size, args.leaves)
-    contribution = [
-        jnp.asarray(1e-3 * rng.standard_normal(leaf.shape, np.float32)) for leaf in like
-    ]
-    costs = {
-        name: planning.plan(
-            centers.rule(_codec(name)),
-            like,
-            Cluster(step_time=1.0, bandwidth=rate, machine=machine),
-            inner=optax.sgd(1.0),
-        )
-        for name, machine in machines.items()
-    }
-    with contextlib.ExitStack() as stack:
-        made = []
-        for name in machines:
-            codec = _codec(name)
-            served = centers.served(center, size, args.leaves, codec=codec)
-            connection = centers.connect(stack.enter_context(served), "socket", codec)
-            stack.enter_context(connection)
-            encode = centers.encoding(codec, contribution)
-            run = centers.exchanging(connection, contribution, name, encode=encode)
-            made.append(Form(name, AS_IT_IS, run))
-        for form in made:
-            form.run()  # opens all connections
-        pace(rate)
-        center.call(pace, rate)
-        rows = side_by_side.measure(made, args.repeats, report.console)
-    return [
-        {
-            "Gbit/s": gigabits,
-            "codec": name,
-            "message_MB": costs[name].message / 1e6,
-            "a_second": 1 / row["seconds"],
-            "planned": 1 / costs[name].exchange,
-            "peer": row["peer"],
-            "speed": row["ratio"],
-            "quartiles": row["quartiles"],
-            "pays_below": _below(costs[name].coding),
-        }
-        for name, row in zip(rows, map(side_by_side.speed, rows.values()), strict=True)
-    ]
-
-
-def _codec(name: str) -> str:
-    return "" if name == AS_IT_IS else name
-
-
-def _below(coding: planning.Coding | None) -> str:
-    if coding is None:
-        return ""
-    rate = coding.pays_below
-    return "any rate" if rate is None else f"{8e-9 * rate:.3g} Gbit/s"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Exchanges over a slower link.")
-    add = parser.add_argument
-    add("--gigabits", type=float, nargs="+", default=[1, 10], help="a second")
-    add("--megabytes", type=float, default=400, help="of a model")
-    add("--leaves", type=int, default=4)
-    add("--repeats", type=int, default=5)
-    add("--codecs", nargs="+", default=["bfloat16", "int8", "int4"], metavar="NAME")
-    add("--codec-gigabits", type=float, nargs="+", default=[0.1, 1, 10])
-    add("--codec-megabytes", type=float, default=40, help="of a model")
-    parts = ("transports", "codecs")
-    add("--only", nargs="+", choices=parts, default=parts)
-    quick = {"gigabits": [10], "codec_gigabits": [10], "codecs": ["int4"]}
-    args = parse(parser, **quick, megabytes=1, codec_megabytes=1, repeats=1)
-    unknown = set(args.codecs) - set(rules.CODECS)
-    if unknown:
-        parser.error(f"no codec: {', '.join(unknown)}; {', '.join(rules.CODECS)} are")
-    report = Report(args.json)
-    with Process() as center, Process() as peer:
-        if "transports" in args.only:
-            rows = [
-                row
-                for gigabits in args.gigabits
-                for row in compare(gigabits, center, peer, args, report)
-            ]
-            size = f"{args.megabytes:g} MB in {args.leaves} leaves"
-            report.add("link", f"{size}, over TCP paced to a rate", rows)
-        if "codecs" in args.only:
-            machines = _machines(args.codecs)
-            rows = [
-                row
-                for gigabits in args.codec_gigabits
-                for row in compare_codecs(gigabits, center, machines, args, report)
-            ]
-            size = f"{args.codec_megabytes:g} MB in {args.leaves} leaves"
-            report.add("codecs", f"{size}, over sockets paced to a rate", rows)
-    report.write()
-
-
-def _machines(codecs: list[str]) -> dict[str, Machine]:
-    """Measure this machine without a codec, and with each codec."""
-    machine = _calibrate.calibrate()
-    rates = {name: _calibrate.coding_rates(rules.CODECS[name]) for name in codecs}
-    of_codecs = {
-        name: dataclasses.replace(machine, **own) for name, own in rates.items()
-    }
-    return {AS_IT_IS: machine, **of_codecs}
+        rows = []
+        for gigabits in self.gigabits:
+            rate = 1e9 * gigabits / 8 or centers.LOOPBACK  # bytes/s
+            if gigabits:
+                pace(rate)
+                for process in processes:
+                    process.call(pace, rate)
+            for row in self.turns(forms).rows(forms, size):
+                codec, shards, constants = cases[row["form"]]
+                ways = {"bandwidth": shards * rate, "center_bandwidth": rate}
+                cost = centers.plan(size, constants, codec, shards=shards, **ways)
+                seconds = (cost.message + cost.answer) / shards / rate
+                below = cost.coding.pays_below if cost.coding else 0.0
+                rows.append(
+                    {
+                        "Gbit/s": gigabits,
+                        **row,
+                        "message_MB": cost.message / 1e6,
+                        "of_link": 1e3 * seconds / row["milliseconds"],
+                        "planned": 1e3 * cost.exchange,
+                        "pays_below_Gbit/s": "any" if below is None else 8e-9 * below,
+                    }
+                )
+        title = f"{self.megabytes:g} MB in {centers.LEAVES} leaves, sockets with a rate"
+        self.add("link", title, rows)
 
 
 if __name__ == "__main__":
-    main()
+    Link.main()

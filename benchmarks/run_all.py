@@ -7,93 +7,75 @@ results.md with all tables, and plots.
     python benchmarks/run_all.py --only exchange fan_in --quick
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib
 import subprocess
 import sys
-import tempfile
-from typing import Any
 
 import plots
-import report
-from rich.console import Console
+from measuring import CONSOLE, Row, markdown
 
 HERE = pathlib.Path(__file__).parent
-BENCHMARKS = (
-    "optimizer_overhead",
-    "train_step",
-    "towers",
-    "exchange",
-    "fan_in",
-    "bad_peers",
-    "trust",
-    "link",
-    "overlap",
-    "size",
-    "memory",
-    "journal",
-    "encoding",
-    "streaming",
-    "quality",
-    "scale",
-    "startup",
+RUNS = (
+    *("optimizer_overhead", "towers", "startup", "encoding", "overlap", "memory"),
+    *("exchange --megabytes 0.04", "exchange --megabytes 4", "exchange --repeats 27"),
+    *("exchange --megabytes 400", "fan_in", "fan_in --megabytes 0.04 --workers 1 4"),
+    "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5",
+    "fan_in --megabytes 0.04 --workers 200 --transports socket --window 5 --pause 0.5",
+    *("tree", "bad_peers", "link", "link --megabytes 400 --gigabits 1 10 --codecs"),
+    *("link --gigabits 0 0.32 --codecs --shards 8", "journal", "journal --workers 2"),
+    *("size", "size --leaves 10", "size --sizes 4e7 --leaves 10 100 1000"),
+    *("size --sizes 4e8 --leaves 1 10 100 1000 10000", "quality --only digits text"),
+    (
+        "quality --only halves --rule nesterov --rounds 20 --period 20 --methods "
+        "4_fragments 4_delay_5 4_delay_5_mixing 4_delay_5_eager 1_delay_18 "
+        "1_delay_18_eager"
+    ),
 )
 
 
-def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
+def run(name: str, options: list[str], file: pathlib.Path) -> Row:
     """Run one benchmark and return its results."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = pathlib.Path(folder, "found.json")
-        small = ["--quick"] if quick else []
-        command = [sys.executable, "-B", str(HERE / f"{name}.py"), *small, *options]
-        subprocess.run([*command, "--json", str(found)], check=True)  # noqa: S603
-        results = json.loads(found.read_text())
-    return {
-        "benchmark": name,
-        "command": " ".join(["python", f"benchmarks/{name}.py", *small, *options]),
-        "machine": results["machine"],
-        "tables": results["tables"],
-    }
+    command = [sys.executable, "-B", str(HERE / f"{name}.py"), *options]
+    subprocess.run([*command, "--json", str(file)], check=True)  # noqa: S603
+    said = " ".join(["python", f"benchmarks/{name}.py", *options])
+    return {"benchmark": name, **json.loads(file.read_text()), "command": said}
 
 
-def page(found: list[dict[str, Any]]) -> str:
+def page(found: list[Row]) -> str:
     """Format all tables, each benchmark with its command and its machine."""
     parts = ["# Benchmarks\n"]
     for each in found:
         machine = ", ".join(f"{key} {value}" for key, value in each["machine"].items())
         parts.append(f"## {each['benchmark']}\n\n`{each['command']}`: {machine}.\n")
-        parts += [report.markdown(table) for table in each["tables"]]
+        parts += map(markdown, each["tables"])
     return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs all benchmarks.")
     add = parser.add_argument
-    add("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
-    add("--quick", action="store_true", help="tiny sizes: does everything work?")
-    add("--torch-python", help="a Python that has torch, for its peer in exchange.py")
+    names = list(dict.fromkeys(each.split()[0] for each in RUNS))
+    add("--only", nargs="+", choices=names, default=names)
+    add("--quick", action="store_true", help="each once, tiny: does everything work?")
     add("--output", type=pathlib.Path, default=pathlib.Path("bench-output"))
     args = parser.parse_args()
-    console = Console()
-    found, failed = [], []
-    for name in args.only:
-        console.rule(name)
-        options = []
-        if name == "exchange" and args.torch_python:
-            options = ["--torch-python", args.torch_python]
-        try:
-            found.append(run(name, options, quick=args.quick))
-        except subprocess.CalledProcessError:  # run the others all the same
-            failed.append(name)
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "results.json").write_text(json.dumps(found, indent=1))
+    file = args.output / "results.json"
+    found, failed = [], []
+    for line in [f"{name} --quick" for name in names] if args.quick else RUNS:
+        name, *options = line.split()
+        if name in args.only:
+            CONSOLE.rule(line)
+            try:
+                found.append(run(name, options, file))
+            except subprocess.CalledProcessError:  # run the others all the same
+                failed.append(line)
+    file.write_text(json.dumps(found, indent=1))
     (args.output / "results.md").write_text(page(found))
-    drawn = plots.draw(found, args.output)
-    written = ["results.json", "results.md", *(path.name for path in drawn)]
-    console.print(f"{args.output}: {', '.join(written)}")
+    drawn = [path.name for path in plots.draw(found, args.output)]
+    CONSOLE.print(f"{args.output}: {', '.join(['results.json', 'results.md', *drawn])}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

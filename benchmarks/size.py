@@ -1,159 +1,77 @@
 """Cost of an exchange by size and by number of leaves, and its fit by a line.
 
-First a model in few leaves, from a kilobyte to a gigabyte, with a straight line through
-the milliseconds (fitted to relative errors, so that small sizes count as much as large
-ones). Then models of one size in 1 to 10,000 leaves, in turns with the one in one leaf.
+"ratio" is relative to the first model, and "µs a leaf" the time of each further leaf.
+With several sizes, "of the line" is relative to a straight line through the
+milliseconds (fitted to relative errors, so that small sizes count as much as large
+ones), and "planned" the prediction of `agn_optax.planning` in milliseconds, from this
+machine's constants, which are measured first.
 
     python benchmarks/size.py
-    python benchmarks/size.py --largest 4e9 --leaves 1 10 100
+    python benchmarks/size.py --sizes 4e7 --leaves 1 10 100 1000 10000
+    python benchmarks/size.py --sizes 4e9 --leaves 4 --transport socket
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
+import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import centers
 import numpy as np
-import side_by_side
-from processes import Process
-from report import Report, Row, parse
-from side_by_side import Form
+from measuring import Benchmark, Form, Process, Row
+
+from agn_optax.ops.cli import _calibrate
 
 
-class Models:
-    """Centers of many shapes, each with a worker in this process."""
+class Size(Benchmark, quick="--sizes 1e3 1e4 1e5 --leaves 1 8"):
+    """Cost against size and leaves.
 
-    def __init__(self, process: Process, stack: contextlib.ExitStack) -> None:
-        self._process, self._stack = process, stack
+    Args:
+      sizes: bytes of the models.
+      leaves: leaves of the models of each size.
+      transport: "grpc", "socket" or "memory".
+    """
 
-    def form(
-        self, name: str, peer: str, size: float, leaves: int, transport: str
-    ) -> Form:
-        """Make the form of a model's exchanges; small models make several per run."""
-        served = centers.served(self._process, size, leaves)
-        address = self._stack.enter_context(served)
-        # The first exchange of very many leaves compiles for longer than the default
-        # timeout.
-        center = centers.connect(address, transport, timeout=600.0)
-        self._stack.enter_context(center)
-        contribution = centers.tree(size, leaves, 1e-6)
-        exchange = centers.exchanging(center, contribution, "worker-0")
-        return Form(name, peer, averaged(exchange, times(size)))
+    sizes: Sequence[float] = (1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9)
+    leaves: Sequence[int] = (1,)
+    transport: str = "memory"
 
-
-def times(size: float) -> int:
-    """Return the exchanges per run: one of a small model would be mostly noise."""
-    return max(1, min(20, round(4e6 / size)))
-
-
-def averaged(exchange: Callable[[], None], count: int) -> Callable[[], float]:
-    """Return a function that measures the mean seconds of ``count`` exchanges."""
-
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            exchange()
-        return (time.perf_counter() - start) / count
-
-    return run
-
-
-def against_size(leaves: int, args: argparse.Namespace, report: Report) -> Row:
-    """Add a table with a row for every size, and return the fitted line."""
-    exponents = range(3, round(np.log10(args.largest)) + 1)
-    sizes = [10.0**e for e in exponents if 10.0**e < args.largest] + [args.largest]
-    with Process() as process, contextlib.ExitStack() as stack:
-        models = Models(process, stack)
-        forms = [
-            models.form(f"{size:g}", "", size, leaves, args.transport) for size in sizes
-        ]
-        seconds = side_by_side.take_turns(forms, args.repeats, report.console)
-        del forms
-    medians = np.array([np.median(seconds[f"{size:g}"]) for size in sizes])
-    line = np.stack([np.ones(len(sizes)), np.array(sizes)], axis=1)
-    (start, per_byte), *_ = np.linalg.lstsq(
-        line / medians[:, None], np.ones(len(sizes)), rcond=None
-    )
-    rows: list[Row] = []
-    for size, median in zip(sizes, medians, strict=True):
-        low, high = 1e3 * np.percentile(seconds[f"{size:g}"], [25, 75])
-        rows.append(
-            {
-                "bytes": f"{size:,.0f}",
-                "milliseconds": 1e3 * float(median),
-                "quartiles": [float(low), float(high)],
-                "GB/s": 2e-9 * size / float(median),
-                "of_the_line": round(float(median / (start + per_byte * size)), 3),
-            }
-        )
-    title = f"exchange against size, leaves: {leaves}, over {args.transport}, TCP"
-    report.add(f"size, {leaves} leaves", title, rows)
-    off = [row["of_the_line"] for row in rows]
-    return {
-        "leaves": leaves,
-        "milliseconds_at_0": 1e3 * float(start),
-        "ns_a_byte": 1e9 * float(per_byte),
-        "GB/s_at_large": 2e-9 / float(per_byte),
-        "farthest_off": max(off, key=lambda ratio: abs(np.log(ratio))),
-    }
-
-
-def against_leaves(megabytes: float, args: argparse.Namespace, report: Report) -> None:
-    """Add a table with a row for every number of leaves."""
-    size = 1e6 * megabytes
-    one = str(args.leaves[0])
-    begun = {}
-    with Process() as process, contextlib.ExitStack() as stack:
-        models = Models(process, stack)
-        forms = []
-        for leaves in args.leaves:
+    def run(self) -> None:
+        """Measure all models in turns."""
+        machine, process = _calibrate.calibrate(), self.use(Process())
+        models = list(itertools.product(self.sizes, self.leaves))
+        forms, begun = [], []
+        for size, leaves in models:
             start = time.perf_counter()
-            form = models.form(str(leaves), one, size, leaves, args.transport)
-            form.run()  # compiles
-            begun[leaves] = time.perf_counter() - start
-            forms.append(form)
-        seconds = side_by_side.take_turns(forms, args.repeats, report.console)
-        del forms, form
-    rows = []
-    for leaves in args.leaves:
-        row = side_by_side.compare(seconds, str(leaves), one)
-        more = row["seconds"] - float(np.median(seconds[one]))
-        added = leaves - args.leaves[0]
-        rows.append(
-            {
+            address = process.call(centers.serve, size, leaves)
+            # The first exchange of very many leaves compiles for longer than the
+            # default timeout.
+            how: Row = {"stack": self.stack, "timeout": 600.0}
+            run = centers.worker(address, self.transport, size, leaves, **how)
+            run()
+            begun.append(time.perf_counter() - start)
+            # One exchange of a small model would be mostly noise.
+            some = functools.partial(centers.seconds_of_one, run, 0.02)
+            forms.append(Form(f"{size:,.0f}, {leaves}", "", some))
+        forms = [form._replace(peer=forms[0].name) for form in forms]
+        rows = self.turns(forms).rows(forms)
+        times = np.array([row["milliseconds"] for row in rows])
+        line = np.array([(1.0, size) for size, _ in models])
+        fit, *_ = np.linalg.lstsq(line / times[:, None], np.ones(len(rows)), rcond=None)
+        for i, (size, leaves) in enumerate(models):
+            more, added = times[i] - times[0], leaves - self.leaves[0]
+            rows[i] |= {
+                "bytes": size,
                 "leaves": leaves,
-                "milliseconds": 1e3 * row["seconds"],
-                "ratio": row["ratio"],
-                "quartiles": row["quartiles"],
-                "µs_a_leaf": 1e6 * more / added if added else None,
-                "first_exchange_s": begun[leaves],
+                "GB/s": 2e-6 * size / times[i],
+                "µs_a_leaf": 1e3 * more / added if added else None,
+                "of_the_line": times[i] / (line[i] @ fit),
+                "planned": 1e3 * centers.plan(size, machine).exchange,
+                "first_exchange_s": begun[i],
             }
-        )
-    title = f"exchange of {megabytes:g} MB against leaves, over {args.transport}, TCP"
-    report.add(f"leaves, {megabytes:g} MB", title, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost against size and leaves.")
-    add = parser.add_argument
-    add("--largest", type=float, default=1e9, help="bytes of the largest model")
-    add("--lines", type=int, nargs="*", default=[1, 10], help="leaves of those models")
-    add("--leaves", type=int, nargs="+", default=[1, 10, 100, 1_000, 10_000])
-    add("--totals", type=float, nargs="*", default=[40, 400], help="MB in those leaves")
-    add("--transport", choices=centers.TRANSPORTS, default="memory")
-    add("--repeats", type=int, default=7)
-    args = parse(parser, largest=1e5, lines=[1], leaves=[1, 8], totals=[0.1], repeats=1)
-    report = Report(args.json)
-    lines = [against_size(leaves, args, report) for leaves in args.lines]
-    if lines:
-        report.add("lines", "straight lines through exchanges against size", lines)
-    for megabytes in args.totals:
-        against_leaves(megabytes, args, report)
-    report.write()
+        title = f"an exchange over {self.transport}; line: {fit[0]:.3g} ms and "
+        self.add("size", f"{title}{1e6 * fit[1]:.3g} ns a byte", rows)
 
 
 if __name__ == "__main__":
-    main()
+    Size.main()

@@ -5,17 +5,12 @@ The service, which needs gRPC, is a separate row; jax is imported by optax itsel
     python benchmarks/startup.py
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
 import os
 import subprocess
 import sys
 
-import side_by_side
-from report import Report, parse
-from side_by_side import Form
+from measuring import Benchmark, Form
 
 PROGRAM = """
 import time
@@ -30,28 +25,20 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTEC
 def seconds(module: str) -> float:
     """Return the seconds of an import, without the interpreter's start."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
-    said = subprocess.run(  # noqa: S603 our own program
-        command, env=ENVIRONMENT, check=True, capture_output=True, text=True
-    )
-    return float(said.stdout)
+    said = subprocess.check_output(command, env=ENVIRONMENT)  # noqa: S603 our own
+    return float(said)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time to import.")
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parse(parser, repeats=1)
-    report = Report(args.json)
-    forms = [
-        Form(module, "optax", functools.partial(seconds, module))
-        for module in ("jax", "optax", "agn_optax", "agn_optax.service")
-    ]
-    rows = []
-    for row in side_by_side.measure(forms, args.repeats, report.console).values():
-        row["milliseconds"] = 1e3 * row.pop("seconds")
-        rows.append(row)
-    report.add("startup", "import, in a fresh interpreter", rows)
-    report.write()
+class Startup(Benchmark):
+    """Time to import."""
+
+    def run(self) -> None:
+        """Add the table."""
+        modules = ("optax", "agn_optax", "agn_optax.service")
+        forms = [Form(m, "optax", functools.partial(seconds, m)) for m in modules]
+        rows = self.turns(forms).rows(forms)
+        self.add("startup", "import, in a fresh interpreter", rows)
 
 
 if __name__ == "__main__":
-    main()
+    Startup.main()

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 # Bytes sent by a device in the best algorithms (ring, pairwise exchange), in units of
 # the bytes of the result; n is the number of devices that take part.
-_SENT = {
+_SHARED = ("all-gather", "all-to-all", "ragged-all-to-all", "collective-broadcast")
+_SENT = dict.fromkeys(_SHARED, lambda n: (n - 1) / n) | {
     "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: n - 1.0,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
-    "collective-broadcast": lambda n: (n - 1) / n,
 }
 
 _OPERATION = re.compile(
@@ -26,20 +23,17 @@ _OPERATION = re.compile(
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,<=]*)\]")
 # The devices of a group in XLA's notations: a list, a reshaped range, axes of a mesh
 # (one of them may be split), all devices.
-_GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]*)\}")
-_RANGE_GROUPS = re.compile(r"replica_groups=\[\d+,(?P<size>\d+)\]")
-_MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] ?\{(?P<axes>[^}]*)\}"
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]*)\}|\[\d+,(?P<size>\d+)\]"
+    r"|mesh\[(?P<mesh>[^\]]*)\] ?\{(?P<axes>[^}]*)\}|(?P<all>\{\}|(?!\S)))"
 )
-_MESH_AXIS = re.compile(r"'(?P<name>[^']*)'=(?P<size>\d+)")
-_GROUP_AXIS = re.compile(r"'(?P<name>[^']*)'(?::\(\d+\)(?P<size>\d+))?")
-_EVERYONE = re.compile(r"replica_groups=\{\}|replica_groups=(?!\S)")
+_AXIS = re.compile(r"'(?P<name>[^']*)'(?:(?:=|:\(\d+\))(?P<size>\d+))?")
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
-
-
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"\b(?:body|condition|calls|to_apply)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"\b(?:body|condition|calls|to_apply)=%?([\w.\-]+)"
+    r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -74,7 +68,9 @@ def traffic(compiled: Any) -> Traffic:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
     """
-    text = compiled if isinstance(compiled, str) else _text(compiled)
+    if not (isinstance(compiled, str) or hasattr(compiled, "as_text")):
+        raise TypeError(f"compiled must be a compiled program, got {compiled!r}")
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
     devices = math.prod(int(n) for n in _DEVICES.findall(text.partition("\n")[0]))
     kinds: Counter[str] = Counter()
     sent = 0.0
@@ -88,50 +84,37 @@ def traffic(compiled: Any) -> Traffic:
             # (operands, results, and perhaps contexts)
             arrays = [array for array in arrays if array != ("u32", "")]
             arrays = arrays[len(arrays) // 2 :]
-        members = _members(line, kind, devices)
-        if members < 2:
-            continue
-        kinds[kind] += times
-        result = sum(_nbytes(*array) for array in arrays)
-        sent += times * _SENT[kind](members) * result
+        members = 2 if kind == "collective-permute" else _members(line, devices)
+        if members > 1:
+            kinds[kind] += times
+            sent += (
+                times * _SENT[kind](members) * sum(_nbytes(*each) for each in arrays)
+            )
     return Traffic(kinds.total(), round(sent), dict(kinds))
 
 
 def _executed(text: str) -> Iterator[tuple[str, int]]:
     """Yield every operation of a program, and how often one execution runs it."""
-    computations: dict[str, list[str]] = {}
-    entry, lines = None, list[str]()
+    # A single computation, as in a test, is the entry.
+    entry, lines = "", list[str]()
+    computations = {entry: lines}
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             lines = computations.setdefault(header["name"], [])
             entry = header["name"] if header["entry"] else entry
         else:
             lines.append(line)
-    # A single computation, as in a test, is the entry.
-    computations.setdefault("", lines)
 
     def walk(name: str, times: int) -> Iterator[tuple[str, int]]:
         for line in computations.get(name, ()):
             yield line, times
             trips = _TRIPS.search(line)
-            inner = times * int(trips[1]) if trips else times
-            called = _CALLED.findall(line)
-            for branches in _BRANCHES.findall(line):
-                called += [branch.strip(" %") for branch in branches.split(",")]
-            for computation in called:
-                yield from walk(computation, inner)
+            for called, branches in _CALLED.findall(line):
+                for each in [called] if called else branches.split(","):
+                    inner = times * int(trips[1]) if trips else times
+                    yield from walk(each.strip(" %"), inner)
 
-    return walk(entry or "", 1)
-
-
-def _text(compiled: Any) -> str:
-    as_text = getattr(compiled, "as_text", None)
-    if as_text is None:
-        raise TypeError(
-            "compiled must be a compiled program, jitted.lower(...).compile(), got "
-            f"{compiled!r}"
-        )
-    return as_text()
+    return walk(entry, 1)
 
 
 def _nbytes(dtype: str, shape: str) -> int:
@@ -140,20 +123,18 @@ def _nbytes(dtype: str, shape: str) -> int:
     return elements * bits // 8
 
 
-def _members(line: str, kind: str, devices: int) -> int:
+def _members(line: str, devices: int) -> int:
     """Return the number of devices that take part in a collective together."""
-    if kind == "collective-permute":
-        return 2
-    if found := _GROUPS.search(line):
+    found = _GROUPS.search(line)
+    if found is None:
+        raise ValueError(
+            "compiled has a collective whose devices cannot be read: "
+            f"{line.strip()[:200]}"
+        )
+    if found["axes"] is not None:
+        sizes = dict(_AXIS.findall(found["mesh"]))
+        axes = _AXIS.findall(found["axes"])
+        return math.prod(int(split or sizes[name]) for name, split in axes)
+    if found["first"] is not None:
         return len(found["first"].split(","))
-    if found := _RANGE_GROUPS.search(line):
-        return int(found["size"])
-    if found := _MESH_GROUPS.search(line):
-        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found["mesh"])}
-        axes = _GROUP_AXIS.findall(found["axes"])
-        return math.prod(int(split) if split else sizes[name] for name, split in axes)
-    if _EVERYONE.search(line):
-        return devices
-    raise ValueError(
-        f"compiled has a collective whose devices cannot be read: {line.strip()[:200]}"
-    )
+    return devices if found["all"] is not None else int(found["size"])

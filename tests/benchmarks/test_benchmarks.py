@@ -5,9 +5,9 @@ import pathlib
 import sys
 
 import exchange
+import measuring
 import plots
 import pytest
-import report
 import run_all
 
 pytestmark = [
@@ -34,7 +34,7 @@ def test_quick_run_writes_results_and_plots_them(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", [exchange.__file__, "--quick", "--json", str(file)]
     )
-    exchange.main()
+    exchange.Exchange.main()
     found = json.loads(file.read_text())
     check(found, "exchange")
     (picture,) = plots.draw([{"benchmark": "exchange", **found}], tmp_path)
@@ -42,29 +42,29 @@ def test_quick_run_writes_results_and_plots_them(tmp_path, monkeypatch):
 
 
 def test_run_all_writes_results_and_their_page(tmp_path, monkeypatch):
-    quick = ["--quick", "--only", "train_step", "--output", str(tmp_path)]
+    quick = ["--quick", "--only", "startup", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [run_all.__file__, *quick])
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
     run_all.main()
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
     (results,) = json.loads((tmp_path / "results.json").read_text())
-    check(results, "train_step")
+    check(results, "startup")
     page = (tmp_path / "results.md").read_text()
-    assert "## train_step\n\n`python benchmarks/train_step.py --quick`" in page
+    assert "## startup\n\n`python benchmarks/startup.py --quick`" in page
     for table in results["tables"]:
-        assert report.markdown(table) in page
+        assert measuring.markdown(table) in page
 
 
 def test_failed_benchmark_is_reported(tmp_path, monkeypatch, capfd):
     """The results of the others are written."""
     broken = tmp_path / "broken.py"
     broken.write_text(
-        "import report\n"
-        "report.Report().add('key', 'title', [{'ratio': float('nan')}])\n"
+        "import measuring\n"
+        "measuring.Benchmark().add('key', 'title', [{'ratio': float('nan')}])\n"
     )
     monkeypatch.setattr(run_all, "HERE", tmp_path)
-    monkeypatch.setattr(run_all, "BENCHMARKS", ("broken",))
-    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(report.__file__).parent))
+    monkeypatch.setattr(run_all, "RUNS", ("broken",))
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(measuring.__file__).parent))
     output = tmp_path / "output"
     monkeypatch.setattr(
         sys, "argv", [run_all.__file__, "--only", "broken", "--output", str(output)]
