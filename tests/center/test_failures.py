@@ -118,6 +118,18 @@ def test_saved_worker_state_can_be_restored_twice():
     assert int(first[1].inner_state[0].count) == 1  # and the first run has moved on
 
 
+def test_worker_stays_at_its_center_if_a_restore_cannot_copy():
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
+    saved = worker.save(*worker.start())
+    life = worker.life
+    jax.tree.leaves(saved.state.inner_state)[-1].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        worker.restore(saved)
+    assert worker.life == life
+    assert worker.version == 0
+
+
 def test_restore_rejects_the_state_of_another_worker():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.adam(0.1), period=1)

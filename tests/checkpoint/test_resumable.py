@@ -556,3 +556,27 @@ def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
     assert loop.resumed
     for kept in beside.values():
         np.testing.assert_array_equal(kept["mean"], [1.0, 1.0])
+
+
+def test_worker_started_after_close_writes_checkpoints_again(journaled, tmp_path):
+    loop, _ = resumable(journaled, tmp_path / "w", period=1)
+    numbers = []
+    for _ in range(2):
+        params, state = loop.start(jnp.zeros(SAMPLES), chief=True)
+        for sample in range(2):
+            params, state = a_step(loop, params, state, sample)
+            params, state = loop.exchange(params, state)
+        numbers.append(loop.checkpoints.latest[0])
+        loop.close()
+    assert numbers == [1, 3]
+
+
+def test_close_leaves_the_hook_of_a_later_resumable(journaled, tmp_path):
+    first, _ = resumable(journaled, tmp_path / "a")
+    first.start(jnp.zeros(SAMPLES), chief=True)
+    second = checkpoint.Resumable(first.worker, tmp_path / "b")
+    second.start(chief=False)
+    first.detach()
+    assert first.worker.before_send == second._before_send
+    second.close()
+    assert first.worker.before_send is None

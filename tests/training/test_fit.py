@@ -103,6 +103,15 @@ def at(step):
     return callback
 
 
+def test_fit_leaves_the_worker_without_its_checkpoints(tmp_path):
+    center = agn_optax.LocalCenter(shared.agn(shared.adam(0.05)))
+    worker = a_worker(center)
+    state, train_step = normed(worker.tx)
+    settings = {"worker": worker, "chief": True, "directory": tmp_path}
+    agn_optax.fit(train_step, state, batches(), **settings)
+    assert worker.before_send is None
+
+
 @pytest.mark.slow
 def test_fit_resumes_a_worker_bit_for_bit(tmp_path):
     expected, its_center = fit_train_state()

@@ -57,7 +57,7 @@ class Snapshots:
         None for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
       keep: number of snapshots to keep.
-      keep_seconds: age in seconds up to which snapshots are kept, whatever ``keep`` is.
+      keep_seconds: age in seconds up to which snapshots are kept, however many.
 
     Raises:
       InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
