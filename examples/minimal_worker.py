@@ -12,8 +12,7 @@ import agn_optax
 from agn_optax import service
 
 me = service.environment()  # this worker's rank, and the center's address
-images, labels = load_digits(return_X_y=True)
-images, labels = images[me.rank :: me.workers] / 16, labels[me.rank :: me.workers]
+images, labels = (x[me.rank :: me.workers] for x in load_digits(return_X_y=True))
 draw = np.random.default_rng(me.rank)
 
 
@@ -23,7 +22,8 @@ def loss_fn(params, x, y):
 
 
 center = service.connect(me.address, me.rule)
-with center, agn_optax.Worker(center, optax.adam(0.01), period=20) as worker:
+inner = optax.adam(0.01)
+with center, agn_optax.Worker(center, inner, period=20, name=me.worker) as worker:
 
     @jax.jit
     def step(params, state, x, y):
@@ -35,6 +35,6 @@ with center, agn_optax.Worker(center, optax.adam(0.01), period=20) as worker:
     params, state = worker.start(first, chief=me.rank == 0)
     for _ in range(400):
         rows = draw.integers(len(labels), size=64)
-        params, state, loss = step(params, state, images[rows], labels[rows])
+        params, state, loss = step(params, state, images[rows] / 16, labels[rows])
         params, state = worker.exchange(params, state)  # acts at every 20th call
     print(f"{worker.name}: loss {loss:.3f} after {worker.exchanges} exchanges")

@@ -123,7 +123,7 @@ class Answer(NamedTuple):
 
     @property
     def snapshot(self) -> Snapshot:
-        """The version that the rule adopts: before or after the message."""
+        """The version that the rule adopts, before or after the message."""
         return Snapshot(self.params, self.version)
 
 

@@ -41,7 +41,7 @@ class WorkerState(NamedTuple):
     """Complete state of a worker, as a pytree to save and to restore from."""
 
     params: PyTree
-    state: Any  # `LocalState`; with fragments, a `StreamingState`
+    state: Any  # ``LocalState``; with fragments, a `StreamingState`
     parts: tuple[PartState, ...]  # one; with fragments, one for each
     turn: Any = 0  # int: part that comes first if several are due
 
@@ -493,7 +493,7 @@ class Worker:
 
     @property
     def _announces_next(self) -> bool:
-        """True if this call makes a message of which `before_send` is told."""
+        """True if this call makes a message of which ``before_send`` is told."""
         if self.before_send is None or self._parts[self._order[0]].machine.is_stuck:
             return False
         return any(part.is_full for part in self._parts)
@@ -653,11 +653,11 @@ class Worker:
     def resend(
         self, params: PyTree, state: Any, parts: Sequence[int]
     ) -> tuple[PyTree, Any]:
-        """Exchange the messages of some parts of which `before_send` was told.
+        """Exchange the messages of some parts of which ``before_send`` was told.
 
         This is for a worker that was restored from what `save` returned at that time:
         they are the same messages, so the center does not apply them twice, and
-        `before_send` is not called again.
+        ``before_send`` is not called again.
         """
         hook, self.before_send = self.before_send, None
         try:

@@ -562,7 +562,7 @@ def test_worker_started_after_close_writes_checkpoints_again(journaled, tmp_path
     loop, _ = resumable(journaled, tmp_path / "w", period=1)
     numbers = []
     for _ in range(2):
-        params, state = loop.start(jnp.zeros(SAMPLES), chief=True)
+        params, state = loop.start()
         for sample in range(2):
             params, state = a_step(loop, params, state, sample)
             params, state = loop.exchange(params, state)
@@ -573,9 +573,9 @@ def test_worker_started_after_close_writes_checkpoints_again(journaled, tmp_path
 
 def test_close_leaves_the_hook_of_a_later_resumable(journaled, tmp_path):
     first, _ = resumable(journaled, tmp_path / "a")
-    first.start(jnp.zeros(SAMPLES), chief=True)
+    first.start()
     second = checkpoint.Resumable(first.worker, tmp_path / "b")
-    second.start(chief=False)
+    second.start()
     first.detach()
     assert first.worker.before_send == second._before_send
     second.close()

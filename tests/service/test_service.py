@@ -359,7 +359,7 @@ def test_port_in_use_is_reported(serve):
 def test_client_with_another_protocol_is_rejected(serve, connect, monkeypatch):
     server = serve()
     monkeypatch.setattr(service.address, "PROTOCOL", 7)
-    with pytest.raises(errors.ProtocolError, match=r"speaks version 2.*got 7"):
+    with pytest.raises(errors.ProtocolError, match=r"speaks version 1.*got 7"):
         connect(server.address)
 
 

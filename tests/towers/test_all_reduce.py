@@ -374,7 +374,10 @@ def test_delayed_gradients_are_kept_in_the_params_dtype():
     assert updates.dtype == jnp.float32
     np.testing.assert_array_equal(updates[:, 1], 1.0)
     rows = sparse.BCOO((jnp.ones((1, 2)), jnp.zeros((1, 1), int)), shape=(4, 2))
-    with pytest.raises(errors.TreeMismatchError, match="row-sparse gradients, which"):
+    with pytest.raises(
+        errors.TreeMismatchError,
+        match="row-sparse gradients and all_reduce with a delay",
+    ):
         jax.vmap(
             lambda x: tx.update({"t": rows}, tx.init({"t": x})), axis_name="towers"
         )(jnp.zeros((2, 4, 2)))

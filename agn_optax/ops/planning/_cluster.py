@@ -217,7 +217,7 @@ class Cluster:
 
     @property
     def centers(self) -> list[tuple[int, int]]:
-        """The levels, lowest first: number of centers, and most children of one."""
+        """The levels from the lowest up, as numbers of centers and most children."""
         return (
             [(1, self.workers)]
             if self.tree is None
