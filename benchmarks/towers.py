@@ -35,7 +35,7 @@ GRADIENTS: dict[str, Row] = {
 
 
 class Mesh(Benchmark, quick="--millions 0.1 --leaf 0.05"):
-    """What a mesh sends and keeps.
+    """Bytes that a mesh sends and keeps.
 
     Args:
       millions: parameters.
