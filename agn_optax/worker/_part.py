@@ -369,7 +369,7 @@ class Part:
         is rejected again, such as for its size, would always be rejected.
         """
         _log.warning(
-            "a message of worker %r was refused, which goes on from the center: %s",
+            "a message of worker %r was rejected; it continues from the center: %s",
             self.name,
             answer.refused,
         )
@@ -599,8 +599,8 @@ class Part:
             self.pace = pace
         elif self._follows and self.machine.settled == 2:  # it is measured by then
             _log.warning(
-                "%r says nothing of how fast worker %r is, as a center of an earlier "
-                "release: its rounds stay at %d local steps",
+                "%r does not report the speed of worker %r: its rounds stay at %d "
+                "local steps",
                 self.center,
                 self.name,
                 self.length(self.exchanges),

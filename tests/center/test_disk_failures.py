@@ -13,7 +13,6 @@ import os
 import pathlib
 import shutil
 import struct
-import subprocess
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import commands, sessions, shared, talking
+from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
 from agn_optax import errors, service
@@ -195,22 +195,8 @@ def test_backup_errors_are_named(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a function that mounts a file system with limited bytes or files."""
-    mounted = []
-
-    def mount(options):
-        if os.getuid():
-            pytest.skip("only root can mount a small disk")
-        place = tmp_path / f"disk-{len(mounted)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]
-        if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
-            pytest.skip("nothing can be mounted here")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 our own
+    with small_disks(tmp_path) as mount:
+        yield mount
 
 
 @contextlib.contextmanager

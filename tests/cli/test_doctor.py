@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import socket
-import subprocess
 import threading
 import time
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import certificates
 from helpers.commands import PATIENCE, command, fails, succeeds
+from helpers.disks import small_disks
 from helpers.network import Network, answered_by, joined
 
 from agn_optax import center, errors, rules, service
@@ -303,15 +302,8 @@ def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A mounted file system of 4 MB."""
-    if os.getuid():
-        pytest.skip("only root can mount a small disk")
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place]
-    if subprocess.run(mount, check=False).returncode:  # noqa: S603 the system's own
-        pytest.skip("nothing can be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 as above
+    with small_disks(tmp_path) as mount:
+        yield mount("size=4m")
 
 
 def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
