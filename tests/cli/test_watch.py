@@ -110,6 +110,8 @@ def a_worker(name, **said):
 
 def shown(workers, width):
     said = {
+        "error": "",
+        "under": None,
         "rule": "agn",
         "mode": "Asynchronous()",
         "address": "127.0.0.1:5000",
@@ -126,7 +128,7 @@ def shown(workers, width):
         "workers": workers,
     }
     out = rich.console.Console(file=io.StringIO(), width=width)
-    out.print(_table.of(said, width))
+    out.print(_table.of([said], {}, width=width))
     return out.file.getvalue()
 
 
@@ -253,11 +255,11 @@ def test_watch_ends_at_an_interrupt(server, monkeypatch):
 def test_rates_after_a_restart_are_unknown():
     now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
-    said = _status._with_rates("a", before, now)
+    said = _status._rates(before, now)
     assert (said["exchanges_per_second"], said["bytes_per_second"]) == (1.0, 1.5)
-    said = _status._with_rates("a", None, now)
+    said = _status._rates({}, now)
     assert said["exchanges_per_second"] == pytest.approx(2 / 3)
-    said = _status._with_rates("a", now, before)
+    said = _status._rates(now, before)
     assert said["exchanges_per_second"] is said["bytes_per_second"] is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -30,6 +30,18 @@ class Seen(NamedTuple):
     error: errors.AgnOptaxError | None
     depth: int = 0
     under: tuple[str, str] | None = None
+
+    @property
+    def parents(self) -> list[str]:
+        """The addresses of the center's parent: several if the parent is sharded."""
+        parent = (self.status or {}).get("parent", "")
+        return [address for address in parent.split(",") if ":" in address]
+
+    @property
+    def sites(self) -> dict[str, str]:
+        """The names of workers that are centers themselves, by address."""
+        workers = (self.status or {}).get("workers", ())
+        return {w["serves_at"]: w["name"] for w in workers if w["serves_at"]}
 
 
 class Centers(contextlib.AbstractContextManager["Centers"]):
@@ -65,61 +77,32 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
         Roots come in the order of the addresses. A tree has those centers whose address
         is given, or reported by a center that can be reached.
         """
-        known: dict[str, Seen] = {}
-        self._ask(self.addresses, known)
+        known = self._ask(self.addresses, 0)
         if not self._is_tree:
-            return [known[address] for address in self.addresses]
-        placed = _Placed()
-        for root in self._roots(known):
-            self._place(known[root], known, placed)
-        for address in self.addresses:  # centers that no parent has reported
-            placed.add(known[address])
-        return list(placed.in_order(None))
+            return list(known.values())
+        new = list(known)
+        while new:
+            near = [a for at in new for a in (*known[at].parents, *known[at].sites)]
+            new = [address for address in dict.fromkeys(near) if address not in known]
+            known |= self._ask(new, len(known))
+        below = {site for seen in known.values() for site in seen.sites}
+        roots = [
+            seen.address
+            for seen in known.values()
+            if not (seen.parents if seen.status else seen.address in below)
+        ]
+        placed: dict[str, Seen] = {}
+        for address in (*roots, *self.addresses):  # the latter may have no known parent
+            _place(known[address], known, placed)
+        return list(placed.values())
 
-    def _roots(self, known: dict[str, Seen]) -> list[str]:
-        """Return the centers without a parent among the given ones and those above."""
-        roots: dict[str, None] = {}
-        climbed: set[str] = set()
-        level = list(self.addresses)
-        while level:
-            climbed.update(level)
-            above: dict[str, None] = {}
-            for address in level:
-                parents = _parents(known[address])
-                (above if parents else roots).update(
-                    dict.fromkeys(parents or [address])
-                )
-            level = [address for address in above if address not in climbed]
-            self._ask([address for address in level if address not in known], known)
-        return list(roots)
-
-    def _place(self, root: Seen, known: dict[str, Seen], placed: _Placed) -> None:
-        """Place a root and all sites below it."""
-        level = [root] if placed.add(root) else []
-        while level:
-            named = {
-                site: (parent, worker["name"])
-                for parent in level
-                for worker in (parent.status or {}).get("workers", ())
-                if (site := worker["serves_at"])
-            }
-            self._ask([site for site in named if site not in known], known)
-            level = []
-            for site, (parent, name) in named.items():
-                under = parent.address, name
-                own = known[site]._replace(depth=parent.depth + 1, under=under)
-                if placed.add(own):
-                    level.append(own)
-
-    def _ask(self, addresses: Sequence[str], known: dict[str, Seen]) -> None:
-        """Ask centers in parallel, and add their replies to ``known``."""
-        asked = list(addresses)[: max(0, _MOST - len(known))]
-        for address in addresses[len(asked) :]:
-            many = errors.CenterUnreachableError(f"there are more than {_MOST} centers")
-            known[address] = Seen(address, None, many)
-        if asked:
-            with ThreadPoolExecutor(len(asked)) as pool:
-                known.update(zip(asked, pool.map(self._one, asked), strict=True))
+    def _ask(self, addresses: list[str], count: int) -> dict[str, Seen]:
+        """Ask centers in parallel, unless ``count`` others have been asked already."""
+        many = errors.CenterUnreachableError(f"there are more than {_MOST} centers")
+        replies = {address: Seen(address, None, many) for address in addresses}
+        asked = addresses[: max(0, _MOST - count)]
+        with ThreadPoolExecutor(_MOST) as pool:
+            return replies | dict(zip(asked, pool.map(self._one, asked), strict=True))
 
     def _one(self, address: str) -> Seen:
         try:
@@ -130,34 +113,12 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
             return Seen(address, None, error)
 
 
-def _parents(seen: Seen) -> list[str]:
-    """Return the addresses of a center's parent: several if the parent is sharded."""
-    said = (seen.status or {}).get("parent", "")
-    return [each for each in said.split(",") if ":" in each]
-
-
-class _Placed:
-    """The centers that have been placed in a tree, each of them once."""
-
-    def __init__(self) -> None:
-        self._addresses: set[str] = set()
-        self._lives: set[str] = set()
-        self._below: dict[str | None, list[Seen]] = {}
-
-    def add(self, seen: Seen) -> bool:
-        """Place a center; return False if it is placed already, under any address."""
-        life = (seen.status or {}).get("center", "")
-        if seen.address in self._addresses or life in self._lives:
-            return False
-        self._addresses.add(seen.address)
-        if life:  # empty if the center did not answer
-            self._lives.add(life)
-        above = None if seen.under is None else seen.under[0]
-        self._below.setdefault(above, []).append(seen)
-        return True
-
-    def in_order(self, above: str | None) -> Iterator[Seen]:
-        """Yield the centers below an address, each followed by those below it."""
-        for seen in self._below.get(above, ()):
-            yield seen
-            yield from self.in_order(seen.address)
+def _place(seen: Seen, known: dict[str, Seen], placed: dict[str, Seen]) -> None:
+    """Place a center and then its sites, each once even if it has several addresses."""
+    center = (seen.status or {}).get("center") or seen.address
+    if center in placed:
+        return
+    placed[center] = seen
+    for site, name in seen.sites.items():
+        under = seen.address, name
+        _place(known[site]._replace(depth=seen.depth + 1, under=under), known, placed)

@@ -113,14 +113,15 @@ def status(
     their start.
     """
     with _centers_at(address, reached, timeout, tree=tree) as centers:
-        look = _Poll(centers.look(), {})
-    missing = look.missing(centers.addresses)
-    if missing is not None and look.only(tree=tree):
+        seen = centers.look()
+    missing = _missing(seen, centers.addresses)
+    if missing is not None and len(seen) == 1 and not tree:
         raise missing
+    found = _as_dicts(seen, {})
     if json:
-        _options.print_json(look.as_json(tree=tree))
+        _options.print_json(_as_json(found, tree=tree))
     else:
-        _table.console().print(look.table(tree=tree))
+        _table.console().print(_table.of(found, {}, tree=tree))
     if missing is not None:
         raise missing
 
@@ -157,16 +158,18 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Starts at a multiple of the interval, unless a look takes longer than one.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            look = _Poll(centers.look(), before)
-            before = {**(before or {}), **look.statuses()}
-            missing = look.missing(centers.addresses)
+            seen = centers.look()
+            found = _as_dicts(seen, before)
+            answered = {each.address: each.status for each in seen if each.status}
+            before = {**(before or {}), **answered}
+            missing = _missing(seen, centers.addresses)
             if not isinstance(missing, errors.CenterUnreachableError | None):
                 break  # waiting does not help
             if json:
-                _options.print_json(look.as_json(tree=tree))
+                _options.print_json(_as_json(found, tree=tree))
             else:
-                show(look.table(tree=tree, shown=shown))
-            shown.update(look.known())
+                show(_table.of(found, shown, tree=tree))
+            shown |= {each["address"]: each for each in found if not each["error"]}
     if missing is not None:
         raise missing
 
@@ -207,74 +210,6 @@ def drain(
         typer.echo(f"draining {address}")
 
 
-class _Poll:
-    """The statuses of centers at one moment, with rates since an earlier look.
-
-    Args:
-      seen: statuses of the centers.
-      before: the earlier statuses by address; a center that has none gets rates since
-        its start. None gives no rates, for the first of several looks.
-    """
-
-    def __init__(
-        self, seen: list[Seen], before: dict[str, dict[str, Any]] | None
-    ) -> None:
-        self._seen = seen
-        self._said = []
-        for each in seen:
-            said: dict[str, Any] = {"address": each.address, "error": ""}
-            if each.error is not None:
-                said["error"] = str(each.error)
-            if (now := each.status) is not None:
-                since = now if before is None else before.get(each.address)
-                said |= _with_rates(each.address, since, now)
-            said["depth"] = each.depth
-            said["under"] = None if each.under is None else list(each.under)
-            self._said.append(said)
-
-    def statuses(self) -> dict[str, dict[str, Any]]:
-        """Return the statuses of the centers that answered, by address."""
-        return {s.address: s.status for s in self._seen if s.status is not None}
-
-    def known(self) -> dict[str, dict[str, Any]]:
-        """Return the statuses with rates of the centers that answered, by address."""
-        return {said["address"]: said for said in self._said if not said["error"]}
-
-    def only(self, *, tree: bool) -> dict[str, Any] | None:
-        """Return the status of the center if it is the only one; else None."""
-        return self._said[0] if not tree and len(self._said) == 1 else None
-
-    def missing(self, addresses: list[str]) -> errors.AgnOptaxError | None:
-        """Return why one of these addresses did not answer; None if all answered."""
-        found = [
-            each.error
-            for each in self._seen
-            if each.error is not None and each.address in addresses
-        ]
-        # Errors that waiting does not mend come first.
-        found.sort(key=lambda e: isinstance(e, errors.CenterUnreachableError))
-        return found[0] if found else None
-
-    def as_json(self, *, tree: bool) -> dict[str, Any]:
-        """Return one center as an object, or several as an object with a list."""
-        if (one := self.only(tree=tree)) is None:
-            return {"centers": self._said}
-        if one["error"]:
-            return {"address": one["address"], "error": one["error"]}
-        return {k: v for k, v in one.items() if k not in ("error", "depth", "under")}
-
-    def table(
-        self, *, tree: bool, shown: dict[str, dict[str, Any]] | None = None
-    ) -> Any:
-        """Return a table; a center without an answer has its status from ``shown``."""
-        shown = shown or {}
-        if (one := self.only(tree=tree)) is None:
-            return _table.of_all(self._said, shown)
-        if one["error"]:
-            return _table.lost(one["error"], shown.get(one["address"]))
-        return _table.of(one)
-
-
 def _centers_at(
     address: str, reached: Reached, timeout: float, *, tree: bool
 ) -> Centers:
@@ -287,24 +222,55 @@ def _centers_at(
     return Centers(addresses, lambda each: observer(each, reached, timeout), tree=tree)
 
 
-def _with_rates(
-    address: str, before: dict[str, Any] | None, now: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a status with the center's rates since an earlier one, or its start.
+def _as_dicts(
+    seen: list[Seen], before: dict[str, dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return the statuses of centers, with rates since earlier statuses by address.
+
+    A center that has no earlier status gets rates since its start. ``before`` is None
+    for no rates.
+    """
+    found = []
+    for each in seen:
+        status = each.status or {}
+        if each.status:
+            since = status if before is None else before.get(each.address, {})
+            status = status | _rates(since, status)
+        place = {"depth": each.depth, "under": each.under and list(each.under)}
+        error = str(each.error or "")
+        found.append({"address": each.address, "error": error, **status, **place})
+    return found
+
+
+def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | None]:
+    """Return a center's rates since an earlier status, or its start if that is empty.
 
     The rates of its workers are in the status already.
     """
-    since = before or {}
-    seconds = now["uptime"] - since.get("uptime", 0.0)
+    seconds = now["uptime"] - before.get("uptime", 0.0)
 
     def rate(*names: str) -> float | None:
-        made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
+        made = sum((now[name] or 0) - (before.get(name) or 0) for name in names)
         # Negative if the center has restarted, and counts from zero.
         return made / seconds if seconds > 0 and made >= 0 else None
 
     return {
-        "address": address,
-        **now,
         "exchanges_per_second": rate("version"),
         "bytes_per_second": rate("bytes_received", "bytes_sent"),
     }
+
+
+def _missing(seen: list[Seen], addresses: list[str]) -> errors.AgnOptaxError | None:
+    """Return why one of these addresses did not answer; None if all answered."""
+    found = [s.error for s in seen if s.error is not None and s.address in addresses]
+    # Errors that waiting does not mend come first.
+    found.sort(key=lambda error: isinstance(error, errors.CenterUnreachableError))
+    return found[0] if found else None
+
+
+def _as_json(centers: list[dict[str, Any]], *, tree: bool) -> dict[str, Any]:
+    """Return one center as an object, or several as an object with a list."""
+    if tree or len(centers) > 1:
+        return {"centers": centers}
+    unneeded = {"depth", "under"} | ({"error"} if not centers[0]["error"] else set())
+    return {name: v for name, v in centers[0].items() if name not in unneeded}

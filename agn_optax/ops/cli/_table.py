@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import rich.cells
 import rich.console
@@ -16,33 +16,27 @@ from agn_optax.ops import units
 
 _MOST_NAME = 24  # characters of a worker's name in the table, if names stay distinct
 
-
-class _Column(NamedTuple):
-    """A column of the table of workers."""
-
-    title: str
-    cell: Callable[[dict[str, Any]], str]
-    rank: int  # in a narrow table, the columns of greatest rank are left out
-
-
-# In the order of display; columns of reported numbers come after "staleness".
-_COLUMNS = (
-    _Column("connected", lambda worker: _there(worker), 1),
-    _Column("exchanges", lambda worker: str(worker["exchanges"]), 2),
-    _Column("per s", lambda worker: _number(worker["exchanges_per_second"]), 4),
-    _Column("staleness", lambda worker: _number(worker["staleness"]), 5),
-    _Column("transport", lambda worker: worker["transport"] or "-", 6),
-    _Column("last seen", lambda worker: _seconds(worker["seen"]), 7),
-    _Column("period", lambda worker: str(worker["period"] or "-"), 8),
-    _Column("rejected", lambda worker: str(worker["refused"]), 9),
-    _Column("dropped", lambda worker: str(worker["dropped"]), 10),
-    _Column("message norm", lambda worker: _number(worker["norm"]), 11),
-    _Column("waits", lambda worker: _yes(worker["waits"]), 12),
-    _Column("received", lambda worker: units.in_bytes(worker["bytes_received"]), 13),
-    _Column("sent", lambda worker: units.in_bytes(worker["bytes_sent"]), 14),
-)
-_REPORTED = 3  # rank of the numbers that workers report
-_AFTER = "staleness"
+_Status = dict[str, Any]
+_Cell = Callable[[_Status], str]
+# In the order of display. In a narrow table the last columns are left out. The columns
+# of numbers that workers report come after the first ones.
+_FIRST: dict[str, _Cell] = {
+    "connected": lambda worker: _connected(worker),
+    "exchanges": lambda worker: str(worker["exchanges"]),
+}
+_OTHERS: dict[str, _Cell] = {
+    "per s": lambda worker: _number(worker["exchanges_per_second"]),
+    "staleness": lambda worker: _number(worker["staleness"]),
+    "transport": lambda worker: worker["transport"] or "-",
+    "last seen": lambda worker: _seconds(worker["seen"]),
+    "period": lambda worker: str(worker["period"] or "-"),
+    "rejected": lambda worker: str(worker["refused"]),
+    "dropped": lambda worker: str(worker["dropped"]),
+    "message norm": lambda worker: _number(worker["norm"]),
+    "waits": lambda worker: _yes(worker["waits"]),
+    "received": lambda worker: units.in_bytes(worker["bytes_received"]),
+    "sent": lambda worker: units.in_bytes(worker["bytes_sent"]),
+}
 
 
 def console(*, stderr: bool = False) -> rich.console.Console:
@@ -64,52 +58,66 @@ def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
         yield lambda table: place.update(table, refresh=True)
 
 
-def of(said: dict[str, Any], width: int | None = None) -> Any:
-    """Return the table of one center.
+def of(
+    centers: list[_Status],
+    shown: dict[str, _Status],
+    *,
+    tree: bool = False,
+    width: int | None = None,
+) -> rich.console.Group:
+    """Return the table of one or several centers and their workers.
 
     Args:
-      said: status of the center, with rates.
+      centers: status of each center with its rates and its place in the tree, or its
+        error.
+      shown: earlier statuses by address, for centers that do not answer.
+      tree: whether the centers are a tree.
       width: available characters; None for the width of `console`. The least important
         columns are left out if there are too few.
     """
-    workers = said["workers"]
-    names = _distinct([worker["name"] for worker in workers], _MOST_NAME)
-    table = _filled(names, workers, "worker", width)
-    table.title, table.caption = _title(said), _caption(said)
-    if said["degraded"]:
-        return rich.console.Group(table, _warning(f"warning: {said['degraded']}"))
+    is_single = len(centers) == 1 and not tree
+    known, warnings = [], []
+    for center in centers:
+        where = "" if is_single else f"{center['address']}: "
+        found = shown.get(center["address"]) if center["error"] else center
+        if found is not None:
+            own = {"error": center["error"], "under": center["under"]}
+            known.append({**found, **own})
+            if found["degraded"]:
+                warnings.append(f"warning: {where}{found['degraded']}")
+        if center["error"]:
+            what = "waiting" if is_single else "not reachable"
+            warnings.append(f"{what}: {where}{center['error']}")
+    parts: list[rich.console.RenderableType] = []
+    if known and is_single:
+        parts.append(_of_one(known[0], width))
+    elif known:
+        parts.append(_of_several(known, len(centers), width))
+    return rich.console.Group(*parts, *(_text(w, "bold red") for w in warnings))
+
+
+def _of_one(center: _Status, width: int | None) -> rich.table.Table:
+    names = _distinct([worker["name"] for worker in center["workers"]])
+    table = _filled(names, center["workers"], "worker", width)
+    table.title, table.caption = _text(_title(center)), _text(_caption(center))
     return table
 
 
-def of_all(
-    centers: list[dict[str, Any]],
-    shown: dict[str, dict[str, Any]],
-    width: int | None = None,
-) -> Any:
-    """Return the table of several centers and all of their workers.
-
-    Args:
-      centers: status of each center with its place in the tree, or its error.
-      shown: earlier statuses by address, for centers that do not answer.
-      width: available characters, as in `of`.
-    """
-    there = []
+def _of_several(
+    centers: list[_Status], count: int, width: int | None
+) -> rich.table.Table:
+    """Return the table of the known ones of several centers."""
+    below: dict[tuple[str, str] | None, list[_Status]] = {}
     for center in centers:
-        known = shown.get(center["address"]) if center["error"] else center
-        if known is not None:
-            there.append({**known, "error": center["error"], "under": center["under"]})
-    below: dict[tuple[str, str] | None, list[dict[str, Any]]] = {}
-    for center in there:
-        key = None if center["under"] is None else tuple(center["under"])
-        below.setdefault(key, []).append(center)
+        below.setdefault(center["under"] and tuple(center["under"]), []).append(center)
     names: list[str] = []
-    rows: list[dict[str, Any]] = []
+    rows: list[_Status] = []
 
-    def put(center: dict[str, Any], indent: int) -> None:
+    def put(center: _Status, indent: int) -> None:
         names.append("  " * indent + center["address"])
         rows.append(_as_row(center))
         workers = center["workers"]
-        short = _distinct([worker["name"] for worker in workers], _MOST_NAME)
+        short = _distinct([worker["name"] for worker in workers])
         for name, worker in zip(short, workers, strict=True):
             names.append("  " * (indent + 1) + name)
             rows.append(worker)
@@ -119,32 +127,12 @@ def of_all(
     for root in below.get(None, ()):
         put(root, 0)
     table = _filled(names, rows, "center, worker", width)
-    count = sum(len(center["workers"]) for center in there)
-    rules = ", ".join(dict.fromkeys(center["rule"] for center in there))
+    workers = sum(len(center["workers"]) for center in centers)
+    rules = ", ".join(dict.fromkeys(center["rule"] for center in centers))
     table.title = _text(
-        f"{rules}: {len(there)} of {len(centers)} centers, {count} workers"
+        f"{rules}: {len(centers)} of {count} centers, {workers} workers"
     )
-    said = [
-        _warning(f"warning: {center['address']}: {center['degraded']}")
-        for center in there
-        if center["degraded"]
-    ]
-    said += [
-        _warning(f"not reachable: {center['address']}: {center['error']}")
-        for center in centers
-        if center["error"]
-    ]
-    return rich.console.Group(table, *said)
-
-
-def lost(why: str, said: dict[str, Any] | None) -> Any:
-    """Return a warning that a center does not answer, below its last known status."""
-    warning = _warning(f"waiting: {why}")
-    return warning if said is None else rich.console.Group(of(said), warning)
-
-
-def _warning(said: str) -> rich.text.Text:
-    return _text(said, style="bold red")
+    return table
 
 
 def _text(said: str, style: str = "") -> rich.text.Text:
@@ -157,23 +145,39 @@ def _text(said: str, style: str = "") -> rich.text.Text:
 
 
 def _filled(
-    names: list[str], rows: list[dict[str, Any]], title: str, width: int | None
+    names: list[str], rows: list[_Status], title: str, width: int | None
 ) -> rich.table.Table:
     """Return a table of the names, and of the columns that fit beside them."""
-    width = console().width if width is None else width
+    room = console().width if width is None else width
+    reported = [
+        (name, [_number(row["reported"].get(name)) for row in rows])
+        for name in sorted({name for row in rows for name in row["reported"]})
+    ]
+    first, others = (
+        [(name, list(map(cell, rows))) for name, cell in columns.items()]
+        for columns in (_FIRST, _OTHERS)
+    )
     table = rich.table.Table(title_justify="left")
-    own = max(map(rich.cells.cell_len, [title, *names]))
-    table.add_column(_text(title), min_width=own, no_wrap=True)
-    columns = _fitting(rows, width - own - 4)
-    for column in columns:
-        table.add_column(_text(column.title), justify="right", no_wrap=True)
-    for name, row in zip(names, rows, strict=True):
-        cells = [_text(column.cell(row)) for column in columns]
-        table.add_row(_text(name), *cells)
+    fitting: list[list[str]] = []
+    for name, cells in ((title, names), *first, *reported, *others):
+        needed = max(map(rich.cells.cell_len, [name, *cells]))
+        room -= needed + 3
+        if fitting and room < 1:
+            break
+        is_first = not fitting
+        fitting.append(cells)
+        table.add_column(
+            _text(name),
+            min_width=needed if is_first else None,
+            justify="left" if is_first else "right",
+            no_wrap=True,
+        )
+    for row in zip(*fitting, strict=True):
+        table.add_row(*map(_text, row))
     return table
 
 
-def _as_row(center: dict[str, Any]) -> dict[str, Any]:
+def _as_row(center: _Status) -> _Status:
     """Return a center as a row of the workers' table: with sums, or nothing."""
     workers = center["workers"]
     return {
@@ -190,64 +194,37 @@ def _as_row(center: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fitting(workers: list[dict[str, Any]], width: int) -> list[_Column]:
-    """Return the columns that fit, in the order of display."""
-    reported = sorted({name for worker in workers for name in worker["reported"]})
-    after = [column.title for column in _COLUMNS].index(_AFTER) + 1
-    columns = [*_COLUMNS[:after], *map(_reported, reported), *_COLUMNS[after:]]
-    fitting = []
-    for column in sorted(columns, key=lambda column: column.rank):
-        cells = [column.title, *map(column.cell, workers)]
-        width -= max(map(rich.cells.cell_len, cells)) + 3
-        if width < 0:
-            break
-        fitting.append(column)
-    return [column for column in columns if column in fitting]
-
-
-def _reported(name: str) -> _Column:
-    """Return the column of a number that workers report."""
-    return _Column(
-        name, lambda worker: _number(worker["reported"].get(name)), _REPORTED
-    )
-
-
-def _distinct(names: list[str], most: int) -> list[str]:
-    """Shorten names to ``most`` characters, unless two would then be the same."""
-    short = [name if len(name) <= most else _shortened(name, most) for name in names]
+def _distinct(names: list[str]) -> list[str]:
+    """Shorten long names in their middle, unless two would then be the same."""
+    tail = _MOST_NAME // 2
+    short = [
+        name
+        if len(name) <= _MOST_NAME
+        else f"{name[: _MOST_NAME - tail - 1]}…{name[-tail:]}"
+        for name in names
+    ]
     return short if len(set(short)) == len(set(names)) else names
 
 
-def _shortened(name: str, most: int) -> str:
-    """Return the beginning and the end of a name, which differ most among names."""
-    tail = most // 2
-    return f"{name[: most - tail - 1]}…{name[-tail:]}"
+def _title(center: _Status) -> str:
+    version, parent = center["version"], center["parent"]
+    holds = "no parameters yet"
+    if version is not None:
+        size = units.in_bytes(center["parameter_bytes"])
+        holds = f"version {version}, {center['parameters']} parameters ({size})"
+    parent = f", parent {parent}" if parent else ""
+    return f"{center['rule']} at {center['address']}: {holds}, {center['mode']}{parent}"
 
 
-def _title(said: dict[str, Any]) -> rich.text.Text:
-    version = said["version"]
-    holds = (
-        "no parameters yet"
-        if version is None
-        else f"version {version}, {said['parameters']} parameters "
-        f"({units.in_bytes(said['parameter_bytes'])})"
-    )
-    parent = f", parent {said['parent']}" if said["parent"] else ""
-    return _text(
-        f"{said['rule']} at {said['address']}: {holds}, {said['mode']}{parent}"
-    )
-
-
-def _caption(said: dict[str, Any]) -> rich.text.Text:
-    count = len(said["workers"])
-    exchanges, traffic = said["exchanges_per_second"], said["bytes_per_second"]
-    direct = said["direct_address"]
-    direct = f", direct connections at {direct}" if direct else ""
-    page = f", page at {said['page_address']}" if said["page_address"] else ""
+def _caption(center: _Status) -> str:
+    count, traffic = len(center["workers"]), center["bytes_per_second"]
+    direct, page = center["direct_address"], center["page_address"]
     rate = "-" if traffic is None else units.in_bytes(traffic)
-    return _text(
-        f"{_number(exchanges)} exchanges/s, {rate}/s, up {said['uptime']:.0f} s, "
-        f"{count} worker{'' if count == 1 else 's'}{direct}{page}"
+    return (
+        f"{_number(center['exchanges_per_second'])} exchanges/s, {rate}/s, "
+        f"up {center['uptime']:.0f} s, {count} worker{'' if count == 1 else 's'}"
+        + (f", direct connections at {direct}" if direct else "")
+        + (f", page at {page}" if page else "")
     )
 
 
@@ -259,7 +236,7 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
 
 
-def _there(worker: dict[str, Any]) -> str:
+def _connected(worker: _Status) -> str:
     stalled = worker["stalled"]
     return _yes(worker["connected"]) if stalled is None else f"stalled {stalled:.0f} s"
 
