@@ -356,7 +356,7 @@ def test_serve_combines_a_round_with_krum(address):
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
         (["--tokens=no such file"], "cannot read no such file"),
         ([f"--tokens={__file__}"], "line 1 of "),
-        (["--tls-certificate=c.pem"], "--tls-certificate and --tls-key go together"),
+        (["--tls-certificate=c.pem"], "a certificate and its key go together"),
         (["--tls-client-ca=c.pem"], "needs --tls-certificate and --tls-key"),
         (["--tls-certificate=c.pem", "--tls-key=c.pem"], "cannot read c.pem"),
         ([f"--tls-certificate={__file__}", f"--tls-key={__file__}"], "is no PEM file"),

@@ -25,20 +25,17 @@ from agn_optax.ops.cli._options import Group
 from agn_optax.rules import Rule
 
 _PAGE = "127.0.0.1:0"
-_SERVED = {
-    "address": Group(
-        service.serve, "address", names={"address": "address HOST:PORT|unix:PATH"}
-    ),
-    "center": Group(service.serve, "barrier", "dtype", "device"),
-    "ports": Group(
-        service.serve,
-        *("direct_address", "health_address"),
-        names={
-            "direct_address": "direct_address HOST:PORT",
-            "health_address": "health_address HOST:PORT",
-        },
-    ),
-}
+_ADDRESS = Group(
+    service.serve, "address", names={"address": "address HOST:PORT|unix:PATH"}
+)
+_SERVED = Group(
+    service.serve,
+    *("barrier", "dtype", "device", "direct_address", "health_address"),
+    names={
+        "direct_address": "direct_address HOST:PORT",
+        "health_address": "health_address HOST:PORT",
+    },
+)
 _MODES = {
     "asynchronous": Group(Asynchronous),
     "bounded": Group(
@@ -48,25 +45,23 @@ _MODES = {
     ),
     "synchronous": Group(Synchronous, needs="--mode synchronous"),
 }
-_DURABILITIES = {
-    "journal": Group(
-        Journal,
-        prefix="journal_",
-        names={"directory": "journal DIRECTORY"},
-        needs="--journal",
-    ),
-    "snapshots": Group(
-        Snapshots,
-        names={
-            "directory": "snapshots DIRECTORY",
-            "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
-            "exchanges": "snapshot_exchanges",
-            "keep": "snapshots_kept",
-            "keep_seconds": "snapshots_kept_seconds",
-        },
-        needs="--snapshots",
-    ),
-}
+_JOURNAL = Group(
+    Journal,
+    prefix="journal_",
+    names={"directory": "journal DIRECTORY"},
+    needs="--journal",
+)
+_SNAPSHOTS = Group(
+    Snapshots,
+    names={
+        "directory": "snapshots DIRECTORY",
+        "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
+        "exchanges": "snapshot_exchanges",
+        "keep": "snapshots_kept",
+        "keep_seconds": "snapshots_kept_seconds",
+    },
+    needs="--snapshots",
+)
 _TLS = Group(
     service.Tls,
     *("certificate", "key", "ca"),
@@ -84,9 +79,11 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
 
 @_options.record(
     groups={
-        **_SERVED,
+        "address": _ADDRESS,
+        "served": _SERVED,
         **_MODES,
-        **_DURABILITIES,
+        "journal": _JOURNAL,
+        "snapshots": _SNAPSHOTS,
         "tls": _TLS,
         "security": _SECURITY,
         "limits": _LIMITS,
@@ -126,10 +123,9 @@ class CenterOptions:
       *tls
 
     Further settings of the center:
-      *center
+      *served
       direct [direct]: Also accept exchanges outside gRPC, on another port and in shared
         memory.
-      *ports
       page [no-page]: Serve a page that shows the center's status in a browser, and
         /metrics for Prometheus, at --page-address.
       page_address HOST:PORT [127.0.0.1:0 with --page]: Address of the page; implies
@@ -154,7 +150,7 @@ class CenterOptions:
     save: pathlib.Path | None = None
     mode: str | None = None
     tokens: pathlib.Path | None = None
-    open: bool | None = _options.switch()
+    open: bool | None = None
     direct: bool | None = None
     page: bool | None = None
     page_address: str | None = None
@@ -183,9 +179,9 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         "durability": _durability_of(options),
         "limits": _LIMITS.made(options, messages=_MESSAGES.made(options)),
         "security": _SECURITY.made(options, tls=_tls_of(options)),
+        **_ADDRESS.given(options),
+        **_SERVED.given(options),
     }
-    for group in _SERVED.values():
-        made |= group.given(options)
     if options.direct is False:
         if "direct_address" in made:
             raise errors.InvalidArgumentError(
@@ -204,19 +200,17 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
       CenterError: the parent does not answer, or runs another rule.
     """
     if options.parent is None:
-        _PARENT.refuse(options)
-        only = ("parent_token_file", "parent_tls_ca")
-        _options.refuse(options, "needs --parent", only=only)
+        others = [*_PARENT.names.values(), "parent_token_file", "parent_tls_ca"]
+        _options.refuse(options, "needs --parent", only=others)
         yield None
         return
     # A center that has a certificate presents it to its parent.
     tls, ca = _TLS.given(options), options.parent_tls_ca
-    security = _SECURITY.given(options)
     with service.connect(
         options.parent,
         rule,
         tls=None if ca is None else service.Tls(**{**tls, "ca": ca}),
-        insecure=security.get("insecure", False),
+        insecure=_SECURITY.given(options).get("insecure", False),
         token=options.parent_token_file,
     ) as center:
         yield _PARENT.made(options, center=center)
@@ -270,25 +264,12 @@ def makes_token(options: CenterOptions) -> bool:
     return not (options.open or options.tokens is not None or lines)
 
 
-def check_pair(certificate: object, key: object) -> None:
-    """Raise unless a certificate and its key are given together.
-
-    Raises:
-      InvalidArgumentError: one of them is missing.
-    """
-    if (certificate is None) != (key is None):
-        raise errors.InvalidArgumentError(
-            "--tls-certificate and --tls-key go together: give both"
-        )
-
-
 def _mode_of(options: CenterOptions) -> Mode:
     name = options.mode or "asynchronous"
     chosen = check.choose(name, _MODES, "--mode")
     for other, group in _MODES.items():
         if other != name:
-            why = f"applies to --mode {other}, and the mode is {name}"
-            group.refuse(options, why)
+            group.refuse(options, f"applies to --mode {other}, and the mode is {name}")
     if name == "bounded" and not chosen.given(options):
         raise errors.InvalidArgumentError(
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"
@@ -298,7 +279,6 @@ def _mode_of(options: CenterOptions) -> Mode:
 
 def _tls_of(options: CenterOptions) -> service.Tls | None:
     tls: service.Tls = _TLS.made(options)
-    check_pair(tls.certificate, tls.key)
     if tls.certificate is None:
         _TLS.refuse(options, "needs --tls-certificate and --tls-key")
         return None
@@ -311,13 +291,8 @@ def _durability_of(options: CenterOptions) -> Durability | None:
         raise errors.InvalidArgumentError(
             "--journal and --snapshots exclude each other: a journal has snapshots"
         )
-    made = None
-    for name, group in _DURABILITIES.items():
-        own = group.given(options)
-        if "directory" not in own:
-            group.refuse(options)
-        elif name == "snapshots" and "exchanges" in own and "seconds" not in own:
-            made = group.made(options, seconds=None)  # no snapshots by time
-        else:
-            made = group.made(options)
-    return made
+    given = _SNAPSHOTS.given(options)
+    # No snapshots by time, if only a number of exchanges is given.
+    by = {"seconds": None} if "exchanges" in given and "seconds" not in given else {}
+    made: Durability | None = _SNAPSHOTS.made_with("directory", options, **by)
+    return _JOURNAL.made_with("directory", options) or made

@@ -9,6 +9,7 @@ library takes its type, default and help from there, by a `Group`.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import difflib
 import functools
@@ -20,7 +21,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -30,8 +31,8 @@ from agn_optax import errors
 
 T = TypeVar("T")
 
-_HEAD = r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?"  # name METAVAR [default]
-_NAME, _ENTRY = re.compile(_HEAD), re.compile(_HEAD + ": (.+)")
+# name METAVAR [default]: help
+_ENTRY = re.compile(r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?(?:: (.+))?")
 _NONE = re.compile(r"[;.] None (?:for )?(.+?)(?:\. |\.?$)")  # of an argument
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -54,9 +55,9 @@ class Flags:
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters of a command, including ``--help``."""
         params = super().get_params(ctx)  # type: ignore[misc]
-        for each in params:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
         return params
 
 
@@ -64,18 +65,12 @@ class Command(Flags, TyperCommand):
     """A subcommand."""
 
 
-def switch() -> Any:
-    """Return a field for a flag that has no ``--no-`` form."""
-    return dataclasses.field(default=None, metadata={"is_switch": True})
-
-
 class Group:
     """Options that are arguments of a class or function of the library.
 
     They have the arguments' types and defaults. Their help is the first sentence of the
     docstring on the argument, without its clause on None, which is shown as the
-    default. A flag that is False by default has no ``--no-`` form. Arguments of a type
-    that text cannot give are not options.
+    default. Arguments of a type that text cannot give are not options.
 
     Args:
       source: the class or function.
@@ -87,8 +82,7 @@ class Group:
 
     Attributes:
       names: names of the options, by argument.
-      fields: type of each option, whether it is a switch, and arguments of
-        `typer.Option`.
+      fields: type of each option, and arguments of `typer.Option`.
     """
 
     def __init__(
@@ -101,28 +95,26 @@ class Group:
     ) -> None:
         self._source, self._needs = source, needs
         self.names: dict[str, str] = {}
-        self.fields: dict[str, tuple[Any, bool, dict[str, Any]]] = {}
+        self.fields: dict[str, tuple[Any, dict[str, Any]]] = {}
         parameters = inspect.signature(source).parameters
         hints, described = typing.get_type_hints(source), _arguments(source)
         for name in only or parameters:
-            if (kind := _type_of(hints[name])) is None:
+            kind, metavar = _type_of(hints[name])
+            if kind is None:
                 continue
-            found = _NAME.fullmatch((names or {}).get(name, prefix + name))
-            assert found, name
-            own, metavar, shown = found.groups()
-            default, (said, absent) = parameters[name].default, described[name]
+            own, described_as = _entry((names or {}).get(name, prefix + name))
+            default, (text, absent) = parameters[name].default, described[name]
             if default is not None:
                 absent = _shown(default, own)
-            if needs and default is not inspect.Parameter.empty:
-                said = f"With {needs}: {said}"
+            if self._needs and default is not inspect.Parameter.empty:
+                text = f"With {needs}: {text}"
             self.names[name] = own
             self.fields[own] = (
-                kind,
-                default is False,
+                kind | None,
                 {
-                    "help": said[0].upper() + said[1:],
-                    "metavar": metavar or _choices(hints[name]),
-                    "show_default": shown or absent or False,
+                    "help": text[0].upper() + text[1:],
+                    "metavar": described_as["metavar"] or metavar,
+                    "show_default": described_as["show_default"] or absent or False,
                 },
             )
 
@@ -135,14 +127,32 @@ class Group:
         """Call the class or function with these arguments and ``more``."""
         return self._source(**self.given(options), **more)
 
-    def refuse(self, options: Any, why: str = "") -> None:
-        """Raise if an option of the group was given.
+    def made_with(self, argument: str, options: Any, **more: Any) -> Any:
+        """Call the class or function if ``argument`` is given; else return None.
 
         Raises:
-          InvalidArgumentError: one was given; the error has the reason ``why``, or the
-            option that it needs.
+          InvalidArgumentError: other options of the group were given without it.
         """
-        refuse(options, why or f"needs {self._needs}", only=self.names.values())
+        if argument in self.given(options):
+            return self.made(options, **more)
+        self.refuse(options, f"needs {self._needs}")
+        return None
+
+    def refuse(self, options: Any, why: str) -> None:
+        """Raise, with the reason ``why``, if an option of the group was given.
+
+        Raises:
+          InvalidArgumentError: one was given.
+        """
+        refuse(options, why, only=self.names.values())
+
+
+def _entry(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of an option, and the arguments of `typer.Option`."""
+    found = _ENTRY.fullmatch(text)
+    assert found, text
+    name, metavar, default, help_ = found.groups()
+    return name, {"help": help_, "metavar": metavar, "show_default": default}
 
 
 def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -159,42 +169,26 @@ def _arguments(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 
     A class may leave arguments to the docstring of the class that it extends.
     """
-    owners: Sequence[Any] = [source]
-    if inspect.isclass(source):
-        owners = inspect.getmro(source)
     described: dict[str, tuple[str, str]] = {}
-    for title, entries in (
-        each for own in owners for each in _sections(own.__doc__ or "")
-    ):
-        if title not in ("Args", "Attributes"):
-            continue
-        for entry in entries:
-            name, _, said = entry.replace("`", "").partition(": ")
-            absent = _NONE.search(said)
-            first = _NONE.sub(". ", said).partition(". ")[0].rstrip(".")
-            described.setdefault(name, (f"{first}.", absent[1] if absent else ""))
+    for owner in inspect.getmro(source) if inspect.isclass(source) else [source]:
+        for title, entries in _sections(owner.__doc__ or ""):
+            for entry in entries if title in ("Args", "Attributes") else ():
+                name, _, text = entry.replace("`", "").partition(": ")
+                absent = _NONE.search(text)
+                first = _NONE.sub(". ", text).partition(". ")[0].rstrip(".")
+                described.setdefault(name, (f"{first}.", absent[1] if absent else ""))
     return described
 
 
-def _type_of(hint: Any) -> Any:
-    """Return the type of an argument's option; None if text cannot give it."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    cases = typing.get_args(hint) if is_union else (hint,)
-    origins = [typing.get_origin(case) for case in cases]
-    if os.PathLike in origins or pathlib.Path in cases:
-        return pathlib.Path
-    for case, origin in zip(cases, origins, strict=True):
-        if case in (bool, int, float, str):
-            return case
-        if case is Any or origin is typing.Literal:
-            return str
-    return None
-
-
-def _choices(hint: Any) -> str | None:
-    """Return the metavar of an argument that is one of a few words, else None."""
-    is_choice = typing.get_origin(hint) is typing.Literal
-    return "|".join(typing.get_args(hint)) if is_choice else None
+def _type_of(hint: Any) -> tuple[Any, str | None]:
+    """Return the type of an argument's option and its choices; None without them."""
+    cases = typing.get_args(hint) or (hint,)
+    if typing.get_origin(hint) is typing.Literal:
+        return str, "|".join(cases)
+    if any((typing.get_origin(c) or c) in (os.PathLike, pathlib.Path) for c in cases):
+        return pathlib.Path, None
+    plain = (str if case is Any else case for case in cases)
+    return next((c for c in plain if c in (bool, int, float, str)), None), None
 
 
 def _shown(default: Any, name: str) -> str:
@@ -206,9 +200,7 @@ def _shown(default: Any, name: str) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-@typing.dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(switch,)
-)
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def record(
     groups: Mapping[str, Group] | None = None, **words: str
 ) -> Callable[[type[T]], type[T]]:
@@ -225,47 +217,35 @@ def record(
     """
 
     def make(kind: type[T]) -> type[T]:
-        fields: dict[str, Any] = dict(kind.__annotations__)
-        described: dict[str, dict[str, Any]] = {}
+        own = dict(kind.__annotations__)
+        annotations: dict[str, Any] = {}
+        options: dict[str, dict[str, Any]] = {}
         for panel, entries in _sections(kind.__doc__ or ""):
             for entry in entries:
-                own: dict[str, dict[str, Any]] = {}
                 if entry.startswith("*"):
-                    for name, field in (groups or {})[entry[1:]].fields.items():
-                        of, is_switch, own[name] = field
-                        fields[name] = of | None
-                        setattr(kind, name, switch() if is_switch else None)
+                    fields = (groups or {})[entry[1:]].fields
+                    for name in fields:
+                        setattr(kind, name, None)  # the default
                 else:
-                    name, own[name] = _written(entry.format(**words))
-                described |= {
-                    name: {**said, "rich_help_panel": panel}
-                    for name, said in own.items()
-                }
-        unknown = described.keys() - fields.keys()
-        assert not unknown, unknown
-        kind.__annotations__ = {name: fields[name] for name in described} | fields
+                    name, described = _entry(entry.format(**words))
+                    assert name in own, name
+                    described["show_default"] = described["show_default"] or True
+                    fields = {name: (own[name], described)}
+                for name, (annotation, described) in fields.items():
+                    annotations[name] = annotation
+                    options[name] = {**described, "rich_help_panel": panel}
+        kind.__annotations__ = annotations | own
         made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
         made.__options__ = {
-            field.name: _option_of(field, described.get(field.name, {}))
+            field.name: typer.Option(
+                ... if field.default is dataclasses.MISSING else field.default,
+                **options.get(field.name, {}),
+            )
             for field in dataclasses.fields(made)
         }
         return made
 
     return make
-
-
-def _written(entry: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of `typer.Option` from an option's entry."""
-    found = _ENTRY.fullmatch(entry)
-    assert found, entry
-    name, metavar, default, said = found.groups()
-    return name, {"help": said, "metavar": metavar, "show_default": default or True}
-
-
-def _option_of(field: dataclasses.Field[Any], described: dict[str, Any]) -> Any:
-    names = [option(field.name)] if field.metadata.get("is_switch") else []
-    default = ... if field.default is dataclasses.MISSING else field.default
-    return typer.Option(default, *names, **described)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -299,16 +279,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that were given; a switch only if it is on."""
-    absent = {
-        field.name: (None, False) if field.metadata.get("is_switch") else (None,)
-        for field in dataclasses.fields(record)
-    }
-    return {
-        name: value
-        for name, value in vars(record).items()
-        if not any(value is each for each in absent[name])
-    }
+    """Return the fields of a record that were given."""
+    return {name: value for name, value in vars(record).items() if value is not None}
 
 
 def option(name: str) -> str:
@@ -373,18 +345,17 @@ def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
         for kind in kinds
         for name, annotation in typing.get_type_hints(kind).items()
     }
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise errors.InvalidArgumentError(
-                f"{where} has an unknown key {key!r}{hint}; known keys are "
-                f"{', '.join(sorted(known))}"
-            )
-        name, annotation = known[key]
-        values[name] = _converted(value, annotation, f"{key} in {where}")
-    return values
+    for key in [key for key in table if key not in known]:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise errors.InvalidArgumentError(
+            f"{where} has an unknown key {key!r}{hint}; known keys are "
+            f"{', '.join(sorted(known))}"
+        )
+    return {
+        known[key][0]: _converted(value, known[key][1], f"{key} in {where}")
+        for key, value in table.items()
+    }
 
 
 def filled(record: T, values: dict[str, Any]) -> T:
@@ -401,21 +372,26 @@ def print_json(value: Any) -> None:
 
 
 def _converted(value: Any, annotation: Any, what: str) -> Any:
-    kinds = [each for each in typing.get_args(annotation) if each is not type(None)]
-    kind = kinds[0] if typing.get_origin(annotation) is types.UnionType else annotation
-    of = typing.get_args(kind)
-    if typing.get_origin(kind) is list and type(value) is list:
-        return [_converted(each, of[0], f"{what}[{i}]") for i, each in enumerate(value)]
-    if typing.get_origin(kind) is dict and type(value) is dict:
-        return {
-            n: _converted(each, of[1], f"{n} of {what}") for n, each in value.items()
-        }
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is pathlib.Path and type(value) is str:
-        return pathlib.Path(value)
+    """Return a value of a TOML file as a field's type, which may be optional."""
+    cases = [annotation]
+    if isinstance(annotation, types.UnionType):
+        cases = [case for case in typing.get_args(annotation) if case is not type(None)]
+    kind, inner = cases[0], typing.get_args(cases[0])
+    match typing.get_origin(kind) or kind, value:
+        case builtins.list, list():
+            return [
+                _converted(v, inner[0], f"{what}[{i}]") for i, v in enumerate(value)
+            ]
+        case builtins.dict, dict():
+            return {
+                k: _converted(v, inner[1], f"{k} of {what}") for k, v in value.items()
+            }
+        case pathlib.Path, str():
+            return pathlib.Path(value)
+        case builtins.float, int() if not isinstance(value, bool):
+            return float(value)
     if kind is not Any and type(value) is not kind:
-        wanted = str(kind) if of else kind.__name__
+        wanted = str(kind) if inner else kind.__name__
         raise errors.InvalidArgumentError(
             f"{what} must be of type {wanted}, got {value!r}"
         )

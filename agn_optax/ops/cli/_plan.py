@@ -134,7 +134,7 @@ class MachineOptions:
     apply_rate: str | None = None
     encode_rate: str | None = None
     decode_rate: str | None = None
-    measure: bool | None = _options.switch()
+    measure: bool | None = None
 
 
 @_options.record()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from agn_optax import errors, service
-from agn_optax.ops.cli import _center_options, _options, _table
+from agn_optax.ops.cli import _options, _table
 from agn_optax.ops.cli._centers import Centers, Seen
 
 Address = Annotated[
@@ -61,7 +61,7 @@ class Reached:
     tls_ca: pathlib.Path | None = None
     tls_certificate: pathlib.Path | None = None
     tls_key: pathlib.Path | None = None
-    insecure: bool | None = _options.switch()
+    insecure: bool | None = None
 
 
 def observer(address: str, reached: Reached, timeout: float) -> service.Observer:
@@ -92,12 +92,11 @@ def tls_of(reached: Reached) -> service.Tls | None:
     Raises:
       InvalidArgumentError: an option needs another one.
     """
-    own = reached.tls_certificate, reached.tls_key
-    _center_options.check_pair(*own)
     if reached.tls_ca is None:
-        _options.refuse(reached, "needs --tls-ca", only=("tls_certificate",))
+        own = ("tls_certificate", "tls_key")
+        _options.refuse(reached, "needs --tls-ca", only=own)
         return None
-    return service.Tls(reached.tls_ca, *own)
+    return service.Tls(reached.tls_ca, reached.tls_certificate, reached.tls_key)
 
 
 def status(
