@@ -30,7 +30,5 @@ def backup(
     the copy continues from it, and its workers have to be started again.
     """
     version = center.backup(directory, to)
-    if json:
-        _options.print_json({"version": version, "directory": str(to)})
-    else:
-        typer.echo(f"version {version} is in {to}")
+    text = f"version {version} is in {to}"
+    _options.report(json, text, version=version, directory=str(to))

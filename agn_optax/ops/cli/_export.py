@@ -57,10 +57,8 @@ def export(
     else:
         params, version = _pulled(source, made, reached, timeout)
     write(params, to)
-    if json:
-        _options.print_json({"version": version, "directory": str(to)})
-    else:
-        typer.echo(f"version {version} is in {to}")
+    text = f"version {version} is in {to}"
+    _options.report(json, text, version=version, directory=str(to))
 
 
 def check_is_free(to: pathlib.Path) -> None:

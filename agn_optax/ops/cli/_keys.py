@@ -55,9 +55,5 @@ def keys(
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """
     roles = {"chief": chief or [], "worker": worker or [], "operator": operator or []}
-    made = making.make(directory, host or [], roles, days)
-    if json:
-        _options.print_json({"made": [str(path) for path in made]})
-    else:
-        for path in made:
-            typer.echo(path)
+    made = [str(path) for path in making.make(directory, host or [], roles, days)]
+    _options.report(json, "\n".join(made), made=made)

@@ -16,7 +16,7 @@ from agn_optax.ops.cli import _options, _run_file, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.cli._run_file import RunOptions
-from agn_optax.ops.engines import ENGINES, Engine, Local, reached_at, serving
+from agn_optax.ops.engines import ENGINES, Local, reached_at, serving
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
@@ -81,7 +81,7 @@ def launch_command(
     Example: agn-optax launch run.toml --on slurm --dry-run
     """
     check.choose(on, ENGINES, "--on")
-    run = [*([] if module is None else ["-m", module]), *(command or [])]
+    run = [*(["-m", module] if module else []), *(command or [])]
     if not run:
         raise errors.InvalidArgumentError(
             "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
@@ -96,14 +96,13 @@ def launch_command(
     else:
         engine = _run_file.of_options(run, rule, center, options, config, on)
     if dry_run:
-        _show(engine)
+        for name, text in engine.files().items():
+            typer.echo(f"# {name}\n{text}")
+        typer.echo("\n".join(["# Commands", *engine.commands()]))
         return
     names = [_CENTER, *engine.run.worker_names]
     shown = engine.page_token if isinstance(engine, Local) else ""
-    try:
-        summary = engine.launch(_Output(names, json, shown))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    summary = engine.launch(_Output(names, json, shown))
     if json:
         _options.print_json(summary)
     if summary["returncode"]:
@@ -113,14 +112,6 @@ def launch_command(
 def _is_file(run: Sequence[str]) -> bool:
     """Return whether a file describes the run."""
     return bool(run) and run[0].endswith(".toml")
-
-
-def _show(engine: Engine) -> None:
-    for name, text in engine.files().items():
-        typer.echo(f"# {name}\n{text}")
-    typer.echo("# Commands")
-    for line in engine.commands():
-        typer.echo(line)
 
 
 class _Output:

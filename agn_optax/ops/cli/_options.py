@@ -333,13 +333,15 @@ def loaded(path: pathlib.Path) -> dict[str, Any]:
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
 
 
-def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
+def taken(table: Any, where: str, *kinds: type) -> dict[str, Any]:
     """Return the values that a TOML table gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: the table has a key that is not a field, or a value of
-        another type than the field's; the error names ``where``.
+      InvalidArgumentError: this is no table, it has a key that is not a field, or a
+        value of another type than the field's; the error names ``where``.
     """
+    if not isinstance(table, dict):
+        raise errors.InvalidArgumentError(f"{where} must be a table, got {table!r}")
     known = {
         option(name).removeprefix("--"): (name, annotation)
         for kind in kinds
@@ -369,6 +371,14 @@ def print_json(value: Any) -> None:
     # Python's json writes and reads NaN and Infinity, which JSON does not have.
     plain = json.loads(json.dumps(value), parse_constant=lambda constant: None)
     typer.echo(json.dumps(plain))
+
+
+def report(json: bool, text: str, **values: Any) -> None:
+    """Print the outcome of a command: values as JSON, or else a text."""
+    if json:
+        print_json(values)
+    else:
+        typer.echo(text)
 
 
 def _converted(value: Any, annotation: Any, what: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import rich.cells
@@ -56,11 +56,6 @@ _REMEDIES: dict[str, Callable[[Remedies], str]] = {
     "shards": lambda remedies: _number(remedies.shards),
     "levels": lambda remedies: _number(remedies.levels),
 }
-_HELP = (
-    "Remedies, each by itself: a longer period, which hides exchanges; 16 bits both "
-    "ways, and the period\nthen; a number of shards, or of levels of centers, with "
-    "which a center has time for all workers while\none worker exchanges."
-)
 _CODING: dict[str, Callable[[Coding], str]] = {
     "contribution": lambda coding: units.in_bytes(coding.contribution),
     "encode": lambda coding: _seconds(coding.encode),
@@ -270,8 +265,9 @@ def _machine(options: MachineOptions, codec: codecs.Codec) -> Machine:
     if options.measure:
         _options.refuse(options, "does not go with --measure", but=("measure",))
         return _calibrate.calibrate(codec)
+    overhead = _DEFAULT.overhead if options.overhead is None else options.overhead
     rates = _rates(options, "endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
-    return Machine(**(_options.given(options) | rates))
+    return Machine(overhead=overhead, **rates)
 
 
 def _tree(options: ClusterOptions) -> Tree | None:
@@ -326,115 +322,87 @@ def _as_dict(cost: Cost) -> dict[str, Any]:
 
 def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
     whole = [(cost, cost) for cost in costs]
-    said: list[rich.console.RenderableType] = [
-        _head(cluster),
-        *_as_tables(whole, _TIMES, width),
-        _ends(cluster),
-        _HELP,
-        *_as_tables(_those(costs, lambda cost: cost.remedies), _REMEDIES, width),
-    ]
-    if coded := _those(costs, lambda cost: cost.coding):
-        said += [_codec(cluster), *_as_tables(coded, _CODING, width)]
-    if cluster.tree is not None:
-        said.append(
+    machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
+    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
+    head = (
+        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
+    )
+    parts: list[rich.console.RenderableType] = [head, *_tables(whole, _TIMES, width)]
+    parts.append(
+        "Remedies, each by itself: a longer period; 16 bits both ways, and the period "
+        "then; shards; levels of centers."
+    )
+    helped = _having(costs, lambda cost: cost.remedies)
+    parts += _tables(helped, _REMEDIES, width)
+    coded = _having(costs, lambda cost: cost.coding)
+    if coded:
+        parts.append(
+            "Contributions before encoding; the time of the codec, at "
+            f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} "
+            "to decode;\nand the rate of a link below which the codec pays."
+        )
+        parts += _tables(coded, _CODING, width)
+    if tree is not None:
+        parts.append(
             "Levels of centers, from the one with the workers up to the root. "
             "Exchanges overlap with local steps; the period is that of each child."
         )
         levels = [(cost, level) for cost in costs for level in cost.levels]
-        said += _as_tables(levels, _LEVELS, width)
+        parts += _tables(levels, _LEVELS, width)
     if cluster.disk is not None:
-        whose = "center" if cluster.tree is None else "root"
-        said.append(
-            f"The journal of the {whose}, on each of its hosts, with a disk of "
-            f"{_rate(cluster.disk.bandwidth)}."
+        parts.append(
+            f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
+            f"with a disk of {_rate(cluster.disk.bandwidth)}."
         )
-        said += _as_tables(_those(costs, lambda cost: cost.kept), _KEPT, width)
-    said += _as_tables(whole, _MEMORY, width)
-    said.append(_memory(cluster))
-    return rich.console.Group(*said)
-
-
-def _codec(cluster: Cluster) -> str:
-    machine = cluster.machine
-    return (
-        "Contributions before encoding; the time of the codec, at "
-        f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} to "
-        "decode;\nand the rate of a link below which the codec shortens an exchange."
-    )
-
-
-def _memory(cluster: Cluster) -> str:
-    whose = "" if cluster.tree is None else " of its own, on the lowest level"
-    shards = "" if cluster.shards == 1 else "; all its shards together"
-    return (
-        "Memory, beside activations and gradients. The center's includes a message of "
-        f"every worker{whose}{shards}."
-    )
-
-
-def _head(cluster: Cluster) -> str:
-    shards = cluster.shards
-    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
-    return (
-        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
-        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
-    )
-
-
-def _ends(cluster: Cluster) -> str:
-    machine = cluster.machine
-    return (
-        f"An empty exchange takes {cluster.latency:g} s on the network and "
-        f"{machine.overhead:.2g} s at its ends. The ends process "
-        f"{_rate(machine.endpoint_rate)}, the center's arithmetic "
-        f"{_rate(machine.apply_rate)}."
-    )
+        parts += _tables(_having(costs, lambda cost: cost.kept), _KEPT, width)
+    parts.append("Memory, beside activations and gradients.")
+    parts += _tables(whole, _MEMORY, width)
+    return rich.console.Group(*parts)
 
 
 def _size(number: int) -> str:
     return units.in_bytes(number) if number else "-"
 
 
-def _those(
+def _having(
     costs: Sequence[Cost], part: Callable[[Cost], T | None]
 ) -> list[tuple[Cost, T]]:
     """Return the costs that have a part, each with this part."""
     found = ((cost, part(cost)) for cost in costs)
-    return [(cost, each) for cost, each in found if each is not None]
+    return [(cost, own) for cost, own in found if own is not None]
 
 
-def _as_tables(
+def _tables(
     rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]], width: int
-) -> list[rich.table.Table]:
-    """Return tables with a row for each rule, and all-reduce in a section of its own.
+) -> Iterator[rich.table.Table]:
+    """Yield tables with a row for each rule, and all-reduce in a section of its own.
 
     The columns are split over several tables if one table would be too wide.
     """
-    cells = {name: [column(row) for _, row in rows] for name, column in columns.items()}
-    names = [cost.rule for cost, _ in rows]
-    room = width - max(map(rich.cells.cell_len, ["rule", *names])) - 4
-    groups: list[list[str]] = []
-    left = 0
-    for name, own in cells.items():
-        needed = max(map(rich.cells.cell_len, [name, *own])) + 3  # with its border
-        if needed > left or not groups:
-            groups.append([])
-            left = room
-        groups[-1].append(name)
-        left -= needed
-    return [_as_table([cost for cost, _ in rows], group, cells) for group in groups]
+    names = ["rule", *(cost.rule for cost, _ in rows)]
+    groups: list[list[list[str]]] = []
+    room = 0
+    for name, column in columns.items():
+        cells = [name, *(column(part) for _, part in rows)]
+        needed = _width(cells)
+        if needed > room or not groups:
+            groups.append([names])
+            room = width - _width(names) - 1
+        groups[-1].append(cells)
+        room -= needed
+    for group in groups:
+        table = rich.table.Table()
+        for title, *_ in group:
+            side = "left" if title == "rule" else "right"
+            table.add_column(title, justify=side, no_wrap=True)
+        for i, (cost, _) in enumerate(rows, 1):
+            if not cost.levels:
+                table.add_section()
+            table.add_row(*(rich.text.Text(cells[i]) for cells in group))
+        yield table
 
 
-def _as_table(
-    costs: Sequence[Cost], columns: Sequence[str], cells: dict[str, list[str]]
-) -> rich.table.Table:
-    table = rich.table.Table()
-    table.add_column("rule", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for i, cost in enumerate(costs):
-        if not cost.levels:
-            table.add_section()
-        row = [cost.rule, *(cells[name][i] for name in columns)]
-        table.add_row(*map(rich.text.Text, row))
-    return table
+def _width(cells: Sequence[str]) -> int:
+    """Return the width of a column with its border."""
+    return max(map(rich.cells.cell_len, cells)) + 3

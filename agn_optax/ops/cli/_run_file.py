@@ -64,42 +64,21 @@ class RunOptions:
 _TABLES = ("rule", "center", "resources", *ENGINES)
 
 
-@_options.record()
 class _Top:
-    """Keys at the top of a run's file, beside those of `RunOptions`.
+    """Keys at the top of a run's file, beside those of `RunOptions`."""
 
-    Options:
-      program: Program that each worker runs, as after ``python``.
-      module: Module that each worker runs instead, as after ``python -m``.
-      arguments: Arguments of the program or module.
-      transports: Transports that exchanges may use.
-      environment: Environment variables of every worker.
-    """
-
-    program: str | None = None
-    module: str | None = None
-    arguments: list[str] | None = None
-    transports: list[str] | None = None
-    environment: dict[str, str] | None = None
+    program: str
+    module: str
+    arguments: list[str]
+    transports: list[str]
+    environment: dict[str, str]
 
 
-@_options.record()
-class _ResourceOptions:
-    """Resources of a task.
+class _Tasks:
+    """Tables of resources."""
 
-    Options:
-      cpus: Number of cores.
-      memory: Bytes, as text: 16GiB.
-      gpus: Number of GPUs.
-      processes: Number of processes of a worker.
-      seconds: Time after which the task may be ended.
-    """
-
-    cpus: int | None = None
-    memory: str | None = None
-    gpus: int | None = None
-    processes: int | None = None
-    seconds: float | None = None
+    worker: dict[str, Any]
+    center: dict[str, Any]
 
 
 def read(
@@ -123,35 +102,29 @@ def read(
     """
     table = _options.loaded(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
-    where = str(path)
     if isinstance(tables["center"], str):  # the address of a center elsewhere
         table["center"], tables["center"] = tables["center"], {}
-    for name, each in tables.items():
-        if not isinstance(each, dict):
-            raise errors.InvalidArgumentError(
-                f"{name} in {path} must be a table, [{name}], got {each!r}"
-            )
-    top = _options.taken(table, where, _Top, RunOptions)
-    program = _program(top, where)
-    for name, engine in _OWN.items():
-        if name in top:
-            raise errors.InvalidArgumentError(
-                f"{name} in {path} must be in its table [{engine}]"
-            )
-    resources = tables["resources"]
-    settings = _options.taken(tables[on], f"[{on}] of {path}", ENGINES[on].Settings)
+    top = _options.taken(table, str(path), _Top, RunOptions)
+
+    def taken(name: str, kind: type) -> dict[str, Any]:
+        return _options.taken(tables[name], f"[{name}] of {path}", kind)
+
+    for name in top.keys() & _OWN.keys():
+        raise errors.InvalidArgumentError(
+            f"{name} in {path} must be in its table [{_OWN[name]}]"
+        )
     return _engine(
         on,
-        program,
-        _options.filled(rule, _options.taken(tables["rule"], where, RuleOptions)),
-        _options.filled(center, _options.taken(tables["center"], where, CenterOptions)),
+        _program(top, path),
+        _options.filled(rule, taken("rule", RuleOptions)),
+        _options.filled(center, taken("center", CenterOptions)),
         _options.filled(options, top),
-        settings,
+        taken(on, ENGINES[on].Settings),
         transports=top.get("transports"),
-        environment=top.get("environment") or {},
+        environment=top.get("environment", {}),
         **{
-            f"{task}_resources": _resources(resources.pop(task, {}), task, where)
-            for task in ("worker", "center")
+            f"{task}_resources": _resources(own, f"[resources.{task}] of {path}")
+            for task, own in taken("resources", _Tasks).items()
         },
     )
 
@@ -192,36 +165,35 @@ def _engine(
         raise errors.InvalidArgumentError(
             "the number of workers is missing: give --workers"
         )
-    address = None if options.center in (None, "embedded") else options.center
-    _check(rule, center, options, address)
-    own = {name: given.pop(name) for name in _OWN if name in given}
-    for name in own:
+    given["name"] = options.name or _name(program)
+    given["center"] = None if options.center in (None, "embedded") else options.center
+    _check(rule, center, options, given["center"])
+    for name in given.keys() & _OWN.keys():
         if on != _OWN[name]:
             raise errors.InvalidArgumentError(
                 f"{_options.option(name)} is for --on {_OWN[name]}"
             )
-    given["name"] = options.name or _name(program)
-    given["center"] = address
+        settings[name] = given.pop(name)
     run = Run(
         program=program,
         rule=_options.given(rule),
         serve=_options.given(center),
-        settings=settings | own,
+        settings=settings,
         **given,
         **more,
     )
     return ENGINES[on](run)
 
 
-def _program(top: dict[str, Any], where: str) -> list[str]:
-    module, program = top.pop("module", None), top.pop("program", None)
-    if (module is None) == (program is None):
+def _program(top: dict[str, Any], path: pathlib.Path) -> list[str]:
+    program = [top["program"]] if "program" in top else []
+    module = ["-m", top["module"]] if "module" in top else []
+    if bool(program) == bool(module):
         raise errors.InvalidArgumentError(
-            f"{where} must have a program or a module, which each worker runs, and not "
+            f"{path} must have a program or a module, which each worker runs, and not "
             "both"
         )
-    given = top.pop("arguments", None) or []
-    return [*(["-m", module] if program is None else [program]), *given]
+    return [*program, *module, *top.get("arguments", ())]
 
 
 def _name(program: list[str]) -> str:
@@ -231,17 +203,14 @@ def _name(program: list[str]) -> str:
     return plain.strip("-")[:40].strip("-") or "run"
 
 
-def _resources(table: Any, task: str, where: str) -> Resources:
-    said = f"[resources.{task}] of {where}"
-    if not isinstance(table, dict):
-        raise errors.InvalidArgumentError(f"{said} must be a table, got {table!r}")
-    values = _options.taken(table, said, _ResourceOptions)
-    if "memory" in values:
-        values["memory"] = units.size(values["memory"], f"memory in {said}")
+def _resources(table: dict[str, Any], where: str) -> Resources:
+    if isinstance(table.get("memory"), str):
+        table["memory"] = units.size(table["memory"], f"memory in {where}")
+    values = _options.taken(table, where, Resources)
     for name, value in values.items():
         if value < (0 if name == "gpus" else 1):
             raise errors.InvalidArgumentError(
-                f"{name} in {said} must be positive, got {value}"
+                f"{name} in {where} must be positive, got {value}"
             )
     return Resources(**values)
 
@@ -250,18 +219,17 @@ def _check(
     rule: RuleOptions, center: CenterOptions, options: RunOptions, address: str | None
 ) -> None:
     """Raise for wrong options, before anything is started."""
-    if address is None:
-        why = (
-            "is for --center HOST:PORT: with an embedded center every worker gets a "
-            "token of its own"
-        )
-        _options.refuse(options, why, only=("token_file",))
-    else:
+    if address is not None:
         why = f"is for an embedded center, and --center is {address}"
         _options.refuse(rule, why)
         _options.refuse(center, why)
         _options.refuse(options, why, only=("center_restarts",))
         return
+    why = (
+        "is for --center HOST:PORT: with an embedded center every worker gets a "
+        "token of its own"
+    )
+    _options.refuse(options, why, only=("token_file",))
     if not _rules.is_given(rule):
         raise errors.InvalidArgumentError(
             "the embedded center has no rule: give --rule NAME or --rule-from "

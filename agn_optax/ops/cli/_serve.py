@@ -71,29 +71,24 @@ def serve(
             _leave(stack, server.address, token)
         if center.address_file is not None:
             stack.enter_context(service.published(server.address, center.address_file))
-        if json:
-            _options.print_json(
-                {
-                    "event": "serving",
-                    "rule": made.name,
-                    "address": server.address,
-                    "direct_address": server.direct_address,
-                    "token": token or None,
-                    "page": server.page_address,
-                    "page_token": shown or None,
-                }
-            )
-        else:
-            typer.echo(f"serving {made.name} at {server.address}")
-            if server.direct_address is not None:
-                typer.echo(f"direct connections at {server.direct_address}")
-            if token:
-                typer.echo(f"token {token}")
-            if server.page_address is not None:
-                typer.echo(f"page at {server.page_address}")
-            if shown:
-                typer.echo(f"token of the page {shown}")
-
+        text = [
+            f"serving {made.name} at {server.address}",
+            server.direct_address and f"direct connections at {server.direct_address}",
+            token and f"token {token}",
+            server.page_address and f"page at {server.page_address}",
+            shown and f"token of the page {shown}",
+        ]
+        _options.report(
+            json,
+            "\n".join(line for line in text if line),
+            event="serving",
+            rule=made.name,
+            address=server.address,
+            direct_address=server.direct_address,
+            token=token or None,
+            page=server.page_address,
+            page_token=shown or None,
+        )
         notify("READY=1", f"STATUS=serving {made.name} at {server.address}")
         core = server.center.core
         while not (signals or core.wait_until_closed(_LOOK)):

@@ -185,10 +185,8 @@ def save(
     """
     with observer(address, reached, timeout) as center:
         version = center.save()
-    if json:
-        _options.print_json({"event": "saved", "address": address, "version": version})
-    else:
-        typer.echo(f"version {version} of {address} is on its disk")
+    text = f"version {version} of {address} is on its disk"
+    _options.report(json, text, event="saved", address=address, version=version)
 
 
 def drain(
@@ -203,10 +201,8 @@ def drain(
     """
     with observer(address, reached, timeout) as center:
         center.drain()
-    if json:
-        _options.print_json({"event": "draining", "address": address})
-    else:
-        typer.echo(f"draining {address}")
+    text = f"draining {address}"
+    _options.report(json, text, event="draining", address=address)
 
 
 def _centers_at(
