@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from agn_optax.ops import keys as making
 from agn_optax.ops.cli import _options
 
 _Names = list[str]
@@ -54,6 +53,8 @@ def keys(
 
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """
+    from agn_optax.ops import keys as making  # noqa: PLC0415 needs an extra
+
     roles = {"chief": chief or [], "worker": worker or [], "operator": operator or []}
     made = [str(path) for path in making.make(directory, host or [], roles, days)]
     _options.report(json, "\n".join(made), made=made)

@@ -7,15 +7,14 @@ import ipaddress
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509 import oid
 
 from agn_optax import errors
-from agn_optax._internal import extras
 from agn_optax.service import tokens
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
 
 _SINCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
 
@@ -30,16 +29,14 @@ def make(
 
     Raises:
       InvalidArgumentError: a name is not allowed, or one of the files exists already.
-      MissingExtraError: the package that makes certificates is not installed.
     """
-    names = [name for each in roles.values() for name in each]
-    _check(directory, hosts, names)
+    _check(directory, hosts, [name for names in roles.values() for name in names])
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _Authority(directory, days)
     if hosts:
         authority.issue("center", hosts=hosts)
-    for role, each in roles.items():
-        for name in each:
+    for role, names in roles.items():
+        for name in names:
             token = tokens.generated()
             line = f"{role} {name} {token}\n"
             authority.write("tokens", line.encode(), adds=True)
@@ -64,16 +61,13 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
             "nothing to make: give --host for the center, and --chief, --worker and "
             "--operator for its callers"
         )
-    files = ["center.pem", "center.key"] * bool(hosts) + [
-        f"{name}.{kind}" for name in names for kind in ("pem", "key", "token")
-    ]
-    there = [str(directory / file) for file in files if (directory / file).exists()]
-    if there:
+    files = ["center.pem", "center.key"] * bool(hosts)
+    files += [f"{name}.{kind}" for name in names for kind in ("pem", "key", "token")]
+    existing = [str(directory / file) for file in files if (directory / file).exists()]
+    if existing:
         raise errors.InvalidArgumentError(
-            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'} already; "
-            f"remove {'it' if len(there) == 1 else 'them'} to make another one"
+            f"files exist already; remove them to make others: {', '.join(existing)}"
         )
-    extras.require("keys", "cryptography")
 
 
 class _Authority:
@@ -88,22 +82,36 @@ class _Authority:
     """
 
     def __init__(self, directory: pathlib.Path, days: int) -> None:
-        from cryptography import x509  # noqa: PLC0415
-        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
-
         self._directory = directory
         self._days = datetime.timedelta(days=days)
         self.made: list[pathlib.Path] = []
         pem, key = directory / "ca.pem", directory / "ca.key"
         if pem.exists() and key.exists():
-            self._certificate = x509.load_pem_x509_certificate(pem.read_bytes())
-            self._key: Any = serialization.load_pem_private_key(key.read_bytes(), None)
+            self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
+            found = serialization.load_pem_private_key(key.read_bytes(), None)
+            assert isinstance(found, ec.EllipticCurvePrivateKey)
+            self._key = found
         else:
-            self._certificate, self._key = self._issued("ca", "ca", "", [], None)
+            self._subject = x509.Name(
+                [x509.NameAttribute(oid.NameOID.COMMON_NAME, "ca")]
+            )
+            self._key = ec.generate_private_key(ec.SECP256R1())
+            # The authority must outlive the certificates that it signs.
+            self._sign("ca", self._key, self._subject, 10 * self._days, is_ca=True)
 
     def issue(self, name: str, *, role: str = "", hosts: Sequence[str] = ()) -> None:
         """Make a certificate and its key, in two files."""
-        self._issued(name, name, role, hosts, self._certificate)
+        attributes = [x509.NameAttribute(oid.NameOID.COMMON_NAME, name)]
+        if role:
+            unit = oid.NameOID.ORGANIZATIONAL_UNIT_NAME
+            attributes.append(x509.NameAttribute(unit, role))
+        use = oid.ExtendedKeyUsageOID
+        purpose = use.SERVER_AUTH if hosts else use.CLIENT_AUTH
+        extensions: list[x509.ExtensionType] = [x509.ExtendedKeyUsage([purpose])]
+        if hosts:
+            extensions.append(x509.SubjectAlternativeName(map(_host, hosts)))
+        key = ec.generate_private_key(ec.SECP256R1())
+        self._sign(name, key, x509.Name(attributes), self._days, *extensions)
 
     def write(
         self, name: str, content: bytes, mode: int = 0o600, *, adds: bool = False
@@ -115,81 +123,55 @@ class _Authority:
             file.write(content)
         self.made.append(path)
 
-    def _issued(
+    def _sign(
         self,
         file: str,
-        name: str,
-        role: str,
-        hosts: Sequence[str],
-        issuer: x509.Certificate | None,
-    ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        from cryptography import x509  # noqa: PLC0415
-        from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
-        from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
-        from cryptography.x509 import oid  # noqa: PLC0415
-
-        key = ec.generate_private_key(ec.SECP256R1())
-        said = [x509.NameAttribute(oid.NameOID.COMMON_NAME, name)]
-        if role:
-            said.append(x509.NameAttribute(oid.NameOID.ORGANIZATIONAL_UNIT_NAME, role))
-        subject = x509.Name(said)
+        key: ec.EllipticCurvePrivateKey,
+        subject: x509.Name,
+        valid: datetime.timedelta,
+        *extensions: x509.ExtensionType,
+        is_ca: bool = False,
+    ) -> None:
+        """Write a key and its certificate, which the authority signs."""
         now = datetime.datetime.now(datetime.UTC)
-        is_ca = issuer is None
-        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        public, authority = key.public_key(), self._key.public_key()
+        never = ("content_commitment", "key_encipherment", "data_encipherment")
+        more = ("key_agreement", "encipher_only", "decipher_only")
+        usage = x509.KeyUsage(
+            digital_signature=True,
+            key_cert_sign=is_ca,
+            crl_sign=is_ca,
+            **dict.fromkeys((*never, *more), False),
+        )
         builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
-            .issuer_name(subject if issuer is None else issuer.subject)
-            .public_key(key.public_key())
+            .issuer_name(self._subject)
+            .public_key(public)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _SINCE)
-            # The authority must outlive the certificates that it signs.
-            .not_valid_after(now + (10 if is_ca else 1) * self._days)
+            .not_valid_after(now + valid)
             .add_extension(x509.BasicConstraints(is_ca, None), critical=True)
-            .add_extension(own, critical=False)
-            .add_extension(_usage(is_ca=is_ca), critical=True)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(
-                    (key if issuer is None else self._key).public_key()
-                ),
-                critical=False,
-            )
+            .add_extension(usage, critical=True)
         )
-        if not is_ca:
-            use = oid.ExtendedKeyUsageOID
-            uses = [use.SERVER_AUTH if hosts else use.CLIENT_AUTH]
-            builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        if hosts:
-            names = x509.SubjectAlternativeName([_host(each) for each in hosts])
-            builder = builder.add_extension(names, critical=False)
-        certificate = builder.sign(key if is_ca else self._key, hashes.SHA256())
+        for extension in (
+            x509.SubjectKeyIdentifier.from_public_key(public),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority),
+            *extensions,
+        ):
+            builder = builder.add_extension(extension, critical=False)
         private = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
         self.write(f"{file}.key", private)
+        certificate = builder.sign(self._key, hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
-        return certificate, key
 
 
-def _usage(*, is_ca: bool) -> Any:
-    from cryptography import x509  # noqa: PLC0415
-
-    never = ("content_commitment", "key_encipherment", "data_encipherment")
-    more = ("key_agreement", "encipher_only", "decipher_only")
-    return x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=is_ca,
-        crl_sign=is_ca,
-        **dict.fromkeys((*never, *more), False),
-    )
-
-
-def _host(name: str) -> Any:
-    from cryptography import x509  # noqa: PLC0415
-
+def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
