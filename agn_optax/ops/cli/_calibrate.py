@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Center, Store, Submission
-from agn_optax.ops.planning import Cluster, Cost, Machine, abstract, plan
+from agn_optax.ops.planning import Machine
 from agn_optax.rules import codecs
 
 _SIZES = (1_000, 10_000_000)  # float32 parameters
+# Bytes of a float32 parameter: in message and answer; read and written by downpour's
+# arithmetic, which reads the message twice, and reads and writes the center.
+_MOVED, _APPLIED = 8, 16
 _CODED = (10, 1_000_000)  # leaves and elements of each, on which codecs are timed
 _REPEATS = 9
 _ROUNDS = 5  # of `_REPEATS` samples each, at most, until the times lie on a line
@@ -77,7 +79,6 @@ def calibrate(
       CenterError: the center did not start, or the times are only noise: more bytes
         took no longer.
     """
-    costs = [_cost(size) for size in sizes]
     with jax.default_device(jax.devices("cpu")[0]), contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_serving()) for _ in sizes]
         forms = [_arithmetic(size) for size in sizes]
@@ -89,7 +90,8 @@ def calibrate(
             for _ in range(repeats):
                 least = np.minimum(least, [form() for form in forms])
             here, there = least[:2].tolist(), least[2:].tolist()
-            if (found := _line(costs, here, there)) is not None:
+            found = _line(sizes, here, there)
+            if found is not None:
                 return dataclasses.replace(found, **coding_rates(codec, repeats))
     raise errors.CenterError(
         f"exchanges of {sizes[0]} and {sizes[1]} parameters took {there} s with a "
@@ -99,17 +101,16 @@ def calibrate(
 
 
 def _line(
-    costs: Sequence[Cost], here: Sequence[float], there: Sequence[float]
+    sizes: Sequence[int], here: Sequence[float], there: Sequence[float]
 ) -> Machine | None:
     """Return the constants, or None if more bytes took no longer."""
-    small, large = costs
     arithmetic = here[1] - here[0]
     ends = there[1] - there[0] - arithmetic
     if arithmetic <= 0 or ends <= 0:
         return None
-    endpoint_rate = (_bytes(large) - _bytes(small)) / ends
-    apply_rate = (large.applied - small.applied) / arithmetic
-    line = _bytes(small) / endpoint_rate + small.applied / apply_rate
+    endpoint_rate = _MOVED * (sizes[1] - sizes[0]) / ends
+    apply_rate = _APPLIED * (sizes[1] - sizes[0]) / arithmetic
+    line = sizes[0] * (_MOVED / endpoint_rate + _APPLIED / apply_rate)
     return Machine(
         overhead=max(0.0, there[0] - line),
         endpoint_rate=endpoint_rate,
@@ -135,7 +136,7 @@ def coding_rates(
     sent, state = encode(params, state)
 
     def encoding() -> object:
-        nonlocal state
+        nonlocal sent, state
         sent, state = encode(params, state)
         return sent, state
 
@@ -149,16 +150,6 @@ def coding_rates(
         name: numbers.nbytes / min(form() for _ in range(repeats))
         for name, form in forms.items()
     }
-
-
-def _cost(size: int) -> Cost:
-    """Return the cost of an exchange, for its bytes; the cluster is arbitrary."""
-    cluster = Cluster(step_time=1.0, bandwidth=1.0)
-    return plan(rules.downpour(), abstract(size), cluster, inner=optax.sgd(1.0))
-
-
-def _bytes(cost: Cost) -> int:
-    return cost.message + cost.answer
 
 
 def _arithmetic(size: int) -> Callable[[], float]:

@@ -394,8 +394,8 @@ def _tables(
     for group in groups:
         table = rich.table.Table()
         for title, *_ in group:
-            side = "left" if title == "rule" else "right"
-            table.add_column(title, justify=side, no_wrap=True)
+            table.add_column(title, justify="right", no_wrap=True)
+        table.columns[0].justify = "left"
         for i, (cost, _) in enumerate(rows, 1):
             if not cost.levels:
                 table.add_section()

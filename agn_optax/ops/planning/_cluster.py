@@ -44,7 +44,7 @@ class Machine:
     decode_rate: float = 5e9
 
     def __post_init__(self) -> None:
-        _not_negative(self, "overhead")
+        check.rate(self.overhead, "overhead", low=0.0, high=math.inf)
         _positive(self, "endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
 
 
@@ -74,9 +74,8 @@ class Disk:
 
     def __post_init__(self) -> None:
         _positive(self, "bandwidth")
-        _not_negative(self, "sync")
-        if self.size is not None:
-            _positive(self, "size")
+        _positive(self, "size", optional=True)
+        check.rate(self.sync, "sync", low=0.0, high=math.inf)
 
     def journal(self, snapshot: float, message: float) -> float:
         """Return the journal's maximum bytes, for a snapshot and a message in bytes."""
@@ -136,8 +135,7 @@ class Tree:
             check.positive_int(self.levels, "levels")
         if self.period is not None:
             check.positive_int(self.period, "parent_period")
-        if self.bandwidth is not None:
-            check_rate(self.bandwidth, "parent_bandwidth")
+        _positive(self, "bandwidth", optional=True, prefix="parent_")
         if self.latency is not None:
             check.rate(self.latency, "parent_latency", low=0.0, high=math.inf)
 
@@ -203,38 +201,28 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _positive(self, "step_time", "bandwidth")
-        if self.center_bandwidth is not None:
-            _positive(self, "center_bandwidth")
-        _not_negative(self, "latency")
+        _positive(self, "center_bandwidth", optional=True)
+        check.rate(self.latency, "latency", low=0.0, high=math.inf)
         check.positive_int(self.workers, "workers")
         check.positive_int(self.shards, "shards")
 
     @property
     def shared(self) -> float:
         """The bytes per second of the center's link, or of each shard's."""
-        given = self.center_bandwidth
-        return self.bandwidth if given is None else given
+        return self.center_bandwidth or self.bandwidth
 
     @property
     def centers(self) -> list[tuple[int, int]]:
         """The levels from the lowest up, as numbers of centers and most children."""
-        return (
-            [(1, self.workers)]
-            if self.tree is None
-            else self.tree.centers(self.workers)
-        )
+        tree = self.tree
+        return [(1, self.workers)] if tree is None else tree.centers(self.workers)
 
 
-def check_rate(value: Any, name: str) -> None:
-    """Raise unless a value is a positive number."""
-    check.rate(value, name, low=0.0, high=math.inf, low_open=True)
-
-
-def _positive(record: Any, *fields: str) -> None:
+def _positive(
+    record: Any, *fields: str, optional: bool = False, prefix: str = ""
+) -> None:
+    """Raise unless fields are positive numbers, or None if they are optional."""
     for field in fields:
-        check_rate(getattr(record, field), field)
-
-
-def _not_negative(record: Any, *fields: str) -> None:
-    for field in fields:
-        check.rate(getattr(record, field), field, low=0.0, high=math.inf)
+        value = getattr(record, field)
+        if value is not None or not optional:
+            check.rate(value, prefix + field, low=0.0, high=math.inf, low_open=True)

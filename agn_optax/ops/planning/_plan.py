@@ -19,7 +19,6 @@ from agn_optax.ops.planning._cost import (
     CenterMemory,
     Coding,
     Cost,
-    Level,
     Remedies,
     WorkerMemory,
 )
@@ -105,19 +104,23 @@ def plan(
     hidden = _hiding(took, cluster)
     asked, period = period, hidden if period is None else period
     steps = period * cluster.step_time
-    lowest = _times.level(
-        work, took, cluster.centers[0], period, interval=max(steps, longest)
-    )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
+    limit = _times.bottleneck(took, children, hidden, asked)
+    place, interval = cluster.centers[0], max(steps, longest)
+    lowest = _times.level(work, took, place, period, interval, limit)
     # In place of the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
     narrow = _work(halved, center, params, children)
-    levels: tuple[Level, ...] = (lowest,)
     of_root = work
     if len(cluster.centers) > 1:
         # A center is a worker of its parent, and has parameters of the center's dtype.
         most = max(sites for _, sites in cluster.centers[1:])
         of_root = _work(rule, center, center, most)
-        levels = (lowest, *_times.above(lowest, of_root, cluster))
+    levels = _times.above(lowest, of_root, cluster)
+    coding = None
+    if not rule.codec.is_identity or rule.codec.answers is not None:
+        plain = _work(_plain(rule), center, params, children)
+        below = _times.pays_below(work, plain, cluster)
+        coding = Coding(plain.message, *_times.coding(work, cluster), below)
     kept = None
     if cluster.disk is not None:
         kept = _times.kept(of_root, cluster, levels[-1], cluster.disk)
@@ -151,8 +154,8 @@ def plan(
         hosts=cluster.shards * sum(count for count, _ in cluster.centers),
         levels=levels,
         kept=kept,
-        remedies=_remedies(work, narrow, cluster, asked),
-        coding=_coding(rule, work, (center, params, children), cluster),
+        remedies=_remedies(work, narrow, took, cluster, asked),
+        coding=coding,
     )
 
 
@@ -160,6 +163,9 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
     """Return the bytes of an exchange with a center that has ``workers`` workers."""
     sent = rounds.contribution_like(rule, center, params)
     as_it_is = rounds.contribution_like(_plain(rule), center, params)
+    same = [x.shape for x in jax.tree.leaves(sent)] == [
+        x.shape for x in jax.tree.leaves(as_it_is)
+    ]
     message = trees.nbytes(sent)
     state = jax.eval_shape(
         lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
@@ -179,29 +185,13 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
         applied=2 * (message + snapshot),
         snapshot=snapshot,
         # Rounding is a part of writing the numbers, and takes no time of its own.
-        coded=0 if _shapes_of(sent) == _shapes_of(as_it_is) else trees.nbytes(as_it_is),
+        coded=0 if same else trees.nbytes(as_it_is),
     )
 
 
 def _plain(rule: Rule) -> Rule:
     """Return the rule without its codec."""
     return dataclasses.replace(rule, codec=codecs.identity())
-
-
-def _shapes_of(tree: PyTree) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
-
-
-def _coding(
-    rule: Rule, work: Work, place: tuple[PyTree, PyTree, int], cluster: Cluster
-) -> Coding | None:
-    """Return the time that the rule's codec takes and saves; None without a codec."""
-    if rule.codec.is_identity and rule.codec.answers is None:
-        return None
-    plain = _work(_plain(rule), *place)
-    encode, decode = _times.coding(work, cluster)
-    below = _times.pays_below(work, plain, cluster)
-    return Coding(plain.message, encode, decode, below)
 
 
 def _hiding(took: Times, cluster: Cluster) -> int:
@@ -211,13 +201,11 @@ def _hiding(took: Times, cluster: Cluster) -> int:
 
 
 def _remedies(
-    work: Work, narrow: Work, cluster: Cluster, asked: int | None
+    work: Work, narrow: Work, took: Times, cluster: Cluster, asked: int | None
 ) -> Remedies:
     """Return what would help, each by itself; ``narrow`` is the work with 16 bits."""
-    place = _times.lowest(cluster)
-    took = _times.times(work, cluster, *place)
     hidden = _hiding(took, cluster)
-    half = _hiding(_times.times(narrow, cluster, *place), cluster)
+    half = _hiding(_times.times(narrow, cluster, *_times.lowest(cluster)), cluster)
     alone = took.alone if asked is None else asked * cluster.step_time
     target = max(alone, cluster.step_time)
     return Remedies(
@@ -283,8 +271,9 @@ def all_reduce(
     else:
         gradients, kept = _encoded(codec, params, cluster.workers)
     sent = 2 * others * gradients // cluster.workers
-    exchange = others * cluster.latency + sent / cluster.bandwidth
-    step = cluster.step_time
+    waiting, moving = others * cluster.latency, sent / cluster.bandwidth
+    exchange, step = waiting + moving, cluster.step_time
+    limit = "latency" if waiting > moving else "worker link"
     return Cost(
         rule="all_reduce",
         message=sent,
@@ -302,11 +291,7 @@ def all_reduce(
             codec_state=kept,
         ),
         center=CenterMemory(),
-        bottleneck="nothing"
-        if exchange <= step
-        else "latency"
-        if others * cluster.latency > sent / cluster.bandwidth
-        else "worker link",
+        bottleneck="nothing" if exchange <= step else limit,
     )
 
 

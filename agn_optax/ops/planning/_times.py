@@ -5,6 +5,7 @@ The docstring of `agn_optax.ops.planning` has the equations.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from typing import NamedTuple
@@ -121,7 +122,12 @@ def written(work: Work, shards: int, disk: Disk) -> float:
 
 
 def level(
-    work: Work, took: Times, place: tuple[int, int], period: int, interval: float
+    work: Work,
+    took: Times,
+    place: tuple[int, int],
+    period: int,
+    interval: float,
+    limit: str,
 ) -> Level:
     """Return a level of centers, whose children each exchange once in an interval."""
     centers, children = place
@@ -136,7 +142,7 @@ def level(
         received=rate * work.message,
         sent=rate * work.answer,
         load=rate * took.occupied,
-        bottleneck="nothing",
+        bottleneck=limit,
     )
 
 
@@ -146,26 +152,22 @@ def bottleneck(took: Times, children: int, hidden: int, asked: int | None) -> st
     return "nothing" if is_free else took.bottleneck(children)
 
 
-def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
-    """Return the levels of a tree that have centers below them."""
+def above(lowest: Level, up: Work, cluster: Cluster) -> tuple[Level, ...]:
+    """Return all levels of a tree, whose upper centers have centers below them."""
     tree = cluster.tree
-    if tree is None:
-        return []
-    wide = cluster.shared if tree.bandwidth is None else tree.bandwidth
-    latency = cluster.latency if tree.latency is None else tree.latency
-    link = LinkRates(wide, wide, latency)
-    places = cluster.centers
-    made = [lowest]
-    for number, place in enumerate(places[1:], 1):
-        disk = cluster.disk if number == len(places) - 1 else None
-        took = times(up, cluster, link, disk)
-        rate = made[-1].exchanges  # per second, at each child
-        hidden = max(1, math.ceil(took.longest(place[1]) * rate))
-        period = max(hidden, tree.period or 1)
-        found = level(up, took, place, period, period / rate)
-        limit = bottleneck(took, place[1], hidden, tree.period)
-        made.append(found._replace(bottleneck=limit))
-    return made[1:]
+    levels = [lowest]
+    if tree is not None:
+        wide = cluster.shared if tree.bandwidth is None else tree.bandwidth
+        latency = cluster.latency if tree.latency is None else tree.latency
+        link = LinkRates(wide, wide, latency)
+        for place in cluster.centers[1:]:
+            took = times(up, cluster, link, cluster.disk if place[0] == 1 else None)
+            rate = levels[-1].exchanges  # per second, at each child
+            hidden = max(1, math.ceil(took.longest(place[1]) * rate))
+            period = max(hidden, tree.period or 1)
+            limit = bottleneck(took, place[1], hidden, tree.period)
+            levels.append(level(up, took, place, period, period / rate, limit))
+    return tuple(levels)
 
 
 def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
@@ -189,22 +191,13 @@ def shards(work: Work, cluster: Cluster, target: float) -> int | None:
 
     None if no number is enough.
     """
-    children = cluster.centers[0][1]
 
     def fits(count: int) -> bool:
-        many = dataclasses.replace(cluster, shards=count)
-        return children * _occupied(work, many) <= target
+        return _fits(work, dataclasses.replace(cluster, shards=count), target)
 
-    high = 1
-    while not fits(high):
-        high *= 2
-        if high > _MOST_SHARDS:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    counts = range(1, _MOST_SHARDS + 1)
+    found = bisect.bisect_left(counts, True, key=fits)
+    return counts[found] if found < len(counts) else None
 
 
 def depth(work: Work, cluster: Cluster, target: float) -> int | None:
@@ -212,12 +205,9 @@ def depth(work: Work, cluster: Cluster, target: float) -> int | None:
 
     None if no number is enough.
     """
-    most = max(1, math.ceil(math.log2(cluster.workers)))
-    for count in range(1, most + 1):
-        tree = Tree(levels=count)
-        children = tree.centers(cluster.workers)[0][1]
-        deep = dataclasses.replace(cluster, tree=tree)
-        if children * _occupied(work, deep) <= target:
+    for count in range(1, max(1, math.ceil(math.log2(cluster.workers))) + 1):
+        tree = dataclasses.replace(cluster, tree=Tree(levels=count))
+        if _fits(work, tree, target):
             return count
     return None
 
@@ -228,5 +218,6 @@ def lowest(cluster: Cluster) -> tuple[LinkRates, Disk | None]:
     return link, cluster.disk if len(cluster.centers) == 1 else None
 
 
-def _occupied(work: Work, cluster: Cluster) -> float:
-    return times(work, cluster, *lowest(cluster)).occupied
+def _fits(work: Work, cluster: Cluster, target: float) -> bool:
+    occupied = times(work, cluster, *lowest(cluster)).occupied
+    return cluster.centers[0][1] * occupied <= target
