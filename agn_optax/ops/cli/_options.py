@@ -28,6 +28,7 @@ import typer
 from typer.core import TyperCommand
 
 from agn_optax import errors
+from agn_optax.ops import units
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ class Group:
       names: options of other names, by argument, each as ``"name METAVAR [default]"``.
       needs: the option without which options of arguments with a default have no
         effect.
+      rates: arguments in bytes per second, whose options are text such as ``1Gbit``.
 
     Attributes:
       names: names of the options, by argument.
@@ -92,20 +94,22 @@ class Group:
         prefix: str = "",
         names: Mapping[str, str] | None = None,
         needs: str = "",
+        rates: Collection[str] = (),
     ) -> None:
-        self._source, self._needs = source, needs
+        self._source, self._needs, self._rates = source, needs, rates
         self.names: dict[str, str] = {}
         self.fields: dict[str, tuple[Any, dict[str, Any]]] = {}
         parameters = inspect.signature(source).parameters
         hints, described = typing.get_type_hints(source), _arguments(source)
         for name in only or parameters:
-            kind, metavar = _type_of(hints[name])
+            is_rate = name in rates
+            kind, metavar = (str, "RATE") if is_rate else _type_of(hints[name])
             if kind is None:
                 continue
             own, described_as = _entry((names or {}).get(name, prefix + name))
             default, (text, absent) = parameters[name].default, described[name]
             if default is not None:
-                absent = _shown(default, own)
+                absent = _shown(default, own, is_rate)
             if self._needs and default is not inspect.Parameter.empty:
                 text = f"With {needs}: {text}"
             self.names[name] = own
@@ -121,7 +125,10 @@ class Group:
     def given(self, options: Any) -> dict[str, Any]:
         """Return the arguments that the options of a record give."""
         every = given(options)
-        return {name: every[own] for name, own in self.names.items() if own in every}
+        own = {name: every[at] for name, at in self.names.items() if at in every}
+        for name in own.keys() & set(self._rates):
+            own[name] = units.rate(own[name], option(self.names[name]))
+        return own
 
     def made(self, options: Any, **more: Any) -> Any:
         """Call the class or function with these arguments and ``more``."""
@@ -191,12 +198,14 @@ def _type_of(hint: Any) -> tuple[Any, str | None]:
     return next((c for c in plain if c in (bool, int, float, str)), None), None
 
 
-def _shown(default: Any, name: str) -> str:
+def _shown(default: Any, name: str, is_rate: bool) -> str:
     """Return a default other than None as ``--help`` shows it; "" for none."""
     if default is inspect.Parameter.empty or default is False:
         return ""
     if default is True:
         return option(name).removeprefix("--")
+    if is_rate:
+        return f"{units.in_bytes(default)}/s"
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
