@@ -25,16 +25,9 @@ from agn_optax.ops.cli._options import Group
 from agn_optax.rules import Rule
 
 _PAGE = "127.0.0.1:0"
-_ADDRESS = Group(
-    service.serve, "address", names={"address": "address HOST:PORT|unix:PATH"}
-)
 _SERVED = Group(
     service.serve,
-    *("barrier", "dtype", "device", "direct_address", "health_address"),
-    names={
-        "direct_address": "direct_address HOST:PORT",
-        "health_address": "health_address HOST:PORT",
-    },
+    *("address", "barrier", "dtype", "device", "direct_address", "health_address"),
 )
 _MODES = {
     "asynchronous": Group(Asynchronous),
@@ -48,13 +41,13 @@ _MODES = {
 _JOURNAL = Group(
     Journal,
     prefix="journal_",
-    names={"directory": "journal DIRECTORY"},
+    names={"directory": "journal"},
     needs="--journal",
 )
 _SNAPSHOTS = Group(
     Snapshots,
     names={
-        "directory": "snapshots DIRECTORY",
+        "directory": "snapshots",
         "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
         "exchanges": "snapshot_exchanges",
         "keep": "snapshots_kept",
@@ -65,11 +58,8 @@ _SNAPSHOTS = Group(
 _TLS = Group(
     service.Tls,
     *("certificate", "key", "ca"),
-    names={
-        "certificate": "tls_certificate FILE.pem",
-        "key": "tls_key FILE.pem",
-        "ca": "tls_client_ca FILE.pem",
-    },
+    prefix="tls_",
+    names={"ca": "tls_client_ca"},
 )
 _SECURITY = Group(service.Security)
 _LIMITS = Group(service.Limits)
@@ -79,7 +69,6 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
 
 @_options.record(
     groups={
-        "address": _ADDRESS,
         "served": _SERVED,
         **_MODES,
         "journal": _JOURNAL,
@@ -96,7 +85,7 @@ class CenterOptions:
     """Options of a served center, without its rule.
 
     Center:
-      *address
+      *served
       address_file FILE: File to write the address to, on a disk that the workers share.
         They connect to file:FILE, and find a center again that has moved.
 
@@ -123,7 +112,6 @@ class CenterOptions:
       *tls
 
     Further settings of the center:
-      *served
       direct [direct]: Also accept exchanges outside gRPC, on another port and in shared
         memory.
       page [no-page]: Serve a page that shows the center's status in a browser, and
@@ -179,7 +167,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         "durability": _durability_of(options),
         "limits": _LIMITS.made(options, messages=_MESSAGES.made(options)),
         "security": _SECURITY.made(options, tls=_tls_of(options)),
-        **_ADDRESS.given(options),
         **_SERVED.given(options),
     }
     if options.direct is False:

@@ -19,20 +19,9 @@ _RUN = Group(
     Run,
     *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
     *("stop_grace", "storage"),
-    names={
-        "token_file": "token_file FILE",
-        "tls_ca": "tls_ca FILE.pem",
-        "storage": "storage DIRECTORY",
-    },
 )
 # Options for one engine only: in a file, they stand in its table.
-_OF_ENGINES = {
-    "local": Group(
-        Local.Settings,
-        names={"on_failure": "on_failure WHAT", "logs": "logs DIRECTORY"},
-    ),
-    "slurm": Group(Slurm.Settings, "wait"),
-}
+_OF_ENGINES = {"local": Group(Local.Settings), "slurm": Group(Slurm.Settings, "wait")}
 _OWN = {
     option: engine
     for engine, group in _OF_ENGINES.items()
