@@ -145,11 +145,11 @@ def coding_rates(
         into = decode(sent, into)
         return into
 
-    forms = {"encode_rate": _timed(encoding), "decode_rate": _timed(decoding)}
-    return {
-        name: numbers.nbytes / min(form() for _ in range(repeats))
-        for name, form in forms.items()
-    }
+    def rate(run: Callable[[], object]) -> float:
+        seconds = _timed(run)
+        return numbers.nbytes / min(seconds() for _ in range(repeats))
+
+    return {"encode_rate": rate(encoding), "decode_rate": rate(decoding)}
 
 
 def _arithmetic(size: int) -> Callable[[], float]:

@@ -52,7 +52,7 @@ def doctor(
         client_timeout=client_timeout,
         give_up=give_up,
         stop_grace=stop_grace,
-        tls=_status.tls_of(reached),
+        tls=_status.settings(reached)["tls"],
     )
     console = _table.console()
     findings = []

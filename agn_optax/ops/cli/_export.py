@@ -61,34 +61,27 @@ def export(
     _options.report(json, text, version=version, directory=str(to))
 
 
-def check_is_free(to: pathlib.Path) -> None:
-    """Raise if a checkpoint's path is taken, or Orbax is missing.
+def check(to: pathlib.Path, *, is_here: bool = True) -> None:
+    """Raise unless a checkpoint can be written at a path.
 
-    The path may belong to another machine, so nothing is tried there.
-
-    Raises:
-      InvalidArgumentError: something exists at the path.
-      MissingExtraError: Orbax is not installed.
-    """
-    with contextlib.suppress(OSError):  # `check` reports a path that cannot be read
-        if to.exists():
-            raise errors.InvalidArgumentError(
-                f"{to} exists already: a checkpoint needs a directory of its own"
-            )
-    extras.require("flax", "orbax.checkpoint")
-
-
-def check(to: pathlib.Path) -> None:
-    """Raise unless a checkpoint can be written at a path of this machine.
+    Args:
+      to: the path.
+      is_here: whether it is a path of this machine, where a directory can be tried.
 
     Raises:
       InvalidArgumentError: something exists at the path, or no directory can be made
         there.
       MissingExtraError: Orbax is not installed.
     """
-    check_is_free(to)
+    with contextlib.suppress(OSError):  # a path that cannot be read is reported below
+        if to.exists():
+            raise errors.InvalidArgumentError(
+                f"{to} exists already: a checkpoint needs a directory of its own"
+            )
+    extras.require("flax", "orbax.checkpoint")
     try:
-        _make_directory_beside(to)
+        if is_here:
+            _make_directory_beside(to)
     except OSError as error:
         raise errors.InvalidArgumentError(
             "a checkpoint needs a directory that can be made, got "

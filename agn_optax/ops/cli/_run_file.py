@@ -229,5 +229,6 @@ def _check(
         _rules.make(rule)
     _center_options.settings(center)
     if center.save is not None:
-        _export.check_is_free(center.save)  # `serve` does the rest, on its machine
+        # `serve` does the rest, on its machine.
+        _export.check(center.save, is_here=False)
     _center_options.access(center, tokens.generated())

@@ -79,24 +79,15 @@ def settings(reached: Reached) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: an option needs another one, or a file cannot be read.
     """
+    ca, own = reached.tls_ca, (reached.tls_certificate, reached.tls_key)
+    if ca is None:
+        pair = ("tls_certificate", "tls_key")
+        _options.refuse(reached, "needs --tls-ca", only=pair)
     return {
-        "tls": tls_of(reached),
+        "tls": None if ca is None else service.Tls(ca, *own),
         "insecure": bool(reached.insecure),
         "token": reached.token_file,
     }
-
-
-def tls_of(reached: Reached) -> service.Tls | None:
-    """Return the TLS settings of a connection; None for plain text.
-
-    Raises:
-      InvalidArgumentError: an option needs another one.
-    """
-    if reached.tls_ca is None:
-        own = ("tls_certificate", "tls_key")
-        _options.refuse(reached, "needs --tls-ca", only=own)
-        return None
-    return service.Tls(reached.tls_ca, reached.tls_certificate, reached.tls_key)
 
 
 def status(
