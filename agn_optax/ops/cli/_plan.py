@@ -308,33 +308,8 @@ def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Gro
 
 
 def _tables(rows: list[_Row], width: int) -> Iterator[rich.table.Table]:
-    """Yield tables with a row for each rule, and all-reduce in a section of its own.
-
-    The columns are split over several tables if one table would be too wide.
-    """
+    """Return tables with a row for each rule, and a section for all-reduce."""
     names = ["rule", *(cost.rule for cost, _ in rows)]
-    groups: list[list[list[str]]] = []
-    room = 0
-    for title in rows[0][1]:
-        cells = [title, *(row[title] for _, row in rows)]
-        needed = _width(cells)
-        if needed > room or not groups:
-            groups.append([names])
-            room = width - _width(names) - 1
-        groups[-1].append(cells)
-        room -= needed
-    for group in groups:
-        table = rich.table.Table()
-        for title, *_ in group:
-            table.add_column(title, justify="right", no_wrap=True)
-        table.columns[0].justify = "left"
-        for i, (cost, _) in enumerate(rows, 1):
-            if not cost.levels:
-                table.add_section()
-            table.add_row(*(rich.text.Text(cells[i]) for cells in group))
-        yield table
-
-
-def _width(cells: Sequence[str]) -> int:
-    """Return the width of a column with its border."""
-    return max(map(rich.cells.cell_len, cells)) + 3
+    columns = [[title, *(row[title] for _, row in rows)] for title in rows[0][1]]
+    alone = [i for i, (cost, _) in enumerate(rows, 1) if not cost.levels]
+    return _table.split([names, *columns], width, alone)

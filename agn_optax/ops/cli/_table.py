@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import rich.cells
@@ -148,33 +148,55 @@ def _filled(
     names: list[str], rows: list[_Status], title: str, width: int | None
 ) -> rich.table.Table:
     """Return a table of the names, and of the columns that fit beside them."""
-    room = console().width if width is None else width
     reported = [
-        (name, [_number(row["reported"].get(name)) for row in rows])
+        [name, *(_number(row["reported"].get(name)) for row in rows)]
         for name in sorted({name for row in rows for name in row["reported"]})
     ]
     first, others = (
-        [(name, list(map(cell, rows))) for name, cell in columns.items()]
+        [[name, *map(cell, rows)] for name, cell in columns.items()]
         for columns in (_FIRST, _OTHERS)
     )
-    table = rich.table.Table(title_justify="left")
-    fitting: list[list[str]] = []
-    for name, cells in ((title, names), *first, *reported, *others):
-        needed = max(map(rich.cells.cell_len, [name, *cells]))
-        room -= needed + 3
-        if fitting and room < 1:
-            break
-        is_first = not fitting
-        fitting.append(cells)
-        table.add_column(
-            _text(name),
-            min_width=needed if is_first else None,
-            justify="left" if is_first else "right",
-            no_wrap=True,
-        )
-    for row in zip(*fitting, strict=True):
-        table.add_row(*map(_text, row))
-    return table
+    columns = [[title, *names], *first, *reported, *others]
+    return next(split(columns, console().width if width is None else width))
+
+
+def split(
+    columns: Sequence[Sequence[str]], width: int, sections: Collection[int] = ()
+) -> Iterator[rich.table.Table]:
+    """Yield tables that fit into a width, each with some columns after the first one.
+
+    Args:
+      columns: columns with their titles; the first one is in each table.
+      width: available characters.
+      sections: numbers of the rows that begin a section.
+    """
+    first, *others = columns
+    groups: list[list[Sequence[str]]] = []
+    room = 0
+    for column in others:
+        needed = _width(column)
+        if needed > room or not groups:
+            groups.append([first])
+            room = width - _width(first) - 1
+        groups[-1].append(column)
+        room -= needed
+    for group in groups:
+        table = rich.table.Table(title_justify="left")
+        for title, *_ in group:
+            table.add_column(_text(title), justify="right", no_wrap=True)
+        table.columns[0].justify = "left"
+        table.columns[0].min_width = _width(first) - 3
+        for number, row in enumerate(zip(*group, strict=True)):
+            if number in sections:
+                table.add_section()
+            if number:
+                table.add_row(*map(_text, row))
+        yield table
+
+
+def _width(column: Sequence[str]) -> int:
+    """Return the width of a column with its border."""
+    return max(map(rich.cells.cell_len, column)) + 3
 
 
 def _as_row(center: _Status) -> _Status:
