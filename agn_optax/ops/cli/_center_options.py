@@ -161,8 +161,16 @@ def settings(options: CenterOptions) -> dict[str, Any]:
             "--signal-exit-code must be a whole number from 0 to 255, got "
             f"{options.signal_exit_code}"
         )
+    for first, is_given, second in (
+        ("--open", options.open, "tokens"),
+        ("--snapshots", "snapshots" in _options.given(options), "journal"),
+        ("--no-page", options.page is False, "page_address"),
+        ("--no-direct", options.direct is False, "direct_address"),
+    ):
+        if is_given:
+            _options.refuse(options, f"and {first} exclude each other", only=(second,))
     made: dict[str, Any] = {
-        "page": page_address(options),
+        "page": options.page_address or (_PAGE if options.page else None),
         "mode": _mode_of(options),
         "durability": _durability_of(options),
         "limits": _LIMITS.made(options, messages=_MESSAGES.made(options)),
@@ -170,10 +178,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         **_SERVED.given(options),
     }
     if options.direct is False:
-        if "direct_address" in made:
-            raise errors.InvalidArgumentError(
-                "--direct-address and --no-direct exclude each other"
-            )
         made["direct_address"] = False
     return made
 
@@ -203,21 +207,6 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
         yield _PARENT.made(options, center=center)
 
 
-def page_address(options: CenterOptions) -> str | None:
-    """Return the address of the page; None for no page.
-
-    Raises:
-      InvalidArgumentError: options exclude each other.
-    """
-    if options.page is False:
-        _options.refuse(
-            options, "and --no-page exclude each other", only=["page_address"]
-        )
-    if options.page or options.page_address is not None:
-        return options.page_address or _PAGE
-    return None
-
-
 def access(
     options: CenterOptions, made: str = "", shown: str = ""
 ) -> service.Access | None:
@@ -231,11 +220,10 @@ def access(
       shown: a new token for the page, with the role observer; "" for none.
 
     Raises:
-      InvalidArgumentError: options exclude each other, or tokens cannot be read.
+      InvalidArgumentError: tokens cannot be read.
     """
     lines = os.environ.get(service.tokens.TOKENS, "")
     if options.open:
-        _options.refuse(options, "and --open exclude each other", only=("tokens",))
         return None
     given: list[bytes | pathlib.Path] = []
     given += [options.tokens] if options.tokens is not None else []
@@ -274,10 +262,6 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
 
 
 def _durability_of(options: CenterOptions) -> Durability | None:
-    if {"journal", "snapshots"} <= _options.given(options).keys():
-        raise errors.InvalidArgumentError(
-            "--journal and --snapshots exclude each other: a journal has snapshots"
-        )
     given = _SNAPSHOTS.given(options)
     # No snapshots by time, if only a number of exchanges is given.
     by = {"seconds": None} if "exchanges" in given and "seconds" not in given else {}

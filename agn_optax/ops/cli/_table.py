@@ -89,24 +89,17 @@ def of(
             what = "waiting" if is_single else "not reachable"
             warnings.append(f"{what}: {where}{center['error']}")
     parts: list[rich.console.RenderableType] = []
-    if known and is_single:
-        parts.append(_of_one(known[0], width))
-    elif known:
-        parts.append(_of_several(known, len(centers), width))
+    if known:
+        first = "worker" if is_single else "center, worker"
+        table = _filled(*_rows(known, is_single), first, width)
+        table.title = _text(_title(known, len(centers), is_single))
+        table.caption = _text(_caption(known[0])) if is_single else None
+        parts.append(table)
     return rich.console.Group(*parts, *(_text(w, "bold red") for w in warnings))
 
 
-def _of_one(center: _Status, width: int | None) -> rich.table.Table:
-    names = _distinct([worker["name"] for worker in center["workers"]])
-    table = _filled(names, center["workers"], "worker", width)
-    table.title, table.caption = _text(_title(center)), _text(_caption(center))
-    return table
-
-
-def _of_several(
-    centers: list[_Status], count: int, width: int | None
-) -> rich.table.Table:
-    """Return the table of the known ones of several centers."""
+def _rows(centers: list[_Status], is_single: bool) -> tuple[list[str], list[_Status]]:
+    """Return names and rows of workers, below their centers if these are several."""
     below: dict[tuple[str, str] | None, list[_Status]] = {}
     for center in centers:
         below.setdefault(center["under"] and tuple(center["under"]), []).append(center)
@@ -114,25 +107,21 @@ def _of_several(
     rows: list[_Status] = []
 
     def put(center: _Status, indent: int) -> None:
-        names.append("  " * indent + center["address"])
-        rows.append(_as_row(center))
+        if not is_single:
+            names.append("  " * indent + center["address"])
+            rows.append(_as_row(center))
+            indent += 1
         workers = center["workers"]
         short = _distinct([worker["name"] for worker in workers])
         for name, worker in zip(short, workers, strict=True):
-            names.append("  " * (indent + 1) + name)
+            names.append("  " * indent + name)
             rows.append(worker)
             for site in below.get((center["address"], worker["name"]), ()):
-                put(site, indent + 2)
+                put(site, indent + 1)
 
     for root in below.get(None, ()):
         put(root, 0)
-    table = _filled(names, rows, "center, worker", width)
-    workers = sum(len(center["workers"]) for center in centers)
-    rules = ", ".join(dict.fromkeys(center["rule"] for center in centers))
-    table.title = _text(
-        f"{rules}: {len(centers)} of {count} centers, {workers} workers"
-    )
-    return table
+    return names, rows
 
 
 def _text(said: str, style: str = "") -> rich.text.Text:
@@ -228,7 +217,12 @@ def _distinct(names: list[str]) -> list[str]:
     return short if len(set(short)) == len(set(names)) else names
 
 
-def _title(center: _Status) -> str:
+def _title(centers: list[_Status], count: int, is_single: bool) -> str:
+    if not is_single:
+        workers = sum(len(center["workers"]) for center in centers)
+        rules = ", ".join(dict.fromkeys(center["rule"] for center in centers))
+        return f"{rules}: {len(centers)} of {count} centers, {workers} workers"
+    (center,) = centers
     version, parent = center["version"], center["parent"]
     holds = "no parameters yet"
     if version is not None:
