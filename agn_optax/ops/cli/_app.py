@@ -66,11 +66,11 @@ def _root(
     del version
 
 
-for each in (
+for subcommand in (
     *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
     *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
 ):
-    app.command(cls=_options.Command)(_options.spread(each))
+    app.command(cls=_options.Command)(_options.spread(subcommand))
 # Options after the program's name belong to the program.
 app.command(
     "launch",

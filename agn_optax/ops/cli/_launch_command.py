@@ -127,9 +127,9 @@ class _Output:
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
-        if name == _CENTER and (said := serving(line)):
-            line = f"serving at {reached_at(said)}"  # readable, in place of the JSON
-            page = said.get("page")
+        if name == _CENTER and (served := serving(line)):
+            line = f"serving at {reached_at(served)}"  # readable, in place of the JSON
+            page = served.get("page")
             line += f", page at {page}" if page else ""
             line += f" with token {self._shown}" if page and self._shown else ""
         prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))

@@ -7,19 +7,19 @@ import os
 import socket
 
 
-def notify(*said: str) -> None:
+def notify(*assignments: str) -> None:
     """Send a notification to the service manager, if one has asked for them.
 
     Args:
-      *said: assignments, such as ``"READY=1"``.
+      *assignments: what to tell, such as ``"READY=1"``.
     """
-    where = os.environ.get("NOTIFY_SOCKET", "")
-    if not where.startswith(("/", "@")):
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
         return
-    if where.startswith("@"):  # an abstract socket, which has no file
-        where = "\0" + where[1:]
+    if path.startswith("@"):  # an abstract socket, which has no file
+        path = "\0" + path[1:]
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end,
     ):
-        end.sendto("\n".join(said).encode(), where)
+        end.sendto("\n".join(assignments).encode(), path)

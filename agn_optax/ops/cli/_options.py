@@ -266,8 +266,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
         if dataclasses.is_dataclass(kind):
             own = records[name] = typing.cast(Any, kind)
             parameters += [
-                each.replace(default=own.__options__[each.name])
-                for each in inspect.signature(own, eval_str=True).parameters.values()
+                field.replace(default=own.__options__[field.name])
+                for field in inspect.signature(own, eval_str=True).parameters.values()
             ]
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
@@ -275,7 +275,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def spread_command(**given: Any) -> None:
         made = {
-            name: kind(**{each: given.pop(each) for each in kind.__options__})
+            name: kind(**{field: given.pop(field) for field in kind.__options__})
             for name, kind in records.items()
         }
         command(**given, **made)
@@ -283,7 +283,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     spread_command.__doc__ = "\n\n".join(" ".join(p.split()) for p in paragraphs)
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread_command.__annotations__ = {each.name: each.annotation for each in parameters}
+    spread_command.__annotations__ = {p.name: p.annotation for p in parameters}
     return spread_command
 
 

@@ -196,25 +196,17 @@ def plan(
         tree=_tree(options),
         disk=_DISK.made_with("bandwidth", options),
     )
-    planned = (
-        [own]
-        if own is not None
-        else [
-            dataclasses.replace(built_in, codec=codec)
-            for built_in in planning.built_in_rules(optimizer, cluster.workers)
-        ]
-    )
-    costs = [
-        planning.plan(
-            each,
-            params,
-            cluster,
-            inner=optimizer,
-            period=options.period,
-            center_dtype=options.center_dtype,
-        )
-        for each in planned
-    ]
+    if own is None:
+        built_in = planning.built_in_rules(optimizer, cluster.workers)
+        planned = [dataclasses.replace(made, codec=codec) for made in built_in]
+    else:
+        planned = [own]
+    settings = {
+        "inner": optimizer,
+        "period": options.period,
+        "center_dtype": options.center_dtype,
+    }
+    costs = [planning.plan(made, params, cluster, **settings) for made in planned]
     costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(

@@ -57,11 +57,11 @@ def serve(
         jax.config.update("jax_platforms", "cpu")
     signals: list[int] = []
 
-    def hear(signum: int, frame: FrameType | None) -> None:
+    def note(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
-    with handled(_ENDS, hear), contextlib.ExitStack() as stack:
+    with handled(_ENDS, note), contextlib.ExitStack() as stack:
         parent = _center_options.parent(center, made)
         settings["parent"] = stack.enter_context(parent)
         if token and is_fixed:
@@ -116,5 +116,8 @@ def _leave(
     try:
         stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:
-        said = "the token cannot be stored for programs on this machine: give it to"
-        typer.echo(f"agn-optax: {said} them yourself ({error})", err=True)
+        typer.echo(
+            "agn-optax: the token cannot be stored for programs on this machine: give "
+            f"it to them yourself ({error})",
+            err=True,
+        )

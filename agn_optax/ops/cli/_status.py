@@ -150,7 +150,7 @@ def watch(
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
             seen = centers.look()
             found = _as_dicts(seen, before)
-            answered = {each.address: each.status for each in seen if each.status}
+            answered = {s.address: s.status for s in seen if s.status}
             before = {**(before or {}), **answered}
             missing = _missing(seen, centers.addresses)
             if not isinstance(missing, errors.CenterUnreachableError | None):
@@ -159,7 +159,7 @@ def watch(
                 _options.print_json(_as_json(found, tree=tree))
             else:
                 show(_table.of(found, shown, tree=tree))
-            shown |= {each["address"]: each for each in found if not each["error"]}
+            shown |= {c["address"]: c for c in found if not c["error"]}
     if missing is not None:
         raise missing
 
@@ -200,12 +200,12 @@ def _centers_at(
     address: str, reached: Reached, timeout: float, *, tree: bool
 ) -> Centers:
     """Return connections to one address, or to several separated by commas."""
-    addresses = [each.strip() for each in address.split(",")]
+    addresses = [part.strip() for part in address.split(",")]
     if len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
             f"one address or several different ones expected, got {address!r}"
         )
-    return Centers(addresses, lambda each: observer(each, reached, timeout), tree=tree)
+    return Centers(addresses, lambda at: observer(at, reached, timeout), tree=tree)
 
 
 def _as_dicts(
@@ -217,14 +217,14 @@ def _as_dicts(
     for no rates.
     """
     found = []
-    for each in seen:
-        status = each.status or {}
-        if each.status:
-            since = status if before is None else before.get(each.address, {})
+    for center in seen:
+        status = center.status or {}
+        if center.status:
+            since = status if before is None else before.get(center.address, {})
             status = status | _rates(since, status)
-        place = {"depth": each.depth, "under": each.under and list(each.under)}
-        error = str(each.error or "")
-        found.append({"address": each.address, "error": error, **status, **place})
+        place = {"depth": center.depth, "under": center.under and list(center.under)}
+        error = str(center.error or "")
+        found.append({"address": center.address, "error": error, **status, **place})
     return found
 
 

@@ -124,12 +124,12 @@ def _rows(centers: list[_Status], is_single: bool) -> tuple[list[str], list[_Sta
     return names, rows
 
 
-def _text(said: str, style: str = "") -> rich.text.Text:
+def _text(text: str, style: str = "") -> rich.text.Text:
     """Return text from a center or its workers, without markup and escapes.
 
     Workers choose names and labels, and a terminal would obey the escapes in them.
     """
-    shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in said)
+    shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return rich.text.Text("".join(shown), style=style)
 
 

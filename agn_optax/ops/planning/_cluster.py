@@ -129,8 +129,7 @@ class Tree:
                 "a tree needs one of fan_out and levels, got "
                 f"fan_out={self.fan_out!r}, levels={self.levels!r}"
             )
-        if self.fan_out is not None:
-            check.whole_number(self.fan_out, "fan_out", least=2)
+        check.whole_number(self.fan_out, "fan_out", least=2)
         if self.levels is not None:
             check.positive_int(self.levels, "levels")
         if self.period is not None:
