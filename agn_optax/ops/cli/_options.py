@@ -297,26 +297,19 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def refuse(
-    record: Any,
-    why: str,
-    *,
-    only: Collection[str] | None = None,
-    but: Collection[str] = (),
-) -> None:
+def refuse(record: Any, why: str, *, only: Collection[str] | None = None) -> None:
     """Raise if an option of a record was given that must not be.
 
     Args:
       record: the record of options.
       why: the reason, which follows the option's name in the error.
       only: names of the options that must not be given; None for all options.
-      but: names of options that may be given.
 
     Raises:
       InvalidArgumentError: one of these options was given.
     """
     for name in given(record):
-        if name not in but and (only is None or name in only):
+        if only is None or name in only:
             raise errors.InvalidArgumentError(f"{option(name)} {why}")
 
 

@@ -187,7 +187,8 @@ def plan(
     codec = _rules.codec(rule)
     own = _rules.make(rule) if _rules.is_given(rule) else None
     if own is None:
-        _options.refuse(rule, "needs --rule", but=("codec", "answers"))
+        alone = vars(rule).keys() - {"codec", "answers"}
+        _options.refuse(rule, "needs --rule", only=alone)
     cluster = _CLUSTER.made(
         options,
         step_time=options.step_time,
