@@ -22,7 +22,6 @@ from agn_optax.service import (
     address,
     fingerprint,
     handshake,
-    path,
     publishing,
     versions,
     wire,
@@ -34,9 +33,6 @@ _FIRST_WORD = 1.0  # seconds: with a longer round trip, workers hardly manage to
 _ROUND_TRIPS = 5
 _UNLIKE = 3.0  # factor by which one direction may be slower than the other
 _FAST = 200e6  # bytes per second: at a higher rate, processors may be the bottleneck
-# Factors by which another interface must be faster to be recommended: where the network
-# is the bottleneck, and where processors may be.
-_BETTER, _MUCH_BETTER = 1.5, 4.0
 _BACK = 5.0  # seconds from an outage until workers have joined again
 _LAST = 1.0  # seconds that a center takes beyond its grace
 # Packages whose versions affect rounding.
@@ -69,11 +65,6 @@ def _in_words(way: Way) -> str:
         f"{way.transport} {said(way.up)} up and {said(way.down)} down, "
         f"{way.round_trip * 1e3:.2g} ms"
     )
-
-
-def _least(way: Way) -> float:
-    """Return the rate of the slower direction, in bytes per second."""
-    return min(way.up or 0.0, way.down or 0.0)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -140,7 +131,7 @@ class Checks:
         address.check(self.address)
         if self.address.startswith("unix:"):
             return "ok", f"{self.address} is a socket of this machine"
-        host, port = self._host_and_port()
+        host, port = address.host(self.address), int(self.address.rpartition(":")[2])
         if port == 0:
             return "failed", (
                 "with port 0 a server takes any free port; give the one that it printed"
@@ -362,7 +353,8 @@ class Checks:
             which = "to the center" if up is None else "from the center"
             return "failed", (
                 f"short messages pass by {way.transport}, but 16 KiB {which} do not in "
-                f"{self.timeout:g} s"
+                f"{self.timeout:g} s: something on the path may drop large packets "
+                f"(`tracepath {address.host(self.address)}` shows their largest size)"
             )
         slow, which = min((up, "up, to the center"), (down, "down, from the center"))
         if slow < LEAST_RATE:
@@ -378,84 +370,6 @@ class Checks:
                 "the cable, and traffic shaping in that direction"
             )
         return "ok", ""
-
-    def _check_interface(self) -> _Found:
-        """Check whether a network interface other than the one in use is faster."""
-        if address.is_local(self.address):
-            return "ok", "nothing leaves this machine"
-        own = self._path()
-        if own is None:
-            return "warning", "this system does not report which interface is used"
-        route = _network.interface_of(own)
-        name = route.name if route else "an unknown interface"
-        mbit = f", which reports {route.mbit} Mbit/s" if route and route.mbit else ""
-        said = f"packets leave by {name} ({own.source}){mbit}"
-        way = self._ways.get("socket")
-        tried, better = [], []
-        for each in _network.others(own, route):
-            where = f"{each.name} ({', '.join(each.addresses)})"
-            if way is None:
-                tried.append(f"{where} may reach the center as well")
-                continue
-            try:
-                other = self._center.measure(
-                    "socket", route=path.Route(interface=each.name)
-                )
-            except errors.AgnOptaxError:
-                tried.append(f"{where} does not reach the center")
-                continue
-            tried.append(f"{where} reaches the center: {_in_words(other)}")
-            least = _BETTER if _least(way) < _FAST else _MUCH_BETTER
-            if _least(other) > least * _least(way):
-                better.append((_least(other), each.name))
-        said = "; ".join([said, *tried])
-        if better:
-            _, best = max(better)
-            return "warning", (
-                f"{said}. A faster interface is not used: route {self._host()} by "
-                f"{best} (`ip route get {self._host()}` shows the route), or give "
-                "workers the address that the center has in that network"
-            )
-        return "ok", said
-
-    def _check_packets(self) -> _Found:
-        """Check that packets of the connection's maximum size come through."""
-        if address.is_local(self.address):
-            return "ok", "nothing leaves this machine"
-        own = self._path()
-        if own is None or not own.segment:
-            return "warning", "this system does not report the maximum size of packets"
-        more = _network.headers(own)
-        route = _network.interface_of(own)
-        mtu = own.mtu if route is None else route.mtu
-        name = "this end's interface" if route is None else route.name
-        said = f"segments of {own.segment} bytes, and {name} has an MTU of {mtu}"
-        if own.mtu < mtu:
-            said += f", the path one of {own.mtu}"
-        if own.segment + more < min(own.mtu, mtu):
-            said += (
-                f"; the center's end, or the route, takes {own.segment + more} at most"
-            )
-        way = self._ways.get("socket") or self._ways.get("grpc")
-        if way is None:
-            return "warning", f"{said}; whether they pass could not be measured"
-        if way.up and way.down:
-            return "ok", f"{said}; they pass both ways"
-        which = "to the center" if not way.up else "from the center"
-        which = "either way" if not (way.up or way.down) else which
-        less = _network.largest_segment(self._center, own, self.timeout)
-        if less is None:
-            return "failed", (
-                f"{said}; they do not pass {which}, nor do shorter ones: something on "
-                "the path drops all packets but tiny ones"
-            )
-        return "failed", (
-            f"{said}; they do not pass {which}, and those of {less} bytes do. "
-            f"Something on the path takes packets of about {less + more} bytes at most "
-            "and does not report it: set that MTU (`ip link set dev "
-            f"{name} mtu {less + more}`, or of the tunnel), let ICMP through, or set "
-            "net.ipv4.tcp_mtu_probing=1 at both ends"
-        )
 
     def _check_timeouts(self) -> _Found:
         waiting, lease = self._described.waiting_interval, self._described.lease
@@ -535,15 +449,3 @@ class Checks:
         assert self.rule is not None
         fingerprint.compare(self._described.rule, self.rule, self.address)
         return "ok", f"{self.rule.name} at both ends"
-
-    def _path(self) -> path.Path | None:
-        """Return the path of the exchanges' connection, or of one to gRPC's port."""
-        way = self._ways.get("socket")
-        own = None if way is None else way.path
-        return own or _network.path_to(self.address, self.timeout)
-
-    def _host(self) -> str:
-        return address.host(self.address)
-
-    def _host_and_port(self) -> tuple[str, int]:
-        return self._host(), int(self.address.rpartition(":")[2])

@@ -19,7 +19,6 @@ from agn_optax.service.security import _token
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.transports import named
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._path import Route
 from agn_optax.service.wire import _trees
 
 T = TypeVar("T")
@@ -111,23 +110,13 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
         return self._ask(attempt)
 
-    def measure(
-        self,
-        transport: str,
-        *,
-        route: Route | None = None,
-        timeout: float | None = None,
-    ) -> Way:
+    def measure(self, transport: str) -> Way:
         """Measure the speed of a transport, separately for each direction.
 
         This needs the role of a reader, and takes about a second.
 
         Args:
           transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as in `connect`.
-          route: network interface and maximum segment size of a socket; None leaves
-            both to the operating system.
-          timeout: seconds within which a few kilobytes must be transferred; None for
-            the timeout of the other calls.
 
         Raises:
           CenterUnreachableError: the transport cannot be used.
@@ -135,15 +124,12 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           ProtocolError: the center's release does not support measurements.
         """
         (way,) = named([transport])
-        patience = self._connection.timeout if timeout is None else timeout
 
         def attempt() -> Way:
             offers = {offer.transport: offer for offer in self.describe().offers}
             own = offers.get(transport)
             try:
-                return measure(
-                    self._connection, way, own, timeout=patience, route=route
-                )
+                return measure(self._connection, way, own)
             except errors.AgnOptaxError:
                 raise  # some of these are OSErrors, too
             except OSError as error:

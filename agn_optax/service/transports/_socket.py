@@ -28,7 +28,6 @@ from agn_optax.service.security._access import KEY_SIZE, Caller
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
-from agn_optax.service.transports._path import Path, connected, path_of
 from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
@@ -73,10 +72,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         else:
             # By the host name under which this worker knows the center.
             host, port = _address.host(center), int(where.rpartition(":")[2])
-            if target.route is None:
-                end = socket.create_connection((host, port), timeout=_DIALLING)
-            else:
-                end = connected(host, port, _DIALLING, target.route)
+            end = socket.create_connection((host, port), timeout=_DIALLING)
             closing.enter_context(end)
         tune(end)
         if tls is not None:
@@ -127,9 +123,6 @@ class SocketLink(_transport.Link):
     def send(self, parcel: Parcel) -> None:
         with parcel, self.pace(parcel.nbytes):
             send(self._end, parcel.pieces(), self.sent)
-
-    def path(self) -> Path | None:
-        return path_of(self._end)
 
     def why_it_ended(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")

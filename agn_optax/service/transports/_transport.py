@@ -24,7 +24,6 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._path import Path, Route
 from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
@@ -59,13 +58,11 @@ class Target(NamedTuple):
       connection: connection to its gRPC service.
       offer: the service's offer of the transport.
       buffers: buffers to receive in.
-      route: route of the connection; None leaves it to the system. Not used by gRPC.
     """
 
     connection: Connection
     offer: pb.Offer | None
     buffers: Buffers
-    route: Route | None = None
 
 
 class Listener(abc.ABC):
@@ -162,10 +159,6 @@ class Link(Reader, abc.ABC):
             raise _status.exception_in(frame.refused)
         self.served()
         return frame
-
-    def path(self) -> Path | None:
-        """Return the system's data on the connection; None if there are none."""
-        return None
 
     @abc.abstractmethod
     def why_it_ended(self) -> errors.AgnOptaxError:
