@@ -12,10 +12,10 @@ import pytest
 from helpers import certificates
 from helpers.commands import PATIENCE, command, fails, succeeds
 from helpers.disks import small_disks
-from helpers.network import Network, answered_by, joined
+from helpers.network import Network
 
 from agn_optax import center, errors, rules, service
-from agn_optax.ops.doctor import _checks, _network
+from agn_optax.ops.doctor import _checks
 from agn_optax.service import address as addresses
 
 RULE = rules.easgd(0.25)
@@ -322,97 +322,28 @@ def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
     assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", said)
 
 
-# Proxies in the environment, as gRPC uses them.
-
-
-@contextlib.contextmanager
-def http_proxy(target, asked):
-    """Run a proxy that connects every client to `target` and records the requests."""
-
-    def answer(near):
-        with near, contextlib.suppress(OSError):
-            near.settimeout(PATIENCE)
-            said = b""
-            while b"\r\n\r\n" not in said:
-                said += near.recv(1 << 10)
-            asked.append(said.split()[1].decode())
-            host, port = target.split(":")
-            with socket.create_connection((host, int(port))) as far:
-                near.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                joined(near, far)
-
-    with answered_by(answer) as address:
-        yield address
-
-
-@pytest.fixture
-def variables(monkeypatch):
-    """A function that sets an environment variable, after removing proxy settings."""
-    for name in (*_network._PROXIES, *_network._EXCEPTIONS):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch.setenv
-
-
 @pytest.mark.parametrize(
-    ("said", "variable"),
+    ("address", "environment", "result"),
     [
-        ({}, None),
-        ({"HTTPS_PROXY": "{}"}, None),
-        ({"http_proxy": "{}"}, "http_proxy"),
-        ({"http_proxy": "http://127.0.0.1:1", "https_proxy": "{}"}, "https_proxy"),
-        ({"https_proxy": "http://127.0.0.1:1", "grpc_proxy": "{}"}, "grpc_proxy"),
-        ({"grpc_proxy": "{}", "no_proxy": "elsewhere, .invalid"}, None),
-        ({"grpc_proxy": "{}", "no_proxy": "10.0.0.0/8"}, "grpc_proxy"),
-        ({"grpc_proxy": "{}", "no_proxy": "*", "no_grpc_proxy": "b"}, "grpc_proxy"),
+        ("10.1.2.3:5000", {}, "ok"),
+        ("10.1.2.3:5000", {"HTTPS_PROXY": "http://127.0.0.1:1"}, "ok"),
+        ("10.1.2.3:5000", {"http_proxy": "http://anna:secret@127.0.0.1:1"}, "warning"),
+        ("127.0.0.1:5000", {"grpc_proxy": "http://127.0.0.1:1"}, "ok"),
+        ("unix:/tmp/center", {"grpc_proxy": "http://127.0.0.1:1"}, "ok"),
+        ("a.b:1", {"grpc_proxy": "http://127.0.0.1:1", "no_proxy": "b, c"}, "ok"),
+        ("a.d:1", {"grpc_proxy": "http://127.0.0.1:1", "no_proxy": "b, c"}, "warning"),
     ],
 )
-def test_doctor_reads_proxy_settings_as_grpc_does(server, variables, said, variable):
-    name = "center.invalid:5000"  # only the proxy can reach it
-    asked = []
-    with http_proxy(server.address, asked) as there:
-        for key, value in said.items():
-            variables(key, value.format(f"http://{there}"))
-        with service.Observer(name, timeout=5.0, insecure=True) as observer:
-            reached = True
-            try:
-                observer.status()
-            except errors.CenterUnreachableError:
-                reached = False
-        found = _network.proxy_of(name)
-        assert (found and found.variable) == variable
-        assert reached == (variable is not None)
-        if found is not None:
-            assert f"{found.host}:{found.port}" == there
-            assert not _network.why_not_through(found, name, PATIENCE)
-            assert asked == [name, name]
-
-
-def test_local_address_has_no_proxy(variables):
-    variables("grpc_proxy", "http://127.0.0.1:1")
-    assert _network.proxy_of("127.0.0.1:5000") is None
-    assert _network.proxy_of("unix:/tmp/center") is None
-    assert _network.proxy_of("10.1.2.3:5000").host == "127.0.0.1"
-    variables("no_proxy", "10.0.0.0/8")
-    assert _network.proxy_of("10.1.2.3:5000") is None
-
-
-def test_doctor_reports_the_answer_of_a_proxy(variables, nowhere):
-    variables("grpc_proxy", "http://anna:secret@127.0.0.1:1")
-    proxy = _network.proxy_of("center.invalid:5000")
-    assert proxy.user == "anna:secret"
-    host, _, port = nowhere.rpartition(":")
-    gone = proxy._replace(host=host, port=int(port))
-    assert "refused" in _network.why_not_through(gone, "center.invalid:5000", 5.0)
-    with other_server(b"HTTP/1.1 403 Forbidden\r\n\r\n") as there:
-        host, _, port = there.rpartition(":")
-        strict = proxy._replace(host=host, port=int(port))
-        why = _network.why_not_through(strict, "center.invalid:5000", 5.0)
-    assert why == "it answered 'HTTP/1.1 403 Forbidden'"
-    with other_server(b"") as there:
-        host, _, port = there.rpartition(":")
-        mute = proxy._replace(host=host, port=int(port))
-        why = _network.why_not_through(mute, "center.invalid:5000", 5.0)
-    assert "without an answer" in why or "reset" in why
+def test_doctor_warns_of_a_proxy(monkeypatch, address, environment, result):
+    for name in (*_checks._PROXIES, "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = {"timeout": 1.0, "client_timeout": 30.0, "give_up": 600.0}
+    checks = _checks.Checks(address, None, None, stop_grace=None, tls=None, **settings)
+    found, said = checks._check_proxy()
+    assert found == result
+    assert "secret" not in said
 
 
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
+from urllib.request import proxy_bypass_environment
 
 from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.ops import units
-from agn_optax.ops.doctor import _network
 from agn_optax.rules import Rule
 from agn_optax.service import (
     LEAST_RATE,
@@ -37,6 +38,8 @@ _BACK = 5.0  # seconds from an outage until workers have joined again
 _LAST = 1.0  # seconds that a center takes beyond its grace
 # Packages whose versions affect rounding.
 _ARITHMETIC = ("jax", "jaxlib", "optax")
+# Variables that gRPC reads, in its order of preference, in lower case only.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _TRANSPORTS = ("memory", "socket", "grpc")
 
 Result = Literal["ok", "warning", "failed"]
@@ -144,17 +147,15 @@ class Checks:
         return "ok", f"{self.address} is {', '.join(numbers)}, port {port}"
 
     def _check_proxy(self) -> _Found:
-        proxy = _network.proxy_of(self.address)
-        if proxy is None:
-            return "ok", "gRPC uses no proxy for it"
-        said = f"{proxy.variable} sends gRPC through {proxy.host}:{proxy.port}"
         host = address.host(self.address)
-        instead = f"add {host} to no_proxy, or unset {proxy.variable}"
-        if why := _network.why_not_through(proxy, self.address, self.timeout):
-            return "failed", (
-                f"{said}, which does not connect to the center: {why}; {instead}"
-            )
-        return "warning", f"{said}, but exchanges by sockets bypass it; {instead}"
+        proxies = [name for name in _PROXIES if os.environ.get(name)]
+        is_bypassed = address.is_local(self.address) or proxy_bypass_environment(host)
+        if not proxies or is_bypassed:
+            return "ok", "gRPC uses no proxy for it"
+        return "warning", (
+            f"{proxies[0]} sends gRPC through a proxy, and exchanges by sockets bypass "
+            f"it; add {host} to no_proxy, or unset {proxies[0]}"
+        )
 
     def _check_connection(self) -> _Found:
         try:
