@@ -36,8 +36,6 @@ _UNLIKE = 3.0  # factor by which one direction may be slower than the other
 _FAST = 200e6  # bytes per second: at a higher rate, processors may be the bottleneck
 _BACK = 5.0  # seconds from an outage until workers have joined again
 _LAST = 1.0  # seconds that a center takes beyond its grace
-# Packages whose versions affect rounding.
-_ARITHMETIC = ("jax", "jaxlib", "optax")
 # Variables that gRPC reads, in its order of preference, in lower case only.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _TRANSPORTS = ("memory", "socket", "grpc")
@@ -134,11 +132,11 @@ class Checks:
         address.check(self.address)
         if self.address.startswith("unix:"):
             return "ok", f"{self.address} is a socket of this machine"
-        host, port = address.host(self.address), int(self.address.rpartition(":")[2])
-        if port == 0:
+        if not address.is_fixed(self.address):
             return "failed", (
                 "with port 0 a server takes any free port; give the one that it printed"
             )
+        host, port = self._host, int(self.address.rpartition(":")[2])
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -147,14 +145,13 @@ class Checks:
         return "ok", f"{self.address} is {', '.join(numbers)}, port {port}"
 
     def _check_proxy(self) -> _Found:
-        host = address.host(self.address)
-        proxies = [name for name in _PROXIES if os.environ.get(name)]
-        is_bypassed = address.is_local(self.address) or proxy_bypass_environment(host)
-        if not proxies or is_bypassed:
+        variable = next((name for name in _PROXIES if os.environ.get(name)), None)
+        is_local = address.is_local(self.address)
+        if is_local or variable is None or proxy_bypass_environment(self._host):
             return "ok", "gRPC uses no proxy for it"
         return "warning", (
-            f"{proxies[0]} sends gRPC through a proxy, and exchanges by sockets bypass "
-            f"it; add {host} to no_proxy, or unset {proxies[0]}"
+            f"{variable} sends gRPC through a proxy, and exchanges by sockets bypass "
+            f"it; add {self._host} to no_proxy, or unset {variable}"
         )
 
     def _check_connection(self) -> _Found:
@@ -199,30 +196,23 @@ class Checks:
 
     def _check_release(self) -> _Found:
         said = self._described
-        if said.protocol != address.PROTOCOL:
-            return "failed", (
-                f"the center speaks version {said.protocol} of the protocol, and this "
-                f"release {address.PROTOCOL}"
-            )
         if said.release != __version__:
             return "warning", (
                 f"the center runs agn_optax {said.release}, and this end {__version__}"
             )
-        here, there = versions.installed(), dict(said.versions)
+        words, there = f"agn_optax {__version__} at both ends", dict(said.versions)
         differences = [
-            f"{name} {there[name]} there and {here[name]} here"
-            for name in here
-            if there.get(name, here[name]) != here[name]
+            f"{name} {there.get(name)} there and {here} here"
+            for name, here in versions.installed().items()
+            if there.get(name) != here
         ]
         if not differences:
-            return "ok", f"agn_optax {__version__} at both ends"
-        words = f"agn_optax {__version__} at both ends, but {', '.join(differences)}"
-        if any(there.get(name, here[name]) != here[name] for name in _ARITHMETIC):
-            return "warning", (
-                f"{words}: their results may differ in the last place, and equal rules "
-                "may be taken for different ones; install the same at both ends"
-            )
-        return "ok", words
+            return "ok", words
+        return "warning", (
+            f"{words}, but {', '.join(differences)}: their results may differ in the "
+            "last place, and equal rules may be taken for different ones; install the "
+            "same at both ends"
+        )
 
     def _check_round_trip(self) -> _Found:
         times = [_seconds(self._center.status) for _ in range(_ROUND_TRIPS)]
@@ -261,36 +251,31 @@ class Checks:
     def _check_schema(self) -> _Found:
         if not self._described.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
-        schema = wire.from_bytes(self._described.schema)
-        if schema.hash != self._described.schema_hash:
-            return "failed", (
-                f"the hash of the leaves is {schema.hash.hex()}, and the center says "
-                f"{self._described.schema_hash.hex()}"
-            )
-        size = sum(leaf.nbytes for leaf in schema.leaves)
-        return "ok", f"{len(schema.leaves)} leaves, {units.in_bytes(size)}"
+        leaves = wire.from_bytes(self._described.schema).leaves
+        size = sum(leaf.nbytes for leaf in leaves)
+        return "ok", f"{len(leaves)} leaves, {units.in_bytes(size)}"
 
     def _check_disk(self) -> _Found:
         status = self._center.status()
+        degraded = "" if status["parent"] else status["degraded"]
         free, needed = status["disk_free"], status["disk_needed"]
-        room = ""
-        if free is not None and needed is not None:
-            room = (
-                f"{units.in_bytes(free)} are free, and the next snapshot with its "
-                f"journal takes {units.in_bytes(needed)}"
+        if free is None or needed is None:  # not known, or nothing is kept on disk
+            kept = degraded or "the center keeps everything that it is set to keep"
+            return "warning" if degraded else "ok", kept
+        room = (
+            f"{units.in_bytes(free)} are free, and the next snapshot with its journal "
+            f"takes {units.in_bytes(needed)}"
+        )
+        if free < needed:
+            return "failed", (
+                f"{room}: make room there, or the center stops, or goes on in memory "
+                f"alone, as it is set to. {degraded}".strip()
             )
-            if free < needed:
-                return "failed", (
-                    f"{room}: make room there, or the center stops, or goes on in "
-                    f"memory alone, as it is set to. {status['degraded']}".strip()
-                )
-        said = status["degraded"]
-        if said and not status["parent"]:
-            return "warning", f"{said} ({room})" if room else said
-        if room and free < 2 * needed:
+        if degraded:
+            return "warning", f"{degraded} ({room})"
+        if free < 2 * needed:
             return "warning", f"{room}: make room before a second one is written"
-        kept = "the center keeps everything on disk that it is set to keep"
-        return "ok", f"{kept}; {room}" if room else kept
+        return "ok", room
 
     def _check_parent(self) -> _Found:
         """Check that a site of a tree has its parent."""
@@ -306,79 +291,71 @@ class Checks:
         direct = self._center.status()["direct_address"]
         if not direct:
             return "ok", "the center has no port for exchanges beside that of gRPC"
-        host, port = address.host(self.address), int(direct.rpartition(":")[2])
+        port = int(direct.rpartition(":")[2])
+        where = f"{self._host}:{port}"
         try:
             seconds = _seconds(
-                lambda: socket.create_connection((host, port), self.timeout).close()
+                lambda: socket.create_connection(
+                    (self._host, port), self.timeout
+                ).close()
             )
         except OSError as error:
-            swallowed = isinstance(error, TimeoutError)
+            dropped = ", so a firewall drops the packets to it"
             return "warning", (
-                f"nothing listens at {host}:{port}: {error}"
-                f"{', so a firewall drops the packets to it' if swallowed else ''}. "
-                "Exchanges from here are as slow as gRPC is: open that port in the "
-                "firewall, or choose another one by serve --direct-address"
+                f"nothing listens at {where}: {error}"
+                f"{dropped if isinstance(error, TimeoutError) else ''}. Exchanges from "
+                "here are as slow as gRPC is: open that port in the firewall, or "
+                "choose another one by serve --direct-address"
             )
-        return (
-            "ok",
-            f"exchanges go to {host}:{port}, connected in {seconds * 1e3:.1f} ms",
-        )
+        return "ok", f"exchanges go to {where}, connected in {seconds * 1e3:.1f} ms"
 
     def _check_rates(self) -> _Found:
         """Measure each transport, up and down, through the connections of exchanges."""
         offered = {offer.transport for offer in self._described.offers} | {"grpc"}
         missing = []
-        for name in _TRANSPORTS:
-            if name not in offered:
-                continue
+        for name in [name for name in _TRANSPORTS if name in offered]:
             try:
                 self._ways[name] = self._center.measure(name)
-            except (errors.NotAllowedError, errors.ProtocolError) as error:
+            except errors.NotAllowedError as error:
                 return "warning", f"the rates cannot be measured: {error}"
             except errors.CenterUnreachableError as error:
                 if name != "memory" or address.is_local(self.address):
                     missing.append(str(error))
         said = "; ".join([*map(_in_words, self._ways.values()), *missing])
-        worst: Result = "warning" if missing else "ok"
         way = self._ways.get("socket") or self._ways.get("grpc")
-        if way is None:
-            return worst, said
-        result, advice = self._judged(way)
-        if result == "ok":
-            return worst, said
-        return result, f"{said}; {advice}"
+        result, advice = ("ok", "") if way is None else self._judged(way)
+        if result != "ok":
+            return result, f"{said}; {advice}"
+        return "warning" if missing else "ok", said
 
     def _judged(self, way: Way) -> _Found:
-        up, down = way.up, way.down
-        if up is None or down is None:
-            which = "to the center" if up is None else "from the center"
+        if way.up is None or way.down is None:
+            which = "to the center" if way.up is None else "from the center"
             return "failed", (
                 f"short messages pass by {way.transport}, but 16 KiB {which} do not in "
                 f"{self.timeout:g} s: something on the path may drop large packets "
-                f"(`tracepath {address.host(self.address)}` shows their largest size)"
+                f"(`tracepath {self._host}` shows their largest size)"
             )
-        slow, which = min((up, "up, to the center"), (down, "down, from the center"))
+        up, down = (way.up, "up, to the center"), (way.down, "down, from the center")
+        (slow, which), (fast, _) = sorted((up, down))
         if slow < LEAST_RATE:
             return "failed", (
                 f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
                 "below which both ends break transfers off"
             )
-        unlike = max(up, down) / slow
-        if unlike > _UNLIKE and slow < _FAST:
+        if fast > _UNLIKE * slow and slow < _FAST:
             return "warning", (
-                f"the way {which}, is {unlike:.1f} times slower than the other one: "
-                "check the speed and duplex that its network cards have negotiated, "
-                "the cable, and traffic shaping in that direction"
+                f"the way {which}, is {fast / slow:.1f} times slower than the other "
+                "one: check the speed and duplex that its network cards have "
+                "negotiated, the cable, and traffic shaping in that direction"
             )
         return "ok", ""
 
     def _check_timeouts(self) -> _Found:
         waiting, lease = self._described.waiting_interval, self._described.lease
-        options = dict(address.OPTIONS)
-        keepalive = (
-            options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]
-        ) / 1000
-        client = self.client_timeout
+        pings = dict(address.OPTIONS)
+        silence = pings["grpc.keepalive_time_ms"] + pings["grpc.keepalive_timeout_ms"]
+        keepalive, client = silence / 1000, self.client_timeout
         said = (
             f"waiting workers hear from the center every {waiting:g} s, lost hosts are "
             f"noticed after {keepalive:g} s, workers give up a silent center after "
@@ -389,11 +366,6 @@ class Checks:
             return "failed", (
                 f"{said}: workers that wait would give up a healthy center; give "
                 f"connect() a timeout above {waiting:g}"
-            )
-        if lease <= waiting:
-            return "warning", (
-                f"{said}: workers hardly have time to return; give serve a longer "
-                "--lease"
             )
         if lease < _BACK:
             return "warning", (
@@ -410,25 +382,24 @@ class Checks:
         """Check the times that must exceed that of an exchange of this model."""
         described = self._described
         way = next(iter(self._ways.values()), None)
-        said, exchange, message = "", 0.0, 0.0
+        parts, exchange, message = [], 0.0, 0.0
         if described.HasField("schema") and way is not None and way.up and way.down:
             size = wire.from_bytes(described.schema).size
             exchange, message = way.seconds(size, size), way.seconds(size, 0)
-            said = (
+            parts.append(
                 f"an exchange of this model takes {exchange:.3g} s by {way.transport}, "
                 f"{size / way.up:.3g} up and {size / way.down:.3g} down"
             )
+        ends = described.stop_grace + _LAST
+        parts.append(f"the center ends within {ends:g} s")
+        said = "; ".join(parts)
+        crowd = exchange * max(1, len(self._center.status()["workers"]))
         if described.HasField("grace") and described.grace <= message:
             return "warning", (
                 f"{said}, and rounds close {described.grace:g} s after the first "
                 "message of a quorum: the second message is late; give serve a longer "
                 "--grace"
             )
-        if not described.HasField("stop_grace"):
-            return "ok", said or "this center does not report how long it takes to end"
-        ends = described.stop_grace + _LAST
-        crowd = exchange * max(1, len(self._center.status()["workers"]))
-        said = f"{said}; the center ends within {ends:g} s".removeprefix("; ")
         if crowd > described.stop_grace:
             return "warning", (
                 f"{said}, and the answers to all of its workers at once take "
@@ -450,3 +421,7 @@ class Checks:
         assert self.rule is not None
         fingerprint.compare(self._described.rule, self.rule, self.address)
         return "ok", f"{self.rule.name} at both ends"
+
+    @property
+    def _host(self) -> str:
+        return address.host(self.address)
