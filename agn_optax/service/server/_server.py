@@ -233,8 +233,6 @@ def serve(
     )
     is_local = _check_settings(settings, security)
     door = Door(security.admitted(is_local=is_local))
-    reflects = is_local if security.reflection is None else security.reflection
-    settings = settings._replace(reflection=reflects)
     center = PackedCenter(
         rule,
         params,

@@ -77,8 +77,6 @@ class Security:
       access: access control: the callers and their roles. None admits everybody on this
         machine, or, if ``tls`` asks for certificates, those whose certificates grant a
         role.
-      reflection: serve gRPC's reflection and channelz, which reveal methods, calls and
-        connections; None serves them only within this machine.
 
     Raises:
       InvalidTypeError: ``tls`` is not a `Tls`, or ``access`` not an `Access`.
@@ -102,7 +100,6 @@ class Security:
     credentials: grpc.ServerCredentials | None = None
     insecure: bool = False
     access: Access | None = None
-    reflection: bool | None = None
 
     def __post_init__(self) -> None:
         _tls.check(self.tls, self.credentials, self.insecure)

@@ -37,7 +37,6 @@ class ListenSettings(NamedTuple):
       direct_address: "host:port" for sockets; None for a free port.
       tls: TLS settings of sockets and gRPC.
       credentials: server credentials for gRPC alone.
-      reflection: whether gRPC serves reflection and channelz.
       page: "host:port" of the page; None for none.
       health: "host:port" of health checks without authentication; None for none.
     """
@@ -46,7 +45,6 @@ class ListenSettings(NamedTuple):
     direct_address: str | None = None
     tls: Tls | None = None
     credentials: grpc.ServerCredentials | None = None
-    reflection: bool = True
     page: str | None = None
     health: str | None = None
 
