@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 from agn_optax import errors
 from agn_optax._version import __version__
@@ -147,7 +147,7 @@ class Checks:
     def _check_proxy(self) -> _Found:
         variable = next((name for name in _PROXIES if os.environ.get(name)), None)
         is_local = address.is_local(self.address)
-        if is_local or variable is None or proxy_bypass_environment(self._host):
+        if is_local or variable is None or proxy_bypass(self._host):
             return "ok", "gRPC uses no proxy for it"
         return "warning", (
             f"{variable} sends gRPC through a proxy, and exchanges by sockets bypass "
@@ -323,9 +323,10 @@ class Checks:
                     missing.append(str(error))
         said = "; ".join([*map(_in_words, self._ways.values()), *missing])
         way = self._ways.get("socket") or self._ways.get("grpc")
-        result, advice = ("ok", "") if way is None else self._judged(way)
-        if result != "ok":
-            return result, f"{said}; {advice}"
+        if way is not None:
+            result, advice = self._judged(way)
+            if result != "ok":
+                return result, f"{said}; {advice}"
         return "warning" if missing else "ok", said
 
     def _judged(self, way: Way) -> _Found:

@@ -58,8 +58,7 @@ class Connection:
     Args:
       address: the center's address, or ``file:PATH`` with a file that holds it.
       timeout: seconds without any response after which a call gives up.
-      tls: the TLS settings; None for plain text or ``credentials``.
-      credentials: gRPC credentials instead of ``tls``.
+      tls: the TLS settings; None for plain text.
       insecure: allows plain text beyond this machine.
       token: the token of this end, see `_token.of`.
 
@@ -74,15 +73,14 @@ class Connection:
         address: str,
         timeout: float,
         tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
         self._file = _published.path_of(_published.check_reachable(address))
-        self._check = functools.partial(_tls.check, tls, credentials, insecure)
+        self._check = functools.partial(_tls.check, tls, insecure)
         self._check(*([address] if self._file is None else []))
         self._credentials: Callable[[], grpc.ChannelCredentials | None]
-        self._credentials = lambda: credentials
+        self._credentials = lambda: None
         if tls is not None:
             self._credentials = Reread(tls.files, tls.client_credentials)
         self.address = address
@@ -97,11 +95,6 @@ class Connection:
         self._closed = threading.Event()
         self._heard = -math.inf  # when a frame came last; monotonic seconds
         self._served = -math.inf  # when a frame came last that was not an error
-
-    @property
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """The gRPC credentials, made of ``tls`` or given; None for plain text."""
-        return self._credentials()
 
     @property
     def closed(self) -> bool:
@@ -296,7 +289,7 @@ class Connection:
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        self._shown = self.credentials
+        self._shown = self._credentials()
         if self._shown is None:
             return grpc.insecure_channel(self.address, options)
         return grpc.secure_channel(self.address, self._shown, options)
@@ -407,11 +400,9 @@ class Connection:
         """Return a TLS error if a server answers but the handshake failed, or None."""
         if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
             return None
-        if self.credentials is not self._shown:  # certificates have changed meanwhile
+        if self._credentials() is not self._shown:  # the certificates have changed
             self._let_go()
             return None
-        if self.tls is None and self.credentials is not None:
-            return None  # gRPC's credentials are opaque
         reason = _handshake.why_not(self.address, self.tls)
         if not reason:
             return None

@@ -134,7 +134,7 @@ class _OfServer(_transport.Listener):
                 request = _parsed(health_pb2.HealthCheckRequest, message)
             return self._health.Check(request, context)
 
-        checks = {
+        checks: dict[str, Any] = {
             "Check": grpc.stream_unary_rpc_method_handler(
                 check, response_serializer=_serialized
             )
@@ -226,15 +226,13 @@ class HealthListener(_OfServer):
 
 def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
-    address, credentials = place.address, place.credentials
+    address = place.address
     _check_free(address)
-    if place.tls is not None:
-        credentials = place.tls.server_credentials()
     try:
-        if credentials is None:
+        if place.tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, place.tls.server_credentials())
     except RuntimeError as error:
         reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(

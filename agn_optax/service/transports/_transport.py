@@ -16,8 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-import grpc
-
 from agn_optax import errors
 from agn_optax._internal import in_background, keep_running
 from agn_optax.service import center_pb2 as pb
@@ -36,7 +34,6 @@ class ListenSettings(NamedTuple):
       address: address for gRPC.
       direct_address: "host:port" for sockets; None for a free port.
       tls: TLS settings of sockets and gRPC.
-      credentials: server credentials for gRPC alone.
       page: "host:port" of the page; None for none.
       health: "host:port" of health checks without authentication; None for none.
     """
@@ -44,7 +41,6 @@ class ListenSettings(NamedTuple):
     address: str
     direct_address: str | None = None
     tls: Tls | None = None
-    credentials: grpc.ServerCredentials | None = None
     page: str | None = None
     health: str | None = None
 
