@@ -1,9 +1,8 @@
 """A strict parser of HTTP/1.1 requests without a body: bytes in, a request out.
 
 The page is read-only, so a request consists of a request line and header fields, and
-ends with a blank line. Any other input is rejected and its connection is closed. This
-prevents request smuggling (bytes of one request taken for the next one) and requests
-with another `Host` than the one that the browser believes it talks to.
+ends with a blank line. Any other input is rejected. A connection has one request, so no
+bytes of a request are taken for another one (request smuggling).
 """
 
 from __future__ import annotations
@@ -52,13 +51,11 @@ class Request:
       method: "GET" or "HEAD".
       path: the path, without the query.
       fields: the header fields, by their names in lower case.
-      is_last: whether the connection is closed after the response.
     """
 
     method: str
     path: str
     fields: Mapping[str, str]
-    is_last: bool
 
 
 def receive(recv: Callable[[int], bytes]) -> bytes:
@@ -117,12 +114,10 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
         raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "use GET or HEAD")
     has_body = fields.get("content-length", "0") != "0"
     if has_body or rest or "transfer-encoding" in fields:
-        raise _bad("a request must have no body, and follow the previous answer")
+        raise _bad("a request must have no body, and a connection one request")
     if not blank or not target.startswith("/"):
         raise _bad("a request must name a path, and end with a blank line")
-    options = fields.get("connection", "").lower().split(",")
-    is_last = version == "1.0" or "close" in (each.strip(_BLANKS) for each in options)
-    return Request(method, target.partition("?")[0], fields, is_last)
+    return Request(method, target.partition("?")[0], fields)
 
 
 def is_loopback(host: str) -> bool:
