@@ -28,7 +28,6 @@ def test_every_transport_is_measured_in_both_directions(server, transport):
     assert 0 < way.round_trip < 5
     assert way.up > 1e6
     assert way.down > 1e6
-    assert way.seconds(10**6, 10**6) < 5
 
 
 def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):

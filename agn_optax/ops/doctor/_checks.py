@@ -34,8 +34,6 @@ _FIRST_WORD = 1.0  # seconds: with a longer round trip, workers hardly manage to
 _ROUND_TRIPS = 5
 _UNLIKE = 3.0  # factor by which one direction may be slower than the other
 _FAST = 200e6  # bytes per second: at a higher rate, processors may be the bottleneck
-_BACK = 5.0  # seconds from an outage until workers have joined again
-_LAST = 1.0  # seconds that a center takes beyond its grace
 # Variables that gRPC reads, in its order of preference, in lower case only.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _TRANSPORTS = ("memory", "socket", "grpc")
@@ -83,10 +81,6 @@ class Checks:
       observer: opens a connection to the center.
       rule: rule to compare with the center's; None for no comparison.
       timeout: seconds that a call may take.
-      client_timeout: seconds of silence after which calls of workers time out.
-      give_up: seconds that workers wait for a lost center.
-      stop_grace: seconds from the signal that ends the center until its process manager
-        kills it; None if unknown.
       tls: TLS settings of this end; None for plain text.
     """
 
@@ -95,14 +89,9 @@ class Checks:
     rule: Rule | None
     _: dataclasses.KW_ONLY
     timeout: float
-    client_timeout: float
-    give_up: float
-    stop_grace: float | None
     tls: Tls | None
     _center: Any = dataclasses.field(init=False, default=None)
     _described: Any = dataclasses.field(init=False, default=None)
-    # By transport, in the order in which exchanges prefer them.
-    _ways: dict[str, Way] = dataclasses.field(init=False, default_factory=dict)
 
     def run(self) -> Iterator[Finding]:
         """Run all checks in the order of their definition, and yield each finding.
@@ -286,43 +275,29 @@ class Checks:
             return "warning", said
         return "ok", f"the center is a site of {status['parent']}, connected to it"
 
-    def _check_ports(self) -> _Found:
-        """Check that exchanges can use the port beside gRPC's."""
-        direct = self._center.status()["direct_address"]
-        if not direct:
-            return "ok", "the center has no port for exchanges beside that of gRPC"
-        port = int(direct.rpartition(":")[2])
-        where = f"{self._host}:{port}"
-        try:
-            seconds = _seconds(
-                lambda: socket.create_connection(
-                    (self._host, port), self.timeout
-                ).close()
-            )
-        except OSError as error:
-            dropped = ", so a firewall drops the packets to it"
-            return "warning", (
-                f"nothing listens at {where}: {error}"
-                f"{dropped if isinstance(error, TimeoutError) else ''}. Exchanges from "
-                "here are as slow as gRPC is: open that port in the firewall, or "
-                "choose another one by serve --direct-address"
-            )
-        return "ok", f"exchanges go to {where}, connected in {seconds * 1e3:.1f} ms"
-
     def _check_rates(self) -> _Found:
         """Measure each transport, up and down, through the connections of exchanges."""
-        offered = {offer.transport for offer in self._described.offers} | {"grpc"}
+        offers = {offer.transport: offer for offer in self._described.offers}
+        ways: dict[str, Way] = {}  # in the order in which exchanges prefer them
         missing = []
-        for name in [name for name in _TRANSPORTS if name in offered]:
+        for name in _TRANSPORTS:
+            if name not in offers and name != "grpc":
+                continue
             try:
-                self._ways[name] = self._center.measure(name)
+                ways[name] = self._center.measure(name)
             except errors.NotAllowedError as error:
                 return "warning", f"the rates cannot be measured: {error}"
             except errors.CenterUnreachableError as error:
-                if name != "memory" or address.is_local(self.address):
+                if name == "socket":
+                    missing.append(
+                        f"{error}. Exchanges from here are as slow as gRPC is: open "
+                        f"{offers[name].address} in the firewall, or choose another "
+                        "port by serve --direct-address"
+                    )
+                elif name != "memory" or address.is_local(self.address):
                     missing.append(str(error))
-        said = "; ".join([*map(_in_words, self._ways.values()), *missing])
-        way = self._ways.get("socket") or self._ways.get("grpc")
+        said = "; ".join([*map(_in_words, ways.values()), *missing])
+        way = ways.get("socket") or ways.get("grpc")
         if way is not None:
             result, advice = self._judged(way)
             if result != "ok":
@@ -351,72 +326,6 @@ class Checks:
                 "negotiated, the cable, and traffic shaping in that direction"
             )
         return "ok", ""
-
-    def _check_timeouts(self) -> _Found:
-        waiting, lease = self._described.waiting_interval, self._described.lease
-        pings = dict(address.OPTIONS)
-        silence = pings["grpc.keepalive_time_ms"] + pings["grpc.keepalive_timeout_ms"]
-        keepalive, client = silence / 1000, self.client_timeout
-        said = (
-            f"waiting workers hear from the center every {waiting:g} s, lost hosts are "
-            f"noticed after {keepalive:g} s, workers give up a silent center after "
-            f"{client:g} s, and the center gives up workers {lease:g} s after their "
-            "connection was lost"
-        )
-        if waiting >= client:
-            return "failed", (
-                f"{said}: workers that wait would give up a healthy center; give "
-                f"connect() a timeout above {waiting:g}"
-            )
-        if lease < _BACK:
-            return "warning", (
-                f"{said}: after a short outage workers are back within {_BACK:g} s, "
-                "when they are given up already; give serve a longer --lease"
-            )
-        if keepalive >= client:
-            return "warning", (
-                f"{said}: workers give up a center before they notice a lost host"
-            )
-        return "ok", said
-
-    def _check_grace(self) -> _Found:
-        """Check the times that must exceed that of an exchange of this model."""
-        described = self._described
-        way = next(iter(self._ways.values()), None)
-        parts, exchange, message = [], 0.0, 0.0
-        if described.HasField("schema") and way is not None and way.up and way.down:
-            size = wire.from_bytes(described.schema).size
-            exchange, message = way.seconds(size, size), way.seconds(size, 0)
-            parts.append(
-                f"an exchange of this model takes {exchange:.3g} s by {way.transport}, "
-                f"{size / way.up:.3g} up and {size / way.down:.3g} down"
-            )
-        ends = described.stop_grace + _LAST
-        parts.append(f"the center ends within {ends:g} s")
-        said = "; ".join(parts)
-        crowd = exchange * max(1, len(self._center.status()["workers"]))
-        if described.HasField("grace") and described.grace <= message:
-            return "warning", (
-                f"{said}, and rounds close {described.grace:g} s after the first "
-                "message of a quorum: the second message is late; give serve a longer "
-                "--grace"
-            )
-        if crowd > described.stop_grace:
-            return "warning", (
-                f"{said}, and the answers to all of its workers at once take "
-                f"{crowd:.3g} s: give `Server.stop` a longer grace"
-            )
-        if self.stop_grace is not None and self.stop_grace < ends:
-            return "failed", (
-                f"{said}, and is killed after {self.stop_grace:g} s: give it {ends:g} "
-                "at least (TimeoutStopSec, terminationGracePeriodSeconds)"
-            )
-        if self.give_up <= ends:
-            return "warning", (
-                f"{said}, and workers give up {self.give_up:g} s after they lost it, "
-                "before it can be started again; give Worker() a longer give_up"
-            )
-        return "ok", said
 
     def _check_rule(self) -> _Found:
         assert self.rule is not None

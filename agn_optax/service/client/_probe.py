@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import NamedTuple
 
@@ -34,21 +33,6 @@ class Way(NamedTuple):
     round_trip: float
     up: float | None
     down: float | None
-
-    def seconds(self, sent: int, received: int) -> float:
-        """Return the estimated duration of an exchange.
-
-        Args:
-          sent: bytes of the message.
-          received: bytes of the answer.
-
-        Returns:
-          The duration in seconds; infinite if nothing was transferred in time.
-        """
-        up, down = self.up or 0.0, self.down or 0.0
-        if not (up and down):
-            return math.inf
-        return self.round_trip + sent / up + received / down
 
 
 def measure(
