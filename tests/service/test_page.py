@@ -298,7 +298,7 @@ def test_bad_addresses_of_the_page_are_rejected(open_server):
         ("0.0.0.0:0", "is not for this machine only"),
         ("unix:/tmp/page", "a browser cannot open a Unix socket"),
         ("nonsense", "an address must be"),
-        (":".join(map(str, place(open_server))), "the page cannot listen at 127.0.0.1"),
+        (":".join(map(str, place(open_server))), "cannot listen at 127.0.0.1"),
     ]:
         with pytest.raises(errors.InvalidArgumentError, match=why):
             service.serve(RULE, START, page=page)

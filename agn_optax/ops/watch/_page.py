@@ -35,7 +35,6 @@ _log = logging.getLogger("agn_optax")
 
 # Limits of the resources that clients of the page can use.
 _MOST_CONNECTIONS = 32  # at a time; one more closes the oldest
-_BACKLOG = 128  # connections that wait to be accepted
 _PATIENCE = 10.0  # timeout in s of a request, and of stalled sending
 _FRESH = 0.5  # s for which all clients get the same content
 _SHARE = 0.05  # maximum share of the time that is spent on making the content
@@ -83,7 +82,7 @@ class Page(Listener):
         self._state = _Made(lambda: _as_json(self.monitor.view()))
         self._metrics = _Made(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.serving_context()
-        self._listening = _listening_at(address)
+        self._listening = sockets.listening_at(address)
         port = self._listening.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
         self.url = servicer.page_address = (
@@ -330,13 +329,3 @@ def _policy(html: str) -> str:
         f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _listening_at(address: str) -> socket.socket:
-    try:
-        return sockets.bound_to(address, _BACKLOG)
-    except OSError as error:
-        raise errors.InvalidArgumentError(
-            f"the page cannot listen at {address}: {error}. Perhaps another process "
-            "does; port 0 takes a free port"
-        ) from None
