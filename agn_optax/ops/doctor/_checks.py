@@ -122,9 +122,7 @@ class Checks:
         if self.address.startswith("unix:"):
             return "ok", f"{self.address} is a socket of this machine"
         if not address.is_fixed(self.address):
-            return "failed", (
-                "with port 0 a server takes any free port; give the one that it printed"
-            )
+            return "failed", "with port 0, give the port that the server printed"
         host, port = self._host, int(self.address.rpartition(":")[2])
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -163,18 +161,13 @@ class Checks:
             return "ok", "TLS"
         if address.is_local(self.address):
             return "ok", "plain text, which does not leave this machine"
-        return "warning", (
-            "plain text leaves this machine: it can be read and changed on the network"
-        )
+        return "warning", "plain text can be read and changed on the network"
 
     def _check_health(self) -> _Found:
         try:
             said = self._center.health()
         except errors.CenterUnreachableError as error:
-            return "failed", (
-                "the program that listens there is no gRPC server, or rejects the "
-                f"call: {error}"
-            )
+            return "failed", f"it is no gRPC server, or rejects the call: {error}"
         if said != "SERVING":
             return "failed", f"the center is {said}: it is going down"
         return "ok", said
@@ -198,9 +191,8 @@ class Checks:
         if not differences:
             return "ok", words
         return "warning", (
-            f"{words}, but {', '.join(differences)}: their results may differ in the "
-            "last place, and equal rules may be taken for different ones; install the "
-            "same at both ends"
+            f"{words}, but {', '.join(differences)}: results may differ in the last "
+            "place, and equal rules seem different; install the same at both ends"
         )
 
     def _check_round_trip(self) -> _Found:
@@ -209,9 +201,8 @@ class Checks:
         said = f"{median * 1e3:.1f} ms"
         if median > _FIRST_WORD:
             return "failed", (
-                f"{said}: connections beside gRPC have a second for the first message "
-                "of the handshake, so workers hardly join; find out what delays "
-                "packets, or place the center nearer"
+                f"{said}: handshakes beside gRPC have a second, so workers hardly join;"
+                " find out what delays packets, or place the center nearer"
             )
         if median > _SLOW:
             return "warning", f"{said}: long periods or overlap=True hide it"
@@ -232,9 +223,8 @@ class Checks:
         if abs(ahead) - round_trip / 2 <= _CLOCKS:
             return "ok", said
         return "warning", (
-            f"{said}: certificates may not be valid here or there, and the times in "
-            "logs do not match; synchronize both with a time server (chrony, "
-            "systemd-timesyncd)"
+            f"{said}: certificates may not be valid, and times in logs do not match; "
+            "synchronize both with a time server (chrony, systemd-timesyncd)"
         )
 
     def _check_schema(self) -> _Found:
@@ -271,8 +261,8 @@ class Checks:
         status = self._center.status()
         if not status["parent"]:
             return "ok", "the center has no parent"
-        if said := status["degraded"]:
-            return "warning", said
+        if degraded := status["degraded"]:
+            return "warning", degraded
         return "ok", f"the center is a site of {status['parent']}, connected to it"
 
     def _check_rates(self) -> _Found:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax._internal import extras
@@ -64,7 +64,6 @@ class Page(Listener):
       tls: TLS settings of the center; None for plain text.
 
     Attributes:
-      url: URL of the page.
       monitor: the source of the content.
 
     Raises:
@@ -79,15 +78,15 @@ class Page(Listener):
         self.is_local = addresses.is_local(address)
         html = pathlib.Path(__file__).with_name("page.html").read_bytes()
         self._html, self._policy = html, _policy(html.decode())
-        self._state = _Made(lambda: _as_json(self.monitor.view()))
+        as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+        self._state = _Made(lambda: as_json(self.monitor.view()).encode())
         self._metrics = _Made(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.serving_context()
         self._listening = sockets.listening_at(address)
         port = self._listening.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
-        self.url = servicer.page_address = (
-            f"http{'' if tls is None else 's'}://{self.address}/"
-        )
+        scheme = "http" if tls is None else "https"
+        servicer.page_address = f"{scheme}://{self.address}/"
         self._places = threading.Semaphore(_MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[int, socket.socket] = {}  # by number, the oldest first
@@ -114,9 +113,8 @@ class Page(Listener):
         if request.path not in ("/state.json", "/metrics"):  # no authentication needed
             self._admit_host(client.host)
             if request.path != "/":
-                raise _http.RefusedRequestError(
-                    HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics"
-                )
+                why = "try /, /state.json, /metrics"
+                raise _http.RefusedRequestError(why, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
         self.servicer.admit(caller, "Status")
@@ -202,10 +200,10 @@ class Page(Listener):
             if not self.servicer.lets_in(whence):
                 end.close()
                 continue
-            while not self._places.acquire(blocking=False):
+            is_free = self._places.acquire(blocking=False)
+            while not is_free:
                 self._cut_oldest()
-                if self._places.acquire(timeout=0.1):  # the oldest may be busy
-                    break
+                is_free = self._places.acquire(timeout=0.1)  # the oldest may be busy
             with self._lock:
                 self._open[id(end)] = end
                 if self._closed:
@@ -309,11 +307,6 @@ class _Made:
                 cost = time.thread_time() - began
                 self._next = time.monotonic() + max(_FRESH, cost / _SHARE)
             return self._made
-
-
-def _as_json(view: dict[str, Any]) -> bytes:
-    text = json.dumps(view, allow_nan=False, separators=(",", ":"))
-    return text.encode("ascii")  # json.dumps escapes all other characters
 
 
 def _policy(html: str) -> str:

@@ -147,33 +147,27 @@ class Connection:
                 end = min(end, now + within)
             if is_busy:
                 self._answered()
-            says = not is_told if is_busy else self.unreachable_since is None
-            if says:
-                _log.warning(
-                    "the center at %s %s (%s); trying for %.0f s",
-                    self.address,
-                    "is busy" if is_busy else "does not answer",
-                    reason,
-                    end - begin,
-                )
+            if not is_told if is_busy else self.unreachable_since is None:
+                state = "is busy" if is_busy else "does not answer"
+                text = "the center at %s %s (%s); trying for %.0f s"
+                _log.warning(text, self.address, state, reason, end - begin)
                 is_told = True
             if not is_busy and self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
             pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
-            if now + pause > end and is_busy:
+            if now + pause <= end:
+                self._closed.wait(pause)
+                continue
+            if is_busy:
                 raise errors.CenterBusyError(
                     f"the center at {self.address} answers, but has not accepted this "
                     f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
                 )
-            if now + pause > end:
-                assert self.unreachable_since is not None
-                since = time.strftime("%X", time.localtime(self.unreachable_since))
-                silent = time.time() - self.unreachable_since
-                raise errors.CenterUnreachableError(
-                    f"the center at {self.address} does not answer since {since} "
-                    f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
-                )
-            self._closed.wait(pause)
+            since = time.strftime("%X", time.localtime(self.unreachable_since))
+            raise errors.CenterUnreachableError(
+                f"the center at {self.address} does not answer since {since} "
+                f"({attempts} attempts in this call): {reason}"
+            )
 
     def _answered(self) -> None:
         """Record that the center has answered."""
@@ -381,31 +375,28 @@ class Connection:
     def close(self) -> None:
         """Stop, and end all calls that are under way."""
         self.stop()
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+        self._let_go()
 
     def _failure(self, error: BaseException) -> BaseException:
         """Return the error to raise instead of ``error``, with the real cause.
 
+        A failed TLS handshake with a server that answers is an `EncryptionError`.
+
         Raises:
           CenterClosedError: the connection is closed, which explains the error.
         """
-        if isinstance(error, errors.CenterUnreachableError):
-            self.check_open()
-            return self._greeting_failure(str(error)) or error
-        return error
-
-    def _greeting_failure(self, said: str) -> errors.EncryptionError | None:
-        """Return a TLS error if a server answers but the handshake failed, or None."""
+        if not isinstance(error, errors.CenterUnreachableError):
+            return error
+        self.check_open()
+        said = str(error)
         if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
-            return None
+            return error
         if self._credentials() is not self._shown:  # the certificates have changed
             self._let_go()
-            return None
+            return error
         reason = _handshake.why_not(self.address, self.tls)
         if not reason:
-            return None
+            return error
         return errors.EncryptionError(f"no connection to {self.address}: {reason}")
 
 
