@@ -39,9 +39,7 @@ EXTRAS = {
     "service": {
         "google",
         "grpc",
-        "grpc_channelz",
         "grpc_health",
-        "grpc_reflection",
         "ml_dtypes",
     },
     "flax": {"flax"},

@@ -39,7 +39,6 @@ from agn_optax.service.server._servicer import LONGEST_GRACE as LONGEST_GRACE
 from agn_optax.service.server._servicer import Servicer as Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
 from agn_optax.service.transports import Listener as Listener
-from agn_optax.service.transports import _path as path  # noqa: F401
 from agn_optax.service.transports import sockets as sockets
 from agn_optax.service.wire import _fingerprint as fingerprint  # noqa: F401
 from agn_optax.service.wire import _versions as versions  # noqa: F401

@@ -10,11 +10,7 @@ import os
 
 from agn_optax._internal import extras
 
-extras.require(
-    "service",
-    *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection"),
-    "google.protobuf",
-)
+extras.require("service", "grpc", "grpc_health", "google.protobuf")
 if "GRPC_VERBOSITY" in os.environ:
     import grpc
 else:

@@ -131,7 +131,7 @@ class Described(_message.Message):
     def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -154,8 +154,6 @@ class Description(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    GRACE_FIELD_NUMBER: _ClassVar[int]
-    STOP_GRACE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -171,9 +169,7 @@ class Description(_message.Message):
     heartbeat: float
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
     versions: _containers.ScalarMap[str, str]
-    grace: float
-    stop_grace: float
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")

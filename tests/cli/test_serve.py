@@ -232,7 +232,6 @@ def test_options_of_limits_become_limits(options, limits):
         ({"direct": False}, {"direct_address": False}),
         ({"health_address": "a:1"}, {"health_address": "a:1"}),
         ({"insecure": True}, {"security": service.Security(insecure=True)}),
-        ({"reflection": False}, {"security": service.Security(reflection=False)}),
     ],
 )
 def test_options_become_arguments_of_serve(options, settings):

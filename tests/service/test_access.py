@@ -181,14 +181,13 @@ def code_of(address, path, *metadata):
 
 
 def test_other_grpc_clients_get_status_codes():
-    """Health and channelz need the same tokens."""
+    """Health checks need the same tokens."""
     status, health = f"/{addresses.SERVICE}/Status", "/grpc.health.v1.Health/Check"
-    channels = "/grpc.channelz.v1.Channelz/GetServers"
     unknown = grpc.StatusCode.UNAUTHENTICATED
     with service.serve(
         RULE, params(), security=service.Security(access=Access(TOKENS))
     ) as server:
-        for path in (status, health, channels):
+        for path in (status, health):
             assert code_of(server.address, path) == unknown
             wrong = ("authorization", "Bearer " + "x" * 20)
             assert code_of(server.address, path, wrong) == unknown
@@ -745,27 +744,6 @@ def test_public_address_needs_access_settings(authority):
         service.Security(insecure=True, access=Access(TOKENS)),
     ):
         service.serve(RULE, address=elsewhere, security=security).stop()
-
-
-@pytest.mark.parametrize(
-    ("address", "settings", "tells"),
-    [
-        ("127.0.0.1:0", {}, True),
-        ("127.0.0.1:0", {"reflection": False}, False),
-        ("0.0.0.0:0", {"insecure": True}, False),
-        ("0.0.0.0:0", {"insecure": True, "reflection": True}, True),
-    ],
-)
-def test_reflection_is_served_to_this_machine_only_by_default(address, settings, tells):
-    security = service.Security(**settings)
-    with service.serve(RULE, address=address, security=security) as server:
-        port = server.address.rpartition(":")[2]
-        for path in (
-            "/grpc.channelz.v1.Channelz/GetServers",
-            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-        ):
-            code = code_of(f"127.0.0.1:{port}", path)
-            assert (code != grpc.StatusCode.UNIMPLEMENTED) == tells
 
 
 def test_unix_socket_is_for_its_user_only(tmp_path):

@@ -14,7 +14,6 @@ import time
 import grpc
 import numpy as np
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2
 from helpers import sessions, shared
 from helpers.waiting import in_background, returned, wait_until
 
@@ -503,12 +502,10 @@ def test_health_checks_are_rate_limited(little):
 
 
 CHECK = "/grpc.health.v1.Health/Check"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 EVERY_CALL = (
     *(f"/{SERVICE}/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Center"].methods),
-    *(CHECK, "/grpc.channelz.v1.Channelz/GetServers", REFLECTION),
+    CHECK,
 )
-ASKS = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
 
 
 @contextlib.contextmanager
@@ -540,11 +537,8 @@ def test_silent_call_without_token_is_rejected_at_once(path):
 
 @pytest.mark.parametrize("path", [*EVERY_CALL, "probe"])
 def test_silent_call_is_ended_after_timeout(path, monkeypatch):
-    for module, timeout in (
-        *((_servicer, "_UNKNOWN"), (_servicer, "_STALLED_CHIEF")),
-        (_grpc, "_LONGEST_STREAM"),
-    ):
-        monkeypatch.setattr(module, timeout, 0.2)
+    for timeout in ("_UNKNOWN", "_STALLED_CHIEF"):
+        monkeypatch.setattr(_servicer, timeout, 0.2)
     settings = {"health_address": "127.0.0.1:0"} if path == "probe" else {}
     with service.serve(RULE, **settings) as server:
         address = server.health_address or server.address
@@ -557,47 +551,6 @@ def test_call_without_its_message_is_rejected(server):
         status = channel.stream_unary(f"/{SERVICE}/Status")
         with pytest.raises(grpc.RpcError, match="must have a message, got none"):
             status(iter(()), timeout=LIMIT)
-
-
-def test_number_of_reflection_streams_per_caller_is_limited():
-    observers = "".join(f"observer * {token}\n" for token in (EVE, "f" * 20))
-    with (
-        contextlib.ExitStack() as stack,
-        service.serve(
-            RULE,
-            SMALL,
-            security=service.Security(access=service.Access(observers.encode())),
-        ) as server,
-    ):
-
-        def asks(token=EVE):
-            """Return whether one more stream is answered; it stays open."""
-            call = stack.enter_context(
-                open_call(server.address, REFLECTION, token, [ASKS])
-            )
-            with contextlib.suppress(grpc.RpcError):
-                return bool(next(call))
-            said.append(call.details())
-            return False
-
-        said = []
-        most = _grpc._MOST_OF_ONE
-        assert [asks() for _ in range(most + 2)] == [True] * most + [False] * 2
-        assert all("streams of one caller" in each for each in said)
-        assert asks("f" * 20)
-        stack.close()
-        wait_until(asks)
-
-
-def test_messages_of_a_reflection_stream_are_rate_limited(little):
-    with (
-        little() as server,
-        open_call(server.address, REFLECTION, messages=[ASKS] * 100) as call,
-    ):
-        answers = []
-        with pytest.raises(grpc.RpcError, match="too many calls: beside its"):
-            answers.extend(call)
-        assert 0 < len(answers) < 50
 
 
 def test_call_beyond_the_maximum_is_answered_later(monkeypatch):

@@ -379,10 +379,10 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
     """Exchanges append to the queue while the monitor's lock is held."""
     with watched() as (server, monitor, _), monitor._lock:
         began = time.monotonic()
-        for n in range(2 * _monitor._MOST_TOLD):
+        for n in range(2 * _monitor._MOST_INBOX):
             answer = centers.Answer(None, n, n)
             server._servicer.tell("exchange", "anna", "life", 1, answer)
-        assert len(monitor._told) == _monitor._MOST_TOLD
+        assert len(monitor._inbox) == _monitor._MOST_INBOX
         assert time.monotonic() - began < 10
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import gzip
 import hashlib
 import http.client
 import json
@@ -129,39 +128,17 @@ def test_routes_of_the_page(open_server):
     assert ask(open_server, "/", "DELETE")[0] == 405
 
 
-def test_page_is_compressed_if_the_client_accepts_gzip(open_server):
-    plain = ask(open_server, "/")
-    pressed = ask(open_server, "/", Accept_Encoding="gzip, br")
-    assert pressed[1]["Content-Encoding"] == "gzip"
-    assert gzip.decompress(pressed[2]) == plain[2]
-    assert "Content-Encoding" not in plain[1]
-
-
-def test_several_requests_share_a_connection(open_server):
-    with contextlib.closing(
-        http.client.HTTPConnection(*place(open_server), timeout=LIMIT)
-    ) as end:
-        kept = None
-        for path in ("/", "/state.json", "/metrics"):
-            end.request("GET", path)
-            end.getresponse().read()
-            assert kept in (None, end.sock)
-            kept = end.sock
-            assert kept is not None
-
-
 @pytest.mark.parametrize(
     ("method", "path", "more", "status"),
     [
-        *(("GET", "/nothing", {}, 404), ("DELETE", "/", {}, 405)),
+        *(("GET", "/", {}, 200), ("GET", "/nothing", {}, 404)),
+        ("DELETE", "/", {}, 405),
         *(("POST", "/", {"body": b"a"}, 405), ("GET", "/", {"body": b"a"}, 400)),
         ("GET", "/", {"headers": {"Host": "evil.example"}}, 421),
         ("GET", "/", {"headers": {"Transfer-Encoding": "chunked"}}, 400),
     ],
 )
-def test_connection_closes_after_an_error_or_a_body(
-    open_server, method, path, more, status
-):
+def test_connection_closes_after_a_request(open_server, method, path, more, status):
     with contextlib.closing(
         http.client.HTTPConnection(*place(open_server), timeout=LIMIT)
     ) as end:
@@ -321,7 +298,7 @@ def test_bad_addresses_of_the_page_are_rejected(open_server):
         ("0.0.0.0:0", "is not for this machine only"),
         ("unix:/tmp/page", "a browser cannot open a Unix socket"),
         ("nonsense", "an address must be"),
-        (":".join(map(str, place(open_server))), "the page cannot listen at 127.0.0.1"),
+        (":".join(map(str, place(open_server))), "cannot listen at 127.0.0.1"),
     ]:
         with pytest.raises(errors.InvalidArgumentError, match=why):
             service.serve(RULE, START, page=page)
@@ -372,7 +349,7 @@ def test_slow_request_is_disconnected(open_server, monkeypatch):
 def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
     page = open_server._listeners["page"]
     monkeypatch.setattr(_page, "_PATIENCE", 0.3)
-    monkeypatch.setattr(page, "_html", _page._Body(bytes(64 << 20)))
+    monkeypatch.setattr(page, "_html", bytes(64 << 20))
     wait_until(lambda: not page._open)
     cut = returned(monkeypatch, page, "_forget")
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
@@ -437,7 +414,6 @@ def test_page_ends_with_its_server():
         assert view["draining"]
         assert view["events"][-1]["kind"] == "draining"
         server.stop()
-        assert not end.sock.recv(1)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=LIMIT)
     again = service.serve(RULE, START, page=f"{host}:{port}")

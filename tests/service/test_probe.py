@@ -28,8 +28,6 @@ def test_every_transport_is_measured_in_both_directions(server, transport):
     assert 0 < way.round_trip < 5
     assert way.up > 1e6
     assert way.down > 1e6
-    assert way.seconds(10**6, 10**6) < 5
-    assert (way.path is not None) == (transport == "socket")
 
 
 def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
@@ -127,16 +125,3 @@ def test_measuring_an_unavailable_transport_raises():
         pytest.raises(errors.CenterUnreachableError, match="cannot connect by socket"),
     ):
         observer.measure("socket")
-
-
-def test_measurement_uses_the_given_route(server):
-    """The loopback interface with short segments, or an interface that is missing."""
-    loopback = next(each for each in service.path.interfaces() if each.is_loopback)
-    assert "127.0.0.1" in loopback.addresses
-    route = service.path.Route(loopback.name, 1000)
-    with service.Observer(server.address) as observer:
-        way = observer.measure("socket", route=route)
-        assert way.path.source == "127.0.0.1"
-        assert way.path.segment <= 1000
-        with pytest.raises(errors.CenterUnreachableError, match="No such device"):
-            observer.measure("socket", route=service.path.Route("no-such-card"))

@@ -17,9 +17,7 @@ import numpy as np
 import optax
 import pytest
 from grpc._server import _RPCState
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers import network, ports, shared, tuning
 from helpers.support import RULES, assert_close, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
@@ -105,23 +103,13 @@ def test_generated_code_is_up_to_date_with_the_proto(tmp_path):
         assert made == (PACKAGE / name).read_text(), "run `make proto`"
 
 
-def test_health_reflection_and_channelz_are_served(serve):
+def test_health_is_served(serve):
     server = serve()
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "agn_optax.center.v1.Center"):
             reply = health.Check(health_pb2.HealthCheckRequest(service=name))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(
-            file_containing_symbol="agn_optax.center.v1.Center"
-        )
-        (reply,) = reflection.ServerReflectionInfo(iter([request]))
-        assert reply.file_descriptor_response.file_descriptor_proto
-        servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers(
-            channelz_pb2.GetServersRequest()
-        )
-        assert servers.server
 
 
 def test_status_reports_exchanges_and_traffic(serve, connect):

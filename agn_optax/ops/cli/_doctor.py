@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from agn_optax.ops.cli import _options, _rules, _status, _table
@@ -21,21 +19,6 @@ def doctor(
     rule: RuleOptions,
     config: _options.Config = None,
     timeout: _status.Timeout = 5.0,
-    client_timeout: Annotated[
-        float,
-        typer.Option(min=0.001, help="timeout= of workers' connect(), in seconds."),
-    ] = 30.0,
-    give_up: Annotated[
-        float, typer.Option(min=0, help="give_up= of workers, in seconds.")
-    ] = 600.0,
-    stop_grace: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Seconds from the signal that ends the center until it is killed: "
-            "TimeoutStopSec of systemd, terminationGracePeriodSeconds of Kubernetes.",
-        ),
-    ] = None,
     json: _options.Json = False,
 ) -> None:
     """Check the network path to a center, and the center itself, step by step.
@@ -49,9 +32,6 @@ def doctor(
         lambda: _status.observer(address, reached, timeout),
         _rules.make(rule) if _options.given(rule) else None,
         timeout=timeout,
-        client_timeout=client_timeout,
-        give_up=give_up,
-        stop_grace=stop_grace,
         tls=_status.settings(reached)["tls"],
     )
     console = _table.console()

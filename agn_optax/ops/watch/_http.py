@@ -1,9 +1,8 @@
 """A strict parser of HTTP/1.1 requests without a body: bytes in, a request out.
 
 The page is read-only, so a request consists of a request line and header fields, and
-ends with a blank line. Any other input is rejected and its connection is closed. This
-prevents request smuggling (bytes of one request taken for the next one) and requests
-with another `Host` than the one that the browser believes it talks to.
+ends with a blank line. Any other input is rejected. A connection has one request, so no
+bytes of a request are taken for another one (request smuggling).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class RefusedRequestError(Exception):
     """A rejected request.
 
     Args:
-      status: status of the response.
       why: text of the response.
+      status: status of the response.
     """
 
-    def __init__(self, status: HTTPStatus, why: str) -> None:
+    def __init__(self, why: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(why)
         self.status = status
 
@@ -52,13 +51,11 @@ class Request:
       method: "GET" or "HEAD".
       path: the path, without the query.
       fields: the header fields, by their names in lower case.
-      is_last: whether the connection is closed after the response.
     """
 
     method: str
     path: str
     fields: Mapping[str, str]
-    is_last: bool
 
 
 def receive(recv: Callable[[int], bytes]) -> bytes:
@@ -96,33 +93,29 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
     """
     head, blank, rest = heard.partition(_BLANK)
     if len(heard) > MOST_HEAD:
-        raise RefusedRequestError(
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            if b"\r\n" in heard[:MOST_HEAD]
-            else HTTPStatus.REQUEST_URI_TOO_LONG,
-            f"a request must have at most {MOST_HEAD} bytes",
-        )
+        too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        if b"\r\n" not in heard[:MOST_HEAD]:
+            too_large = HTTPStatus.REQUEST_URI_TOO_LONG
+        why = f"a request must have at most {MOST_HEAD} bytes"
+        raise RefusedRequestError(why, too_large)
     line, *lines = head.split(b"\r\n")
     found = _LINE.fullmatch(line)
     if found is None:
-        raise _bad("this is not an HTTP request")
+        raise RefusedRequestError("this is not an HTTP request")
     method, target, version = (each.decode("ascii") for each in found.groups())
     if version not in ("1.0", "1.1"):
-        raise RefusedRequestError(
-            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "this server speaks HTTP/1.1"
-        )
+        why = "this server speaks HTTP/1.1"
+        raise RefusedRequestError(why, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
     fields = _fields_of(lines)
     _check_host(fields.get("host", ""), is_local)
     if method not in _METHODS:
-        raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "use GET or HEAD")
+        raise RefusedRequestError("use GET or HEAD", HTTPStatus.METHOD_NOT_ALLOWED)
     has_body = fields.get("content-length", "0") != "0"
     if has_body or rest or "transfer-encoding" in fields:
-        raise _bad("a request must have no body, and follow the previous answer")
+        raise RefusedRequestError("no body, and only one request on a connection")
     if not blank or not target.startswith("/"):
-        raise _bad("a request must name a path, and end with a blank line")
-    options = fields.get("connection", "").lower().split(",")
-    is_last = version == "1.0" or "close" in (each.strip(_BLANKS) for each in options)
-    return Request(method, target.partition("?")[0], fields, is_last)
+        raise RefusedRequestError("name a path, and end with a blank line")
+    return Request(method, target.partition("?")[0], fields)
 
 
 def is_loopback(host: str) -> bool:
@@ -136,25 +129,21 @@ def _fields_of(lines: list[bytes]) -> dict[str, str]:
     for line in lines:
         found = _FIELD.fullmatch(line)
         if found is None:
-            raise _bad("a line is not a header field")
+            raise RefusedRequestError("a line is not a header field")
         name, value = (each.decode("latin-1") for each in found.groups())
         name, value = name.lower(), value.strip(_BLANKS)
         if name in fields and name in _ONCE:
-            raise _bad(f"there is more than one header field {name}")
+            raise RefusedRequestError(f"there is more than one header field {name}")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields
 
 
 def _check_host(host: str, is_local: bool) -> None:
     if not _HOST.fullmatch(host):
-        raise _bad("a request must have one header field Host, a name or an address")
+        raise RefusedRequestError("give one field Host, a name or an address")
     if is_local and not is_loopback(host):
         raise RefusedRequestError(
-            HTTPStatus.MISDIRECTED_REQUEST,
             "this page is for this machine only, as localhost or 127.0.0.1; from "
             "another machine, open it through `ssh -L`",
+            HTTPStatus.MISDIRECTED_REQUEST,
         )
-
-
-def _bad(why: str) -> RefusedRequestError:
-    return RefusedRequestError(HTTPStatus.BAD_REQUEST, why)

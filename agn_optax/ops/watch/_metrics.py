@@ -40,43 +40,45 @@ def exposition(view: dict[str, Any]) -> bytes:
     Args:
       view: the result of `Monitor.view`.
     """
-    from prometheus_client import (  # noqa: PLC0415 only with an extra
-        CollectorRegistry,
-        generate_latest,
-    )
+    from prometheus_client import generate_latest  # noqa: PLC0415 only with an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
 
     class Seen(Collector):
         def collect(self) -> Iterable[Any]:
             return _families(view)
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Seen())
-    return generate_latest(registry)
+    return generate_latest(Seen())
 
 
 def _families(view: dict[str, Any]) -> Iterator[Any]:
     from prometheus_client.core import (  # noqa: PLC0415
+        CounterMetricFamily,
         GaugeMetricFamily,
         HistogramMetricFamily,
         InfoMetricFamily,
     )
 
+    def family(name: str, text: str, rows: Iterable[Any], *labels: str) -> Any:
+        """Return a metric with rows of label values and a number; None is left out."""
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        made = kind(f"agn_optax_{name}", text, labels=labels)
+        for *values, number in rows:
+            if number is not None:
+                made.add_metric(values, float(number))
+        return made
+
     info = InfoMetricFamily("agn_optax_center", "Settings of the center")
-    about = {name: view[name] for name in ("release", "rule", "mode", "parent")}
-    info.add_metric([], about)
+    settings = ("release", "rule", "mode", "parent")
+    info.add_metric([], {name: view[name] for name in settings})
     yield info
-    for name, key, said in _CENTER:
-        yield _family(f"agn_optax_{name}", said, [], [([], view[key])])
-    degraded = float(bool(view["degraded"]))
-    said = "1 if less is on disk than was asked for, or the parent is lost, else 0"
-    yield GaugeMetricFamily("agn_optax_degraded", said, value=degraded)
-    said = "Rejected messages, by the message limit"
-    rows = [([by], count) for by, count in sorted(view["refused"].items())]
-    yield _family("agn_optax_refused_total", said, ["by"], rows)
-    said = "Events, by kind"
-    rows = [([kind], count) for kind, count in sorted(view["event_counts"].items())]
-    yield _family("agn_optax_events_total", said, ["kind"], rows)
+    for name, key, text in _CENTER:
+        yield family(name, text, [(view[key],)])
+    text = "1 if less is on disk than was asked for, or the parent is lost, else 0"
+    yield family("degraded", text, [(bool(view["degraded"]),)])
+    text = "Rejected messages, by the message limit"
+    yield family("refused_total", text, sorted(view["refused"].items()), "by")
+    text = "Events, by kind"
+    yield family("events_total", text, sorted(view["event_counts"].items()), "kind")
 
     staleness = HistogramMetricFamily(
         "agn_optax_staleness", "Staleness of applied messages, in center updates"
@@ -84,43 +86,24 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
     yield staleness
 
-    there = [worker for worker in view["workers"] if not worker["gone"]]
-    for name, key, said in _WORKER:
-        rows = [([worker["name"]], worker[key]) for worker in there]
-        yield _family(f"agn_optax_worker_{name}", said, ["worker"], rows)
-    said = "Last numbers that a worker reported, by name"
-    rows = [
-        ([worker["name"], name], value)
-        for worker in there
+    workers = [worker for worker in view["workers"] if not worker["gone"]]
+    for name, key, text in _WORKER:
+        rows = [(worker["name"], worker[key]) for worker in workers]
+        yield family(f"worker_{name}", text, rows, "worker")
+    reported = [
+        (worker["name"], name, value)
+        for worker in workers
         for name, value in worker["reported"].items()
     ]
-    yield _family("agn_optax_worker_reported", said, ["worker", "name"], rows)
-
-
-def _family(
-    name: str, said: str, labels: list[str], rows: list[tuple[list[str], Any]]
-) -> Any:
-    from prometheus_client.core import (  # noqa: PLC0415
-        CounterMetricFamily,
-        GaugeMetricFamily,
-    )
-
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    family = kind(name, said, labels=labels)
-    for values, number in rows:
-        if number is not None:
-            family.add_metric(values, float(number))
-    return family
+    text = "Last numbers that a worker reported, by name"
+    yield family("worker_reported", text, reported, "worker", "name")
 
 
 def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
     """Return cumulative counts; their bounds are also bounds of the view's bins."""
     bins = staleness["bins"]
-    bounds = [(1 << n) - 1 for n in range(11)]
-    return [
-        *(
-            (str(float(most)), sum(b["count"] for b in bins if b["to"] <= most))
-            for most in bounds
-        ),
-        ("+Inf", staleness["count"]),
+    counts = [
+        (str(float(most)), sum(b["count"] for b in bins if b["to"] <= most))
+        for most in [(1 << n) - 1 for n in range(11)]
     ]
+    return [*counts, ("+Inf", staleness["count"])]

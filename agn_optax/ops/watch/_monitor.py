@@ -27,10 +27,20 @@ MOST_POINTS = 600  # points of a series
 MOST_CURVES = 256  # series of reported numbers, for all workers together
 MOST_EVENTS = 200
 MOST_GONE = 32  # workers that have gone most recently, which are still shown
-_MOST_TOLD = 1 << 16  # entries of the inbox
+_MOST_INBOX = 1 << 16  # entries of the inbox
 _LOOK = 1.0  # seconds between two updates
 _SAME = 60.0  # seconds within which a repeated event only increases a count
 _LONGEST = 500  # characters of an event's text
+# Fields of the status that the view has as they are, of the center and of a worker.
+_TRAFFIC = ("bytes_received", "bytes_sent")
+_OF_CENTER = (
+    *("rule", "mode", "parameters", "parameter_bytes", "parent", "direct_address"),
+    *("degraded", *_TRAFFIC),
+)
+_OF_WORKER = (
+    *("name", "connected", "waits", "seen", "dropped", "refused", "period"),
+    *("transport", *_TRAFFIC),
+)
 _BITS = 5  # leading bits of a staleness that select its bin: 16 bins from 32 to 63, ...
 
 
@@ -103,7 +113,7 @@ class Monitor:
         self._servicer = servicer
         self._looking = threading.Lock()  # serializes updates: times must not decrease
         self._lock = threading.Lock()
-        self._told: deque[tuple[Any, ...]] = deque(maxlen=_MOST_TOLD)
+        self._inbox: deque[tuple[Any, ...]] = deque(maxlen=_MOST_INBOX)
         self._started, self._began = time.time(), time.monotonic()
         self._workers: dict[str, _Known] = {}
         self._events: list[dict[str, Any]] = []
@@ -113,7 +123,7 @@ class Monitor:
         self._exchanges = 0
         self._totals, self._recent = Series(2), Recent(self._began, 2)
         self._totals.add(0.0, 0, 0)
-        self._left_out = 0  # reported numbers dropped because MOST_CURVES was reached
+        self._left_out = False  # whether MOST_CURVES was ever reached
         self._draining = False
         self._said = servicer.status(pb.StatusRequest(), EVERYBODY)
         self._saved = servicer.core.saved_version
@@ -140,7 +150,7 @@ class Monitor:
 
     def tell(self, *said: Any) -> None:
         """Record an event in the inbox: its kind and its details."""
-        self._told.append((time.time(), *said))
+        self._inbox.append((time.time(), *said))
 
     def drain(self) -> None:
         """Record that the service is about to end."""
@@ -150,29 +160,25 @@ class Monitor:
 
     def look(self) -> None:
         """Process the inbox and the current status of the service."""
-        with self._looking:
-            self._look()
-
-    def _look(self) -> None:
-        # The status may wait for the center's lock, and views must not wait for that.
-        said = self._servicer.status(pb.StatusRequest(), EVERYBODY)
-        core = self._servicer.core
-        saved = core.saved_version
         takes: dict[str, Callable[..., None]] = {
             "joined": self._joined,
             "left": self._left,
             "exchange": self._exchanged,
             "refused": self._refused,
         }
-        with self._lock:
-            while self._told:
-                at, kind, *what = self._told.popleft()
-                takes[kind](at, *what)
-            self._compare(said, time.time())
-            if saved != self._saved:
-                self._saved = saved
-                text = f"a snapshot of version {saved} was written"
-                self._happened(time.time(), "snapshot", text=text)
+        with self._looking:
+            # The status may wait for the center's lock; views must not wait for that.
+            said = self._servicer.status(pb.StatusRequest(), EVERYBODY)
+            saved = self._servicer.core.saved_version
+            with self._lock:
+                while self._inbox:
+                    at, kind, *details = self._inbox.popleft()
+                    takes[kind](at, *details)
+                self._compare(said, time.time())
+                if saved != self._saved:
+                    self._saved = saved
+                    text = f"a snapshot of version {saved} was written"
+                    self._happened(time.time(), "snapshot", text=text)
 
     def view(self) -> dict[str, Any]:
         """Return the whole history as JSON values; nonfinite numbers become None.
@@ -334,7 +340,7 @@ class Monitor:
         if sum(len(each.curves) for each in everybody) >= MOST_CURVES:
             gone = next((each for each in everybody if each.gone and each.curves), None)
             if gone is None:
-                self._left_out += 1
+                self._left_out = True
                 return None
             gone.curves.clear()
         return known.curves.setdefault(label, Series())
@@ -354,28 +360,18 @@ class Monitor:
         displace the events of other kinds.
         """
         self._kinds[kind] += count
-        for event in reversed(self._events):
+        is_single = kind in ("joined", "back", "lost", "left", "given up")
+        for event in [] if is_single else reversed(self._events):
             if at - event["time"] > _SAME:
                 break
-            if (event["kind"], event["worker"]) == (kind, worker) and (
-                kind == "refused" or event["text"] == text
-            ):
-                if kind in ("joined", "back", "lost", "left", "given up"):
-                    break  # each of these is recorded on its own
+            is_same = kind == "refused" or event["text"] == text
+            if is_same and (event["kind"], event["worker"]) == (kind, worker):
                 event["count"] += count
                 event["time"], event["text"] = at, text
                 return
         number = self._events[-1]["number"] + 1 if self._events else 1
-        self._events.append(
-            {
-                "number": number,
-                "time": at,
-                "kind": kind,
-                "worker": worker,
-                "text": text,
-                "count": count,
-            }
-        )
+        event = {"number": number, "time": at, "kind": kind, "worker": worker}
+        self._events.append({**event, "text": text, "count": count})
         if len(self._events) > MOST_EVENTS:
             ((most, _),) = Counter(each["kind"] for each in self._events).most_common(1)
             oldest = next(each for each in self._events if each["kind"] == most)
@@ -387,26 +383,19 @@ class Monitor:
         now, said = time.monotonic(), self._said
         times, exchanges, sent = self._totals.columns()
         rates = self._recent.rates(now) or (None, None)
+        workers = sorted(self._workers.items())
         return {
             "release": __version__,
             "time": time.time(),
             "started": self._started,
             "uptime": now - self._began,
             "draining": self._draining,
-            "center": self._servicer.core.life,
-            "rule": said.rule,
-            "mode": said.mode,
+            "center": said.center,
             "version": said.version if said.HasField("version") else None,
-            "parameters": said.parameters,
-            "parameter_bytes": said.parameter_bytes,
-            "parent": said.parent,
             "address": said.listens_at,
-            "direct_address": said.direct_address,
-            "degraded": said.degraded,
             "refused": dict(said.refused),
+            **{name: getattr(said, name) for name in _OF_CENTER},
             "exchanges": self._exchanges,
-            "bytes_received": said.bytes_received,
-            "bytes_sent": said.bytes_sent,
             "exchanges_per_second": _plain(rates[0]),
             "bytes_per_second": _plain(rates[1]),
             "series": {
@@ -422,22 +411,18 @@ class Monitor:
                     for first, count in sorted(self._bins.items())
                 ],
             },
-            "workers": [
-                _shown(known)
-                for _, known in sorted(self._workers.items(), key=lambda item: item[0])
-            ],
+            "workers": [_shown(known) for _, known in workers],
             "curves": [
                 {
                     "name": label,
                     "worker": name,
-                    "time": _plains(columns[0]),
-                    "value": _plains(columns[1]),
+                    "time": _plains(series.columns()[0]),
+                    "value": _plains(series.columns()[1]),
                 }
-                for name, known in sorted(self._workers.items())
+                for name, known in workers
                 for label, series in sorted(known.curves.items())
-                for columns in [series.columns()]
             ],
-            "curves_left_out": self._left_out > 0,
+            "curves_left_out": self._left_out,
             "events": [dict(event) for event in self._events],
             "event_counts": dict(self._kinds),
         }
@@ -446,30 +431,18 @@ class Monitor:
 def _shown(known: _Known) -> dict[str, Any]:
     """Return a worker as JSON values."""
     status = known.status
-
-    def said(name: Any) -> float | None:
-        return _plain(getattr(status, name)) if status.HasField(name) else None
-
+    numbers = {
+        name: _plain(getattr(status, name)) if status.HasField(name) else None
+        for name in ("norm", "exchanges_per_second", "steps_per_second", "stalled")
+    }
     return {
-        "name": status.name,
-        "connected": status.connected,
+        **{name: getattr(status, name) for name in _OF_WORKER},
+        **numbers,
+        "staleness": status.staleness if status.HasField("staleness") else None,
         "gone": known.gone,
-        "waits": status.waits,
         "joined": known.joined,
-        "seen": status.seen,
         "exchanges": known.exchanges,
         "steps": known.steps,
-        "dropped": status.dropped,
-        "refused": status.refused,
-        "staleness": status.staleness if status.HasField("staleness") else None,
-        "norm": said("norm"),
-        "period": status.period,
-        "transport": status.transport,
-        "bytes_received": status.bytes_received,
-        "bytes_sent": status.bytes_sent,
-        "exchanges_per_second": said("exchanges_per_second"),
-        "steps_per_second": said("steps_per_second"),
-        "stalled": said("stalled"),
         "reported": {n: _plain(value) for n, value in sorted(status.reported.items())},
     }
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
-import gzip
 import hashlib
 import json
 import logging
@@ -20,10 +18,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
+from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax._internal import extras
@@ -36,17 +35,16 @@ _log = logging.getLogger("agn_optax")
 
 # Limits of the resources that clients of the page can use.
 _MOST_CONNECTIONS = 32  # at a time; one more closes the oldest
-_BACKLOG = 128  # connections that wait to be accepted
-_PATIENCE = 10.0  # timeout in s of a request or idle connection, and of stalled sending
+_PATIENCE = 10.0  # timeout in s of a request, and of stalled sending
 _FRESH = 0.5  # s for which all clients get the same content
 _SHARE = 0.05  # maximum share of the time that is spent on making the content
-_LINGERING = 1.0  # s for a client that is still sending to receive an error
+_LINGERING = 1.0  # s for a client that is still sending to receive the response
 _MOST_UNREAD = 1 << 20  # bytes that are received and discarded meanwhile
-_LEAST_PRESSED = 1 << 12  # bytes from which on content is compressed
 
 _TEXT, _HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 _HEADERS = {
     "Server": "agn_optax",
+    "Connection": "close",
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -66,7 +64,6 @@ class Page(Listener):
       tls: TLS settings of the center; None for plain text.
 
     Attributes:
-      url: URL of the page.
       monitor: the source of the content.
 
     Raises:
@@ -80,16 +77,16 @@ class Page(Listener):
         self.transfers = Transfers()
         self.is_local = addresses.is_local(address)
         html = pathlib.Path(__file__).with_name("page.html").read_bytes()
-        self._html, self._policy = _Body(html), _policy(html.decode())
-        self._state = _Made(lambda: _as_json(self.monitor.view()))
+        self._html, self._policy = html, _policy(html.decode())
+        as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+        self._state = _Made(lambda: as_json(self.monitor.view()).encode())
         self._metrics = _Made(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.serving_context()
-        self._listening = _listening_at(address)
+        self._listening = sockets.listening_at(address)
         port = self._listening.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
-        self.url = servicer.page_address = (
-            f"http{'' if tls is None else 's'}://{self.address}/"
-        )
+        scheme = "http" if tls is None else "https"
+        servicer.page_address = f"{scheme}://{self.address}/"
         self._places = threading.Semaphore(_MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[int, socket.socket] = {}  # by number, the oldest first
@@ -112,58 +109,88 @@ class Page(Listener):
         self._threads.wait(timeout)
         self._listening.close()
 
-    def answer(self, path: str, request: _Request) -> None:
-        """Answer a request for a path."""
-        if path == "/":  # static content, so no authentication is needed
-            self._admit_host(request)
-            self._say(request, _HTML, self._html, policy=self._policy)
-        elif path in ("/state.json", "/metrics"):
-            caller = self._caller(request)
-            self.servicer.admit(caller, "Status")
-            request.came_in()
-            caller.check("Status")
-            if path == "/state.json":
-                self._say(request, "application/json", self._state())
-            else:
-                extras.require("metrics", "prometheus_client")
-                self._say(request, _metrics.CONTENT_TYPE, self._metrics())
-        else:
-            self._admit_host(request)
-            request.refuse(HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics")
+    def _response(self, request: _http.Request, client: _Client) -> _Response:
+        if request.path not in ("/state.json", "/metrics"):  # no authentication needed
+            self._admit_host(client.host)
+            if request.path != "/":
+                why = "try /, /state.json, /metrics"
+                raise _http.RefusedRequestError(why, HTTPStatus.NOT_FOUND)
+            return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
+        caller = self._caller(request.fields.get("authorization", ""), client)
+        self.servicer.admit(caller, "Status")
+        self.servicer.came_in(client.host)
+        caller.check("Status")
+        if request.path == "/state.json":
+            return _Response(HTTPStatus.OK, "application/json", self._state())
+        extras.require("metrics", "prometheus_client")
+        return _Response(HTTPStatus.OK, _metrics.CONTENT_TYPE, self._metrics())
 
-    def _say(
-        self, request: _Request, kind: str, body: _Body, policy: str = _NOTHING
-    ) -> None:
-        more, sent = {"Content-Security-Policy": policy}, body.plain
-        accepted = request.headers.get("accept-encoding", "")
-        if "gzip" in accepted and len(sent) >= _LEAST_PRESSED:
-            more["Content-Encoding"], sent = "gzip", body.pressed
-        request.say(HTTPStatus.OK, kind, sent, more)
-
-    def _caller(self, request: _Request) -> Caller:
+    def _caller(self, authorization: str, client: _Client) -> Caller:
         """Return the caller of a request.
 
         Raises:
           NotAllowedError: the caller is unknown.
         """
-        end, certificate = request.connection, b""
-        if isinstance(end, ssl.SSLSocket):
-            certificate = end.getpeercert(binary_form=True) or b""
-        said = request.headers.get("authorization", "")
-        if self.servicer.door.access is not None and not (said or certificate):
-            self._admit_host(request)  # the page's first request has no token yet
+        certificate = b""
+        if isinstance(client.end, ssl.SSLSocket):
+            certificate = client.end.getpeercert(binary_form=True) or b""
+        is_closed = self.servicer.door.access is not None
+        if is_closed and not (authorization or certificate):
+            self._admit_host(client.host)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
         try:
-            return self.servicer.known(said, certificate, request.host)
+            return self.servicer.known(authorization, certificate, client.host)
         except errors.NotAllowedError:
-            request.came_in()  # already counted as a failed authentication
+            # Already counted as a failed authentication.
+            self.servicer.came_in(client.host)
             raise
 
-    def _admit_host(self, request: _Request) -> None:
-        self.servicer.admit_host(request.host)
-        request.came_in()
+    def _admit_host(self, host: str) -> None:
+        self.servicer.admit_host(host)
+        self.servicer.came_in(host)
+
+    def _answer(self, client: _Client) -> None:
+        """Read the request of a connection, and send the response."""
+        with self._under_way(client.end, 0):
+            heard = _http.receive(client.end.recv)
+        if not heard:
+            return
+        has_body = True
+        try:
+            request = _http.parse(heard, is_local=self.is_local)
+            has_body = request.method != "HEAD"
+            response = self._response(request, client)
+        except Exception as error:
+            response = _failure(error)
+        headers = {
+            **_HEADERS,
+            **_BESIDE.get(response.status, {}),
+            "Content-Security-Policy": response.policy,
+            "Date": formatdate(usegmt=True),
+            "Content-Type": response.kind,
+            "Content-Length": str(len(response.body)),
+        }
+        lines = [f"HTTP/1.1 {response.status.value} {response.status.phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join((*lines, "", "")).encode("ascii")
+        with self._under_way(client.end, len(response.body)):
+            client.end.sendall(head + response.body * has_body)
+        # Closing a socket with unread bytes resets the connection, and the client may
+        # then never see the response.
+        with self._under_way(client.end, 0, _LINGERING):
+            client.end.shutdown(socket.SHUT_WR)
+            left = _MOST_UNREAD
+            while left > 0 and (unread := client.end.recv(1 << 16)):
+                left -= len(unread)
+
+    def _under_way(
+        self, end: socket.socket, size: int, patience: float | None = None
+    ) -> AbstractContextManager[object]:
+        """End the connection if the block takes too long."""
+        patience = _PATIENCE if patience is None else patience
+        return self.transfers.under_way(lambda: sockets.shut(end), size, patience)
 
     # Connections.
 
@@ -173,10 +200,10 @@ class Page(Listener):
             if not self.servicer.lets_in(whence):
                 end.close()
                 continue
-            while not self._places.acquire(blocking=False):
+            is_free = self._places.acquire(blocking=False)
+            while not is_free:
                 self._cut_oldest()
-                if self._places.acquire(timeout=0.1):  # the oldest may be busy
-                    break
+                is_free = self._places.acquire(timeout=0.1)  # the oldest may be busy
             with self._lock:
                 self._open[id(end)] = end
                 if self._closed:
@@ -212,114 +239,47 @@ class Page(Listener):
                     )
                     with self._lock:
                         self._open[number] = end
-                    with self.transfers.under_way(
-                        lambda: sockets.shut(end), 0, _PATIENCE
-                    ):
+                    with self._under_way(end, 0):
                         end.do_handshake()
-                request = _Request(end, host, self)
-                while request.answer():
-                    pass
+                self._answer(_Client(end, host))
         finally:
             self._forget(number, end if end.fileno() >= 0 else raw)
 
 
-class _Request:
-    """The requests of one connection, one after the other.
+class _Client(NamedTuple):
+    """The client of a connection: its socket, and its network address."""
 
-    A connection is closed after any error response.
+    end: socket.socket
+    host: str
 
-    Args:
-      end: socket of the connection.
-      host: network address of the client.
-      page: the page that answers the requests.
 
-    Attributes:
-      headers: header fields of the current request, by their names in lower case.
-    """
+class _Response(NamedTuple):
+    """The response to a request."""
 
-    def __init__(self, end: socket.socket, host: str, page: Page) -> None:
-        self.connection, self.host, self.page = end, host, page
-        self.headers: Mapping[str, str] = {}
-        self._method, self._is_last = "", True
-        self._has_come_in = False
+    status: HTTPStatus
+    kind: str
+    body: bytes
+    policy: str = _NOTHING
 
-    def came_in(self) -> None:
-        """Stop counting the connection as unauthenticated: a request was admitted."""
-        if not self._has_come_in:
-            self._has_come_in = True
-            self.page.servicer.came_in(self.host)
 
-    def answer(self) -> bool:
-        """Answer the next request; return whether another one may follow."""
-        self._method, self._is_last = "", True
-        with self._under_way(0):
-            heard = _http.receive(self.connection.recv)
-        if not heard:
-            return False
-        try:
-            request = _http.parse(heard, is_local=self.page.is_local)
-            self.headers = request.fields
-            self._method, self._is_last = request.method, request.is_last
-            self.page.answer(request.path, self)
-        except _http.RefusedRequestError as error:
-            self.refuse(error.status, str(error))
-        except errors.NotAllowedError as error:
-            code = HTTPStatus.FORBIDDEN if error.is_known else HTTPStatus.UNAUTHORIZED
-            self.refuse(code, str(error))
-        except errors.CenterUnreachableError as error:
-            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        except errors.MissingExtraError as error:
-            self.refuse(HTTPStatus.NOT_IMPLEMENTED, str(error))
-        except OSError:
-            raise
-        except Exception as error:
-            _log.exception("a request for the page failed")
-            self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, repr(error))
-        return not self._is_last
-
-    def say(
-        self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str]
-    ) -> None:
-        """Send a response."""
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
-        fields = {
-            **_HEADERS,
-            **headers,
-            "Date": formatdate(usegmt=True),
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-        }
-        if self._is_last:
-            fields["Connection"] = "close"
-        lines += [f"{name}: {value}" for name, value in fields.items()]
-        head = "\r\n".join((*lines, "", "")).encode("ascii")
-        with self._under_way(len(body)):
-            self.connection.sendall(head + (b"" if self._method == "HEAD" else body))
-
-    def refuse(self, status: HTTPStatus, why: str) -> None:
-        """Send an error, and end the connection."""
-        self._is_last = True
-        headers = {"Content-Security-Policy": _NOTHING, **_BESIDE.get(status, {})}
-        text = f"{status.value} {status.phrase}: {why}\n"
-        self.say(status, _TEXT, text.encode("utf-8", "replace"), headers)
-        # Closing a socket with unread bytes resets the connection, and the client may
-        # then never see the response.
-        with self._under_way(0, _LINGERING):
-            self.connection.shutdown(socket.SHUT_WR)
-            left = _MOST_UNREAD
-            while left > 0 and (unread := self.connection.recv(1 << 16)):
-                left -= len(unread)
-
-    @contextlib.contextmanager
-    def _under_way(self, size: int, patience: float | None = None) -> Iterator[None]:
-        """End the connection if the block takes too long."""
-
-        def cut() -> None:
-            sockets.shut(self.connection)
-
-        patience = _PATIENCE if patience is None else patience
-        with self.page.transfers.under_way(cut, size, patience):
-            yield
+def _failure(error: Exception) -> _Response:
+    """Return the response to a request that failed."""
+    why = str(error)
+    match error:
+        case _http.RefusedRequestError():
+            status = error.status
+        case errors.NotAllowedError():
+            is_known = error.is_known
+            status = HTTPStatus.FORBIDDEN if is_known else HTTPStatus.UNAUTHORIZED
+        case errors.CenterUnreachableError():
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+        case errors.MissingExtraError():
+            status = HTTPStatus.NOT_IMPLEMENTED
+        case _:
+            _log.error("a request for the page failed", exc_info=error)
+            status, why = HTTPStatus.INTERNAL_SERVER_ERROR, repr(error)
+    text = f"{status.value} {status.phrase}: {why}\n"
+    return _Response(status, _TEXT, text.encode("utf-8", "replace"))
 
 
 # Additional header fields of error responses.
@@ -330,18 +290,6 @@ _BESIDE: dict[HTTPStatus, dict[str, str]] = {
 }
 
 
-class _Body:
-    """The content of a response."""
-
-    def __init__(self, plain: bytes) -> None:
-        self.plain = plain
-
-    @functools.cached_property
-    def pressed(self) -> bytes:
-        """The content compressed with gzip."""
-        return gzip.compress(self.plain, compresslevel=1)
-
-
 class _Made:
     """Cached content, kept longer the more CPU time it takes to make."""
 
@@ -349,21 +297,16 @@ class _Made:
         self._make = make
         self._lock = threading.Lock()
         self._next = -math.inf
-        self._made = _Body(b"")
+        self._made = b""
 
-    def __call__(self) -> _Body:
+    def __call__(self) -> bytes:
         with self._lock:
             if time.monotonic() >= self._next:
                 began = time.thread_time()
-                self._made = _Body(self._make())
+                self._made = self._make()
                 cost = time.thread_time() - began
                 self._next = time.monotonic() + max(_FRESH, cost / _SHARE)
             return self._made
-
-
-def _as_json(view: dict[str, Any]) -> bytes:
-    text = json.dumps(view, allow_nan=False, separators=(",", ":"))
-    return text.encode("ascii")  # json.dumps escapes all other characters
 
 
 def _policy(html: str) -> str:
@@ -379,13 +322,3 @@ def _policy(html: str) -> str:
         f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _listening_at(address: str) -> socket.socket:
-    try:
-        return sockets.bound_to(address, _BACKLOG)
-    except OSError as error:
-        raise errors.InvalidArgumentError(
-            f"the page cannot listen at {address}: {error}. Perhaps another process "
-            "does; port 0 takes a free port"
-        ) from None

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import grpc
 from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
@@ -19,7 +18,6 @@ from agn_optax.service.security import _token
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.transports import named
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._path import Route
 from agn_optax.service.wire import _trees
 
 T = TypeVar("T")
@@ -37,8 +35,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
       tls: the certificate authorities that the center's certificate is checked against,
         and a certificate and key of this end if the center asks for them; None for
         plain text, which is only allowed within this machine.
-      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
-        have.
       insecure: allows plain text beyond this machine.
       token: as in `connect`.
 
@@ -61,13 +57,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         *,
         timeout: float = 5.0,
         tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
-        self._connection = Connection(
-            address, timeout, tls, credentials, insecure, token
-        )
+        self._connection = Connection(address, timeout, tls, insecure, token)
 
     @property
     def address(self) -> str:
@@ -111,23 +104,13 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
         return self._ask(attempt)
 
-    def measure(
-        self,
-        transport: str,
-        *,
-        route: Route | None = None,
-        timeout: float | None = None,
-    ) -> Way:
+    def measure(self, transport: str) -> Way:
         """Measure the speed of a transport, separately for each direction.
 
         This needs the role of a reader, and takes about a second.
 
         Args:
           transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as in `connect`.
-          route: network interface and maximum segment size of a socket; None leaves
-            both to the operating system.
-          timeout: seconds within which a few kilobytes must be transferred; None for
-            the timeout of the other calls.
 
         Raises:
           CenterUnreachableError: the transport cannot be used.
@@ -135,15 +118,12 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           ProtocolError: the center's release does not support measurements.
         """
         (way,) = named([transport])
-        patience = self._connection.timeout if timeout is None else timeout
 
         def attempt() -> Way:
             offers = {offer.transport: offer for offer in self.describe().offers}
             own = offers.get(transport)
             try:
-                return measure(
-                    self._connection, way, own, timeout=patience, route=route
-                )
+                return measure(self._connection, way, own)
             except errors.AgnOptaxError:
                 raise  # some of these are OSErrors, too
             except OSError as error:

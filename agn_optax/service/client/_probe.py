@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import NamedTuple
 
@@ -10,7 +9,6 @@ from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import Target, Transport
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._path import Path, Route
 from agn_optax.service.transports._transport import Link
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
@@ -29,48 +27,28 @@ class Way(NamedTuple):
       round_trip: seconds for the shortest message and its answer.
       up, down: bytes per second to the center, and from it; None if nothing was
         transferred in time. Shared memory has one number for both.
-      path: network path of the connection; None for shared memory and gRPC.
     """
 
     transport: str
     round_trip: float
     up: float | None
     down: float | None
-    path: Path | None
-
-    def seconds(self, sent: int, received: int) -> float:
-        """Return the estimated duration of an exchange.
-
-        Args:
-          sent: bytes of the message.
-          received: bytes of the answer.
-
-        Returns:
-          The duration in seconds; infinite if nothing was transferred in time.
-        """
-        up, down = self.up or 0.0, self.down or 0.0
-        if not (up and down):
-            return math.inf
-        return self.round_trip + sent / up + received / down
 
 
 def measure(
     connection: Connection,
     transport: Transport,
     offer: pb.Offer | None,
-    *,
-    timeout: float,
-    route: Route | None = None,
 ) -> Way:
     """Measure one transport, for about a second.
+
+    A probe has 16 KiB, or more if 16 KiB take less than 0.1 seconds. The timeout of the
+    connection is that of one probe.
 
     Args:
       connection: the connection to the center.
       transport: the transport to measure.
       offer: the center's offer of that transport; None if it has none.
-      timeout: timeout in seconds of one probe, which has 16 KiB, or more if 16 KiB take
-        less than 0.1 seconds.
-      route: settings of a socket's connection; None leaves them to the system.
 
     Raises:
       OSError: the transport cannot be used.
@@ -78,12 +56,12 @@ def measure(
       NotAllowedError: this end does not have the role of a reader.
       ProtocolError: the center's release does not support measurements.
     """
-    is_shared = transport.name == "memory"
+    is_shared, timeout = transport.name == "memory", connection.timeout
     made: list[Link] = []
 
     def dialled() -> Link:
         if not made or made[-1].done():
-            target = Target(connection, offer, Buffers(), route)
+            target = Target(connection, offer, Buffers())
             made.append(transport.dial(target))
         return made[-1]
 
@@ -131,17 +109,16 @@ def measure(
 
     try:
         trips = [nothing() for _ in range(3)]
-        path = dialled().path()
         if is_shared:
             both = rate(1, 1)
-            return Way(transport.name, min(trips), both, both, path)
+            return Way(transport.name, min(trips), both, both)
         up, down = rate(1, 0), None
         try:
             down = rate(0, 1)
         except errors.CenterUnreachableError:
             if up is not None:
                 raise  # if `up` is None, the probe that got stuck may block this one
-        return Way(transport.name, min(trips), up, down, path)
+        return Way(transport.name, min(trips), up, down)
     finally:
         for link in made:
             link.cancel()

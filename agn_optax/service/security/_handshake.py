@@ -44,7 +44,7 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
         try:
             with (
                 connected(address, timeout) as plain,
-                context.wrap_socket(plain, server_hostname=_host(address)) as end,
+                context.wrap_socket(plain, server_hostname=name_of(address)) as end,
             ):
                 is_greeted = True
                 end.sendall(_PREFACE)
@@ -112,7 +112,7 @@ def _in_words(error: Exception, address: str) -> str:
         return "the center's certificate is not valid yet, by this machine's clock"
     if error.verify_code in _OTHER_NAMES:
         return (
-            f"the center's certificate is not for {_host(address)!r}: reach it by a "
+            f"the center's certificate is not for {name_of(address)!r}: reach it by a "
             f"name that is in it ({error.verify_message})"
         )
     return (
@@ -121,7 +121,7 @@ def _in_words(error: Exception, address: str) -> str:
     )
 
 
-def _host(address: str) -> str:
+def name_of(address: str) -> str:
     """Return the name that a center's certificate must have."""
     if address.startswith("unix:"):
         return "localhost"  # as gRPC does

@@ -227,14 +227,11 @@ def serve(
         address,
         None if direct_address is False else direct_address,
         security.tls,
-        security.credentials,
         page=page,
         health=health_address,
     )
     is_local = _check_settings(settings, security)
     door = Door(security.admitted(is_local=is_local))
-    reflects = is_local if security.reflection is None else security.reflection
-    settings = settings._replace(reflection=reflects)
     center = PackedCenter(
         rule,
         params,
@@ -291,7 +288,7 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
                 f'page must be "host:port", got {settings.page!r}: a browser cannot '
                 "open a Unix socket"
             )
-        security.check(settings.page, by_grpc=False)
+        security.check(settings.page)
         addresses.append(settings.page)
     if settings.health is not None and _address.check(settings.health)[:5] == "unix:":
         raise errors.InvalidArgumentError(

@@ -355,8 +355,6 @@ class Servicer:
             barrier=self.core.ledger.barrier,
             offers=self._offers_to(caller),
             versions=installed(),
-            grace=self.core.ledger.mode.round_grace,
-            stop_grace=self.stop_grace,
         )
         return pb.Described(
             description=said.SerializeToString(),

@@ -58,8 +58,7 @@ class Connection:
     Args:
       address: the center's address, or ``file:PATH`` with a file that holds it.
       timeout: seconds without any response after which a call gives up.
-      tls: the TLS settings; None for plain text or ``credentials``.
-      credentials: gRPC credentials instead of ``tls``.
+      tls: the TLS settings; None for plain text.
       insecure: allows plain text beyond this machine.
       token: the token of this end, see `_token.of`.
 
@@ -74,15 +73,14 @@ class Connection:
         address: str,
         timeout: float,
         tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
         self._file = _published.path_of(_published.check_reachable(address))
-        self._check = functools.partial(_tls.check, tls, credentials, insecure)
+        self._check = functools.partial(_tls.check, tls, insecure)
         self._check(*([address] if self._file is None else []))
         self._credentials: Callable[[], grpc.ChannelCredentials | None]
-        self._credentials = lambda: credentials
+        self._credentials = lambda: None
         if tls is not None:
             self._credentials = Reread(tls.files, tls.client_credentials)
         self.address = address
@@ -97,11 +95,6 @@ class Connection:
         self._closed = threading.Event()
         self._heard = -math.inf  # when a frame came last; monotonic seconds
         self._served = -math.inf  # when a frame came last that was not an error
-
-    @property
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """The gRPC credentials, made of ``tls`` or given; None for plain text."""
-        return self._credentials()
 
     @property
     def closed(self) -> bool:
@@ -154,33 +147,27 @@ class Connection:
                 end = min(end, now + within)
             if is_busy:
                 self._answered()
-            says = not is_told if is_busy else self.unreachable_since is None
-            if says:
-                _log.warning(
-                    "the center at %s %s (%s); trying for %.0f s",
-                    self.address,
-                    "is busy" if is_busy else "does not answer",
-                    reason,
-                    end - begin,
-                )
+            if not is_told if is_busy else self.unreachable_since is None:
+                state = "is busy" if is_busy else "does not answer"
+                text = "the center at %s %s (%s); trying for %.0f s"
+                _log.warning(text, self.address, state, reason, end - begin)
                 is_told = True
             if not is_busy and self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
             pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
-            if now + pause > end and is_busy:
+            if now + pause <= end:
+                self._closed.wait(pause)
+                continue
+            if is_busy:
                 raise errors.CenterBusyError(
                     f"the center at {self.address} answers, but has not accepted this "
                     f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
                 )
-            if now + pause > end:
-                assert self.unreachable_since is not None
-                since = time.strftime("%X", time.localtime(self.unreachable_since))
-                silent = time.time() - self.unreachable_since
-                raise errors.CenterUnreachableError(
-                    f"the center at {self.address} does not answer since {since} "
-                    f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
-                )
-            self._closed.wait(pause)
+            since = time.strftime("%X", time.localtime(self.unreachable_since))
+            raise errors.CenterUnreachableError(
+                f"the center at {self.address} does not answer since {since} "
+                f"({attempts} attempts in this call): {reason}"
+            )
 
     def _answered(self) -> None:
         """Record that the center has answered."""
@@ -296,7 +283,7 @@ class Connection:
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        self._shown = self.credentials
+        self._shown = self._credentials()
         if self._shown is None:
             return grpc.insecure_channel(self.address, options)
         return grpc.secure_channel(self.address, self._shown, options)
@@ -388,33 +375,28 @@ class Connection:
     def close(self) -> None:
         """Stop, and end all calls that are under way."""
         self.stop()
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+        self._let_go()
 
     def _failure(self, error: BaseException) -> BaseException:
         """Return the error to raise instead of ``error``, with the real cause.
 
+        A failed TLS handshake with a server that answers is an `EncryptionError`.
+
         Raises:
           CenterClosedError: the connection is closed, which explains the error.
         """
-        if isinstance(error, errors.CenterUnreachableError):
-            self.check_open()
-            return self._greeting_failure(str(error)) or error
-        return error
-
-    def _greeting_failure(self, said: str) -> errors.EncryptionError | None:
-        """Return a TLS error if a server answers but the handshake failed, or None."""
+        if not isinstance(error, errors.CenterUnreachableError):
+            return error
+        self.check_open()
+        said = str(error)
         if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
-            return None
-        if self.credentials is not self._shown:  # certificates have changed meanwhile
+            return error
+        if self._credentials() is not self._shown:  # the certificates have changed
             self._let_go()
-            return None
-        if self.tls is None and self.credentials is not None:
-            return None  # gRPC's credentials are opaque
+            return error
         reason = _handshake.why_not(self.address, self.tls)
         if not reason:
-            return None
+            return error
         return errors.EncryptionError(f"no connection to {self.address}: {reason}")
 
 

@@ -13,20 +13,17 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security._access import Caller
-from agn_optax.service.security._rate_limits import Places
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.transports._connection import Connection
@@ -36,10 +33,10 @@ from agn_optax.service.wire._packets import Parcel, Reader, joined
 
 T = TypeVar("T")
 
+_serialized = operator.methodcaller("SerializeToString")
+
 _MOST_CALLS = 4096
 _MOST_PROBES = 256
-# Limits of streams of gRPC's own services: in total, per caller, and in seconds.
-_MOST_STREAMS, _MOST_OF_ONE, _LONGEST_STREAM = 16, 4, 30.0
 # Calls that the servicer charges to the rate limit once it knows their worker.
 _PAID_APART = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
@@ -105,13 +102,58 @@ class GrpcLink(_transport.Link):
 
 
 class _OfServer(_transport.Listener):
-    """A gRPC server with health checking."""
+    """A gRPC server with health checking.
 
-    _server: grpc.Server
+    Only `Check` is served: `Watch` would remember every name that it was asked for, and
+    gRPC does not count its calls in any limit.
 
-    def __init__(self) -> None:
+    Args:
+      servicer: the servicer of the center.
+      place: listening settings.
+      let_in: admits a health check by its context, and returns its caller.
+      most_calls: maximum number of concurrent calls.
+      options: options of the server.
+      handlers: handlers of other calls.
+    """
+
+    def __init__(
+        self,
+        servicer: Servicer,
+        place: _transport.ListenSettings,
+        let_in: Callable[[Any], Hashable],
+        most_calls: int,
+        options: list[tuple[str, Any]],
+        handlers: Sequence[Any] = (),
+    ) -> None:
         super().__init__()
         self._health = health.HealthServicer()
+
+        def check(said: Iterator[bytes], context: Any) -> Any:
+            with _errors_to(context):
+                message = _only(servicer, said, context, let_in(context))
+                request = _parsed(health_pb2.HealthCheckRequest, message)
+            return self._health.Check(request, context)
+
+        checks: dict[str, Any] = {
+            "Check": grpc.stream_unary_rpc_method_handler(
+                check, response_serializer=_serialized
+            )
+        }
+        self._server = grpc.server(
+            self._threads,
+            handlers=[
+                grpc.method_handlers_generic_handler(health.SERVICE_NAME, checks),
+                *handlers,
+            ],
+            options=[
+                ("grpc.so_reuseport", 0),  # a second server on this port fails
+                # Heartbeats of workers are more frequent.
+                ("grpc.max_connection_idle_ms", 60_000),
+                *options,
+            ],
+            maximum_concurrent_rpcs=most_calls,
+        )
+        self.address = _listening(self._server, place)
 
     def start(self) -> None:
         self._server.start()
@@ -121,25 +163,10 @@ class _OfServer(_transport.Listener):
     def drain(self) -> None:
         self._health.enter_graceful_shutdown()
 
-    def _checks(self) -> Any:
-        """Return the handler of gRPC's health checking, with `Check` only.
-
-        `Watch` would remember every name that it was asked for, and gRPC does not count
-        its calls in any limit.
-        """
-
-        def answer(said: bytes, context: Any) -> Any:
-            with _errors_to(context):
-                request = _parsed(health_pb2.HealthCheckRequest, said)
-            return self._health.Check(request, context)
-
-        check: Any = grpc.unary_unary_rpc_method_handler(
-            answer,
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler(
-            health.SERVICE_NAME, {"Check": check}
-        )
+    def close(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        self._server.stop(grace=min(0.5, timeout / 2)).wait(timeout)
+        self._threads.wait(max(0.0, end - time.monotonic()))
 
 
 class GrpcListener(_OfServer):
@@ -151,50 +178,26 @@ class GrpcListener(_OfServer):
     """
 
     def __init__(self, servicer: Servicer, place: _transport.ListenSettings) -> None:
-        super().__init__()
-
         def let_in(context: Any) -> Hashable:
-            """Admit a call of gRPC's own services; it needs the right to monitor."""
             caller = _caller(servicer, context)
             servicer.admit(caller, "Health")
             caller.check("Health")
             return caller.key
 
-        self._server = grpc.server(
-            self._threads,
-            handlers=[self._checks(), _handlers(servicer)],
-            options=[
-                *_address.OPTIONS,
-                ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
-                ("grpc.so_reuseport", 0),  # a second server on this port fails
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.server_handshake_timeout_ms", 5_000),
-                # Per connection, which one center object of a process uses.
-                ("grpc.max_concurrent_streams", 64 + 4 * servicer.workers),
-                # Heartbeats of workers are more frequent.
-                ("grpc.max_connection_idle_ms", 60_000),
-            ],
-            interceptors=[_Guard(servicer, let_in)],
-            # The limits of callers admit fewer calls, with very few exceptions.
-            maximum_concurrent_rpcs=_MOST_CALLS + 16 * servicer.workers,
-        )
-        if place.reflection:
-            channelz.add_channelz_servicer(self._server)
-            names = (
-                _address.SERVICE,
-                health.SERVICE_NAME,
-                channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
-                reflection.SERVICE_NAME,
-            )
-            reflection.enable_server_reflection(names, self._server)
-        self.address = _listening(self._server, place)
+        options = [
+            *_address.OPTIONS,
+            ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.server_handshake_timeout_ms", 5_000),
+            # Per connection, which one center object of a process uses.
+            ("grpc.max_concurrent_streams", 64 + 4 * servicer.workers),
+        ]
+        # The limits of callers admit fewer calls, with very few exceptions.
+        most_calls = _MOST_CALLS + 16 * servicer.workers
+        handlers = [_handlers(servicer)]
+        super().__init__(servicer, place, let_in, most_calls, options, handlers)
         if self.address.startswith("unix:") and servicer.door.access is None:
             os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 this user only
-
-    def close(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        self._server.stop(grace=min(0.5, timeout / 2)).wait(timeout)
-        self._threads.wait(max(0.0, end - time.monotonic()))
 
 
 class HealthListener(_OfServer):
@@ -210,41 +213,26 @@ class HealthListener(_OfServer):
     """
 
     def __init__(self, servicer: Servicer, address: str) -> None:
-        super().__init__()
-
         def let_in(context: Any) -> Hashable:
             host = _host(context)
             servicer.admit_probe(host)
             return host
 
-        self._server = grpc.server(
-            self._threads,
-            handlers=[self._checks()],
-            interceptors=[_Guard(servicer, let_in)],
-            maximum_concurrent_rpcs=_MOST_PROBES,
-            options=[
-                ("grpc.max_receive_message_length", 1024),  # only a service's name
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_connection_idle_ms", 60_000),
-            ],
-        )
-        self.address = _listening(self._server, _transport.ListenSettings(address))
-
-    def close(self, timeout: float) -> None:
-        self._server.stop(grace=0.0).wait(timeout)
+        place = _transport.ListenSettings(address)
+        # A check has only a service's name.
+        options = [("grpc.max_receive_message_length", 1024)]
+        super().__init__(servicer, place, let_in, _MOST_PROBES, options)
 
 
 def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
-    address, credentials = place.address, place.credentials
+    address = place.address
     _check_free(address)
-    if place.tls is not None:
-        credentials = place.tls.server_credentials()
     try:
-        if credentials is None:
+        if place.tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, place.tls.server_credentials())
     except RuntimeError as error:
         reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(
@@ -269,32 +257,9 @@ def _check_free(address: str) -> None:
 
 def _handlers(servicer: Servicer) -> Any:
     """Return the handlers of the calls in center.proto."""
-    serialized = operator.methodcaller("SerializeToString")
 
     def reader(messages: Iterator[bytes]) -> Reader:
         return Reader(_Messages(messages), servicer.buffers)
-
-    def replied(name: str, call: Callable[..., Any]) -> Any:
-        """Return a handler that answers with one reply."""
-
-        def answer(said: Any, context: Any) -> Any:
-            with _errors_to(context):
-                return call(said, context, admitted(name, context))
-
-        return answer
-
-    def streamed(name: str, call: Callable[..., Iterator[Parcel]]) -> Any:
-        """Return a handler that answers with a stream of frames."""
-
-        def answer(said: Any, context: Any) -> Iterator[bytes]:
-            with _errors_to(context):
-                for parcel in call(said, context, admitted(name, context)):
-                    with parcel, servicer.sending(context.cancel, parcel) as moved:
-                        for message in joined(parcel.pieces(), MESSAGE_SIZE):
-                            yield message
-                            moved()
-
-        return answer
 
     def admitted(name: str, context: Any) -> Caller:
         """Return the caller of a call that the rate limit admits."""
@@ -303,46 +268,50 @@ def _handlers(servicer: Servicer) -> Any:
             servicer.admit(caller, name)
         return caller
 
-    def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
-        """Return a handler of calls with one request message."""
+    def replied(name: str, call: Callable[..., Any]) -> Any:
+        """Return a handler that answers with one reply."""
 
-        def answer(said: Iterator[bytes], context: Any, caller: Caller) -> T:
+        def answer(said: Iterator[bytes], context: Any) -> Any:
+            with _errors_to(context):
+                return call(said, context, admitted(name, context))
+
+        return grpc.stream_unary_rpc_method_handler(
+            answer, response_serializer=_serialized
+        )
+
+    def streamed(name: str, call: Callable[..., Iterator[Parcel]]) -> Any:
+        """Return a handler that answers with a stream of frames."""
+
+        def answer(said: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            with _errors_to(context):
+                for parcel in call(said, context, admitted(name, context)):
+                    with parcel, servicer.sending(context.cancel, parcel) as moved:
+                        for message in joined(parcel.pieces(), MESSAGE_SIZE):
+                            yield message
+                            moved()
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    def parsed(name: str) -> Callable[..., Any]:
+        """Return the method for a call with one request, with the request parsed."""
+        call, request = getattr(servicer, name.lower()), getattr(pb, f"{name}Request")
+
+        def answer(said: Iterator[bytes], context: Any, caller: Caller) -> Any:
             message = _only(servicer, said, context, caller.key)
             return call(_parsed(request, message), caller)
 
         return answer
 
-    def unary(name: str, call: Callable[..., Any], request: Any) -> Any:
-        return grpc.stream_unary_rpc_method_handler(
-            replied(name, parsed(call, request)), response_serializer=serialized
-        )
-
-    handlers = {
-        name: unary(name, call, request)
-        for name, call, request in (
-            ("Describe", servicer.describe, pb.DescribeRequest),
-            ("Alive", servicer.alive, pb.AliveRequest),
-            ("Leave", servicer.leave, pb.LeaveRequest),
-            ("Status", servicer.status, pb.StatusRequest),
-            ("Save", servicer.save, pb.SaveRequest),
-            ("Drain", servicer.drain, pb.DrainRequest),
-        )
-    }
-    handlers["Initialize"] = grpc.stream_unary_rpc_method_handler(
-        replied(
-            "Initialize",
-            lambda said, call, by: servicer.initialize(reader(said), call, by),
-        ),
-        response_serializer=serialized,
+    names = ("Describe", "Alive", "Leave", "Status", "Save", "Drain")
+    handlers = {name: replied(name, parsed(name)) for name in names}
+    handlers["Pull"] = streamed("Pull", parsed("Pull"))
+    handlers["Initialize"] = replied(
+        "Initialize",
+        lambda said, call, by: servicer.initialize(reader(said), call, by),
     )
-    handlers["Pull"] = grpc.stream_stream_rpc_method_handler(
-        streamed("Pull", parsed(servicer.pull, pb.PullRequest))
-    )
-    handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(
-        streamed(
-            "Exchange",
-            lambda said, call, by: servicer.exchange(reader(said), call, by, "grpc"),
-        )
+    handlers["Exchange"] = streamed(
+        "Exchange",
+        lambda said, call, by: servicer.exchange(reader(said), call, by, "grpc"),
     )
     return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
 
@@ -392,65 +361,6 @@ def _host(context: Any) -> str:
     """Return the host from which a call comes."""
     kind, _, where = urllib.parse.unquote(context.peer()).partition(":")
     return _address.network("" if kind.startswith("unix") else _address.host(where))
-
-
-class _Guard(grpc.ServerInterceptor):
-    """Admits calls of gRPC's own services, and limits their number and duration.
-
-    Args:
-      servicer: the servicer of the center.
-      let_in: returns the caller for a call's context, or raises the reason why the
-        call, or another message of it, is rejected.
-    """
-
-    def __init__(self, servicer: Servicer, let_in: Callable[[Any], Hashable]) -> None:
-        self._servicer, self._let_in = servicer, let_in
-        self._streams = Places(_MOST_STREAMS, _MOST_OF_ONE)
-
-    def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = continuation(details)
-        if handler is None or details.method.startswith(f"/{_address.SERVICE}/"):
-            return handler
-        coders = handler.request_deserializer, handler.response_serializer
-        if handler.unary_unary is not None:
-            replied = self._replied(handler.unary_unary)
-            return grpc.stream_unary_rpc_method_handler(replied, *coders)
-        streamed = self._streamed(handler.stream_stream)
-        return grpc.stream_stream_rpc_method_handler(streamed, *coders)
-
-    def _replied(self, answer: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(said: Iterator[Any], context: Any) -> Any:
-            with _errors_to(context):
-                caller = self._let_in(context)
-                request = _only(self._servicer, said, context, caller)
-            return answer(request, context)
-
-        return guarded
-
-    def _streamed(self, answer: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-        """Return a handler with a time limit; each message counts as a call."""
-        busy = errors.CenterBusyError(
-            f"too many calls: at most {_MOST_OF_ONE} streams of one caller and "
-            f"{_MOST_STREAMS} of all callers are served at a time; try again"
-        )
-
-        def admitted(said: Iterator[Any], context: Any) -> Iterator[Any]:
-            for message in said:
-                self._let_in(context)
-                yield message
-
-        def guarded(said: Iterator[Any], context: Any) -> Iterator[Any]:
-            with _errors_to(context):
-                caller = self._let_in(context)
-                with (
-                    self._streams.one(caller, busy),
-                    self._servicer.transfers.under_way(
-                        context.cancel, 0, _LONGEST_STREAM
-                    ),
-                ):
-                    yield from answer(admitted(said, context), context)
-
-        return guarded
 
 
 @contextlib.contextmanager

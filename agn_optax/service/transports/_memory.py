@@ -142,13 +142,6 @@ class MemoryLink(_socket.SocketLink):
 # The service's end.
 
 
-class MemoryListener(_socket.SocketListener):
-    """Accepts connections with segments."""
-
-    def accepted(self, end: socket.socket) -> _socket.Accepted:
-        return MemoryAccepted(end, self._servicer)
-
-
 class MemoryAccepted(_socket.Accepted):
     """The service's end of a connection with segments.
 
@@ -304,7 +297,9 @@ def _listen(
     del place
     if not IS_SUPPORTED:
         return None
-    return MemoryListener(servicer, _socket.listening_by_name(), name="memory")
+    return _socket.SocketListener(
+        servicer, _socket.listening_by_name(), name="memory", accepted=MemoryAccepted
+    )
 
 
 def _dial(target: _transport.Target) -> _transport.Link:

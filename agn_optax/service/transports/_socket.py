@@ -24,11 +24,11 @@ from concurrent.futures import Future
 from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import KEY_SIZE, Caller
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
-from agn_optax.service.transports._path import Path, connected, path_of
 from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
@@ -65,37 +65,24 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     if target.offer is None:
         raise OSError("the center does not offer it")
     where, center = target.offer.address, target.connection.address
+    if where.startswith("unix:"):
+        there = f"unix:\0{where.removeprefix('unix:')}"
+    else:  # the host name under which this worker knows the center
+        there = f"{_address.host(center)}:{where.rpartition(':')[2]}"
     with contextlib.ExitStack() as closing:
-        if where.startswith("unix:"):
-            end = closing.enter_context(socket.socket(socket.AF_UNIX))
-            end.settimeout(_DIALLING)
-            end.connect("\0" + where.removeprefix("unix:"))
-        else:
-            # By the host name under which this worker knows the center.
-            host, port = _address.host(center), int(where.rpartition(":")[2])
-            if target.route is None:
-                end = socket.create_connection((host, port), timeout=_DIALLING)
-            else:
-                end = connected(host, port, _DIALLING, target.route)
-            closing.enter_context(end)
+        end = closing.enter_context(_handshake.connected(there, _DIALLING))
         tune(end)
         if tls is not None:
-            name = "localhost"  # the name that gRPC uses for a Unix socket
-            if not center.startswith("unix:"):
-                name = _address.host(center)
             try:
                 context = tls.context(serves=False)
             except errors.InvalidArgumentError as error:  # files have changed meanwhile
                 raise OSError(str(error)) from None
+            name = _handshake.name_of(center)
             end = context.wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
-        line = bytearray()
-        while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-            heard = end.recv(1)
-            if not heard:
-                raise ConnectionError("the handshake was rejected")
-            line += heard
+        with end.makefile("rb", buffering=0) as lines:
+            line = lines.readline(_LONGEST_LINE)
         if line != GREETING:
             said = line.decode("ascii", "replace").strip()
             raise ConnectionError(
@@ -128,9 +115,6 @@ class SocketLink(_transport.Link):
         with parcel, self.pace(parcel.nbytes):
             send(self._end, parcel.pieces(), self.sent)
 
-    def path(self) -> Path | None:
-        return path_of(self._end)
-
     def why_it_ended(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")
 
@@ -145,26 +129,22 @@ class SocketLink(_transport.Link):
 # The service's end.
 
 
-def listening_at(place: _transport.ListenSettings) -> socket.socket:
-    """Return a socket that listens at the port for direct connections.
+def listening_at(address: str) -> socket.socket:
+    """Return a socket that listens at "host:port".
 
     Raises:
-      InvalidArgumentError: the requested address cannot be used.
-      OSError: there is no free port.
+      InvalidArgumentError: the address cannot be used.
     """
-    address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
     try:
-        return bound_to(address, _BACKLOG)
+        return bound_to(address)
     except OSError as error:
-        if place.direct_address is None:
-            raise
         raise errors.InvalidArgumentError(
-            f"cannot listen at {place.direct_address}: {error}. Perhaps another "
-            "process does; port 0 takes a free port"
+            f"cannot listen at {address}: {error}. Perhaps another process does; port "
+            "0 takes a free port"
         ) from None
 
 
-def bound_to(address: str, backlog: int) -> socket.socket:
+def bound_to(address: str) -> socket.socket:
     """Return a socket that listens at "host:port".
 
     Raises:
@@ -174,7 +154,7 @@ def bound_to(address: str, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     made = socket.create_server(
-        (host, port), family=family, backlog=backlog, dualstack_ipv6=both
+        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
     )
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
         # The client sends first, and a silent connection costs this process nothing.
@@ -229,6 +209,7 @@ class SocketListener(_transport.Listener):
       listening: a listening socket.
       context: makes the TLS context of a connection; None for plain text.
       name: name of the transport.
+      accepted: makes the service's end of a connection.
     """
 
     def __init__(
@@ -237,11 +218,13 @@ class SocketListener(_transport.Listener):
         listening: socket.socket,
         context: Callable[[], ssl.SSLContext] | None = None,
         name: str = "socket",
+        accepted: type[Accepted] | None = None,
     ) -> None:
         super().__init__()
         self._servicer = servicer
         self._listening = listening
         self._context = context
+        self._kind = accepted or Accepted
         self._accepted: dict[int, Accepted] = {}  # by file descriptor
         self._lock = threading.Lock()
         self._closed = False
@@ -270,10 +253,6 @@ class SocketListener(_transport.Listener):
             each.cancel()
         self._threads.wait(timeout)  # a running thread still refers to the center
         self._listening.close()
-
-    def accepted(self, end: socket.socket) -> Accepted:
-        """Return the service's end of a connection, after the handshake."""
-        return Accepted(end, self._servicer)
 
     def why_not(self, end: socket.socket) -> str:
         """Return why a connection is rejected; "" if it is accepted.
@@ -333,7 +312,7 @@ class SocketListener(_transport.Listener):
             if whence is not None:
                 self._servicer.came_in(whence)
             end.settimeout(None)
-            accepted, number = self.accepted(end), end.fileno()
+            accepted, number = self._kind(end, self._servicer), end.fileno()
             with self._lock:
                 if self._closed:
                     return
@@ -351,13 +330,9 @@ class SocketListener(_transport.Listener):
 
     def _greeted(self, end: socket.socket) -> Caller | None:
         """Return the caller by its key, after the handshake; None to reject it."""
-        heard = bytearray()
-        while len(heard) < _GREETING_SIZE:
-            more = end.recv(_GREETING_SIZE - len(heard))
-            if not more:
-                return None
-            heard += more
-        if (key := _key_in(bytes(heard))) is None:
+        greeting = bytearray(_GREETING_SIZE)
+        Reader(end.recv_into, self._servicer.buffers).fill(memoryview(greeting))
+        if (key := _key_in(bytes(greeting))) is None:
             return None
         certificate = None
         if isinstance(end, ssl.SSLSocket):
@@ -611,17 +586,13 @@ def _listen(
     servicer: Servicer, place: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
-    if place.credentials is not None and place.tls is None:
-        if place.direct_address is not None:
-            raise errors.InvalidArgumentError(
-                "direct_address needs tls= instead of credentials=: credentials of "
-                "gRPC cannot encrypt any other connection"
-            )
-        _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
-        return None
     context = None if place.tls is None else place.tls.serving_context()
     if not place.address.startswith("unix:"):
-        return SocketListener(servicer, listening_at(place), context)
+        if place.direct_address is None:
+            listening = bound_to(f"{place.address.rpartition(':')[0]}:0")
+        else:
+            listening = listening_at(place.direct_address)
+        return SocketListener(servicer, listening, context)
     if place.direct_address is not None:
         raise errors.InvalidArgumentError(
             "direct_address is for a center at a port, and this one is at "
@@ -634,10 +605,7 @@ def _listen(
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connect to the center, with a handshake."""
-    tls = target.connection.tls
-    if target.connection.credentials is not None and tls is None:
-        raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
-    return SocketLink(dialled(target, tls), target.buffers)
+    return SocketLink(dialled(target, target.connection.tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)

@@ -16,15 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-import grpc
-
 from agn_optax import errors
 from agn_optax._internal import in_background, keep_running
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._path import Path, Route
 from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
@@ -37,8 +34,6 @@ class ListenSettings(NamedTuple):
       address: address for gRPC.
       direct_address: "host:port" for sockets; None for a free port.
       tls: TLS settings of sockets and gRPC.
-      credentials: server credentials for gRPC alone.
-      reflection: whether gRPC serves reflection and channelz.
       page: "host:port" of the page; None for none.
       health: "host:port" of health checks without authentication; None for none.
     """
@@ -46,8 +41,6 @@ class ListenSettings(NamedTuple):
     address: str
     direct_address: str | None = None
     tls: Tls | None = None
-    credentials: grpc.ServerCredentials | None = None
-    reflection: bool = True
     page: str | None = None
     health: str | None = None
 
@@ -59,13 +52,11 @@ class Target(NamedTuple):
       connection: connection to its gRPC service.
       offer: the service's offer of the transport.
       buffers: buffers to receive in.
-      route: route of the connection; None leaves it to the system. Not used by gRPC.
     """
 
     connection: Connection
     offer: pb.Offer | None
     buffers: Buffers
-    route: Route | None = None
 
 
 class Listener(abc.ABC):
@@ -162,10 +153,6 @@ class Link(Reader, abc.ABC):
             raise _status.exception_in(frame.refused)
         self.served()
         return frame
-
-    def path(self) -> Path | None:
-        """Return the system's data on the connection; None if there are none."""
-        return None
 
     @abc.abstractmethod
     def why_it_ended(self) -> errors.AgnOptaxError:

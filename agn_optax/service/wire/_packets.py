@@ -162,7 +162,7 @@ class Reader:
         if not first:
             return None
         with self.pace(MOST_CONTROL):
-            self._fill(memoryview(head)[first:])
+            self.fill(memoryview(head)[first:])
             length, follows = HEAD.unpack(head)
             if length > MOST_CONTROL:  # checked before memory is allocated
                 raise errors.ProtocolError(
@@ -170,7 +170,7 @@ class Reader:
                     f"{length}"
                 )
             control = bytearray(length)
-            self._fill(memoryview(control))
+            self.fill(memoryview(control))
         try:
             frame = pb.Frame.FromString(bytes(control))
         except DecodeError as error:
@@ -191,11 +191,16 @@ class Reader:
             )
         buffer = self._buffers.take(schema.size)
         with self.pace(schema.size):
-            self._fill(buffer.data)
+            self.fill(buffer.data)
         self._follows = 0
         return buffer
 
-    def _fill(self, view: memoryview) -> None:
+    def fill(self, view: memoryview) -> None:
+        """Read bytes into all of a view.
+
+        Raises:
+          EOFError: the connection ended before that.
+        """
         while view:
             got = self._some(view)
             if not got:

@@ -34,6 +34,8 @@ _TRANSIENT = {
 }
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+# Codes of other servers, the second one of their health service.
+_NO_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
@@ -50,29 +52,22 @@ def abort(context: grpc.ServicerContext, error: Exception) -> None:
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     """Return the library's exception for a failed gRPC call."""
     named = dict(error.trailing_metadata() or ()).get(_KIND)
+    code, details = error.code(), error.details() or ""
     if named in errors.__all__:
-        return getattr(errors, named)(error.details())
+        return getattr(errors, named)(details)
     # gRPC's error if the server has reached its maximum number of concurrent calls.
-    is_full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and (
-        "Concurrent" in (error.details() or "")
-    )
-    if error.code() in _TRANSIENT or is_full:
+    is_full = code == grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent" in details
+    if code in _TRANSIENT or is_full:
         return errors.CenterUnreachableError(
-            f"{error.code().name}: {error.details() or 'the connection broke'}"
+            f"{code.name}: {details or 'the connection broke'}"
         )
-    if error.code() in _NOT_ALLOWED:  # not from a center, so perhaps from a proxy
-        return errors.NotAllowedError(f"{error.code().name}: {error.details()}")
-    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+    if code in _NOT_ALLOWED:  # not from a center, so perhaps from a proxy
+        return errors.NotAllowedError(f"{code.name}: {details}")
+    if code in _NO_CENTER:
         return errors.ProtocolError(
-            f"the server at {address} is no center of agn_optax ({error.details()})"
+            f"the server at {address} is no center of agn_optax ({details})"
         )
-    if error.code() == grpc.StatusCode.NOT_FOUND:  # from the server's health service
-        return errors.ProtocolError(
-            f"the gRPC server at {address} has no center of agn_optax"
-        )
-    return errors.CenterError(
-        f"the center at {address} failed: {error.code().name}: {error.details()}"
-    )
+    return errors.CenterError(f"the center at {address} failed: {code.name}: {details}")
 
 
 def refused(error: Exception) -> pb.Refused:

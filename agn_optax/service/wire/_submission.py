@@ -41,8 +41,7 @@ def _fields(
     Raises:
       KeyError: center.proto, or the code generated from it, lacks one of them.
     """
-    known = message.DESCRIPTOR.fields_by_name
-    found = [known[name] for name in plain_fields(record)]
+    found = [message.DESCRIPTOR.fields_by_name[name] for name in plain_fields(record)]
     return [
         _Field(each.name, each.has_presence, each.type == FieldDescriptor.TYPE_FLOAT)
         for each in found

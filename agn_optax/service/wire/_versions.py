@@ -1,21 +1,12 @@
-"""Versions of Python and of the dependencies, which both ends should have in common."""
+"""Versions of the dependencies that affect rounding, to compare both ends."""
 
 from __future__ import annotations
 
 import functools
-import platform
 from importlib import metadata
-
-_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "grpcio")
 
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """Return versions by name, without packages that are not installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """Return versions by name."""
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
