@@ -22,7 +22,6 @@ from orbax.checkpoint import v1
 from agn_optax import center, errors, rules
 from agn_optax.ops.engines import Ray, Resources, Run
 from agn_optax.ops.engines._ray_actors import Supervisor, reserved
-from agn_optax.ops.engines._ray_room import can_hold
 
 # A node of Ray starts within seconds, on a busy machine within a minute.
 LIMIT = 240
@@ -101,7 +100,6 @@ def test_processes_of_a_worker_are_spread_over_nodes(here):
         ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
         ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
         ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
-        ({"settings": {"give_up": 0.0}}, "give-up in [ray] must be a positive number"),
     ],
 )
 def test_bad_settings_are_rejected_before_anything_starts(changes, said):
@@ -138,23 +136,6 @@ def test_run_with_an_existing_center_needs_no_storage():
     (about, line) = Ray(run).commands()
     assert about == "# actor run-worker-0, with {'CPU': 2.0}"
     assert "AGN_OPTAX_CENTER=192.0.2.1:5" in line
-
-
-@pytest.mark.parametrize(
-    ("strategy", "most"),
-    [("STRICT_SPREAD", 2), ("STRICT_PACK", 3), ("SPREAD", 5), ("PACK", 5)],
-)
-def test_idle_nodes_hold_as_many_processes_as_their_strategy_allows(strategy, most):
-    nodes = [{"CPU": 3.0, "GPU": 0.3}, {"CPU": 2.0, "GPU": 8.0}, {"CPU": 64.0}]
-    needs = {"CPU": 1.0, "GPU": 0.1}
-    held = [n for n in range(1, 9) if can_hold(nodes, needs, n, strategy)]
-    assert held == list(range(1, most + 1))
-
-
-def test_needs_that_no_node_has_cannot_be_held():
-    assert not can_hold([{"CPU": 4.0}], {"CPU": 1.0, "TPU": 1.0}, 1, "PACK")
-    assert not can_hold([], {"CPU": 1.0}, 1, "STRICT_PACK")
-    assert can_hold([{"CPU": 1.0}], {}, 2, "PACK")
 
 
 def test_reserved_port_is_free_for_the_coordinator_only():
@@ -455,22 +436,6 @@ def test_waiting_workers_run_as_room_comes_free(here, cluster):
     assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
     programs = Progress(here).summary()["programs"]
     assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["worker", "center"])
-def test_needs_that_no_node_has_are_given_up_after_a_timeout(here, cluster, task):
-    cluster.ask("nodes", wanted={"a": TWO})
-    written(here, cluster.address, workers=2)
-    text = (here / "run.toml").read_text().replace("center-needs", "# center-needs")
-    (here / "run.toml").write_text(f"{text}{task}-needs = {{nowhere = 1}}\ngive-up = 6")
-    with launched(here) as driver:
-        assert driver.wait(LIMIT) == 2
-    said = " ".join((here / "said").read_text().split())
-    assert "1 nowhere, which no node of the cluster has, even an idle one" in said
-    assert "give-up in [ray]" in said
-    assert cluster.where("center")["pid"] is None
-    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
 
 
 @pytest.mark.slow

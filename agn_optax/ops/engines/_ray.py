@@ -39,9 +39,6 @@ class RaySettings:
         by default each process is on a node of its own.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
-      give_up: seconds after which the run ends with an error because a task that has
-        never run needs resources that no node of the cluster has, even when idle. No
-        limit applies to resources that others use, or to a task that ran and was lost.
     """
 
     address: str | None = None
@@ -51,7 +48,6 @@ class RaySettings:
     worker_needs: dict[str, float] = dataclasses.field(default_factory=dict)
     strategy: str = "STRICT_SPREAD"
     on_failure: str = "stop"
-    give_up: float = 600.0
 
 
 class Ray(Engine):
@@ -72,11 +68,6 @@ class Ray(Engine):
         settings: RaySettings = self.settings
         check.choose(settings.strategy, _STRATEGIES, "strategy in [ray]")
         check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
-        if not settings.give_up > 0:
-            raise errors.InvalidArgumentError(
-                "give-up in [ray] must be a positive number of seconds, or inf, got "
-                f"{settings.give_up!r}"
-            )
         for needs in (settings.center_needs, settings.worker_needs):
             for name, value in needs.items():
                 if value <= 0 or name in ("CPU", "GPU", "memory"):
@@ -141,9 +132,8 @@ class Ray(Engine):
         run; the return code is then 128 plus the signal's number.
 
         Raises:
-          InvalidArgumentError: there is no cluster; another run has this name, or
-            another driver runs it (both of which continue untouched); or no node has
-            the resources of a task.
+          InvalidArgumentError: there is no cluster; or another run has this name, or
+            another driver runs it (both of which continue untouched).
         """
         # Otherwise log lines of Ray's nodes would appear among those of the workers and
         # of a summary. Ray reads this variable when it is imported.
@@ -174,7 +164,6 @@ class Ray(Engine):
             center=self._needs(CENTER),
             worker=self._needs("worker"),
             strategy=settings.strategy,
-            give_up=settings.give_up,
             goes_on=settings.on_failure == "go on",
         )
         try:

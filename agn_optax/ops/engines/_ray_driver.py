@@ -33,7 +33,6 @@ from agn_optax.ops.engines._ray_actors import (
     address_file,
     is_closed,
 )
-from agn_optax.ops.engines._ray_room import can_hold
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
 from agn_optax.service import tokens
@@ -43,7 +42,7 @@ _TICK = 0.2  # seconds, at most, until a signal is handled
 _PAUSE = 1.0  # seconds before a retry
 _SOON = 5.0  # seconds until waiting for an actor is reported
 _PROGRESS = 10.0  # seconds between two reports of the center's status
-_AGAIN, _SELDOM = 60.0, 600.0  # seconds until the next report: doubled, and its maximum
+_SELDOM = 600.0  # seconds, at most, until the next report
 _REMOVAL = 20.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
 _THREADS = 8  # threads of an actor, one of which each waiting call takes
@@ -61,7 +60,6 @@ class Driver:
       center: resources that the center's actor needs.
       worker: resources that each process of a worker needs.
       strategy: placement of a worker's processes.
-      give_up: seconds that a new task waits for resources that no node has.
       goes_on: whether the other workers go on when one has failed after its last
         restart.
     """
@@ -76,7 +74,6 @@ class Driver:
         center: Mapping[str, float],
         worker: Mapping[str, float],
         strategy: str,
-        give_up: float,
         goes_on: bool,
     ) -> None:
         self._run, self._output = run, output
@@ -84,7 +81,6 @@ class Driver:
         self._own = {"namespace": namespace, "runtime_env": {**runtime_env}}
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
-        self._give_up = give_up
         self._limit = run.stop_grace + _MARGIN  # seconds to end after being told to
         self._claim: Any = None
         self._center: Any = None
@@ -104,8 +100,7 @@ class Driver:
           128 plus its number.
 
         Raises:
-          InvalidArgumentError: another run has this name, or another driver runs it;
-            or no node has the resources of a task.
+          InvalidArgumentError: another run has this name, or another driver runs it.
         """
         begin = time.monotonic()
         is_main = threading.current_thread() is threading.main_thread()
@@ -224,7 +219,7 @@ class Driver:
         center: Any = made.remote(run)
         if not is_there:
             self._center = center
-        place = await self._placed(CENTER, center, needs, is_new=not is_there)
+        place = await self._placed(CENTER, center, needs)
         command = run.serve_command(**run.durable())
         found = await self._insist(center.command.remote)
         if found != command:
@@ -255,7 +250,7 @@ class Driver:
                 self._say(CENTER, "its actor or node was lost; it comes back")
                 needs = self._center_needs
                 self._center_node = ""
-                place = await self._placed(CENTER, self._center, needs, is_new=False)
+                place = await self._placed(CENTER, self._center, needs)
                 self._center_node = place.node
                 continue
             self._center_seen = said.life, said.seen
@@ -338,7 +333,6 @@ class Driver:
                     worker.name,
                     actor,
                     self._worker_needs,
-                    is_new=not worker.lives,
                     processes=len(worker.actors),
                 )
                 for actor in worker.actors
@@ -469,13 +463,7 @@ class Driver:
     # Output, and calls of actors.
 
     async def _placed(
-        self,
-        name: str,
-        actor: Any,
-        needs: Mapping[str, float],
-        *,
-        is_new: bool,
-        processes: int = 1,
+        self, name: str, actor: Any, needs: Mapping[str, float], *, processes: int = 1
     ) -> ActorPlace:
         """Return the node and process of an actor, once there is room for it.
 
@@ -483,49 +471,20 @@ class Driver:
           name: name of the actor's task.
           actor: the actor to wait for.
           needs: resources that the actor needs.
-          is_new: whether the task has never run. A new task gives up after a time if no
-            node has its resources, even when idle. A task that was lost waits for a new
-            node, and the run goes on meanwhile.
           processes: number of processes of the task, which are placed together.
         """
         where = f"a node with {_said(needs)}"
         if processes > 1:
             where = f"{processes} places ({self._strategy}), each on {where}"
         call = asyncio.create_task(self._insist(actor.where.remote))
-        begin = hopeful = time.monotonic()
-        say_at, pause = begin + _SOON, _AGAIN
+        pause = _SOON
         try:
-            while not (await asyncio.wait([call], timeout=_SOON))[0]:
-                now, why = time.monotonic(), ""
-                if self._could_hold(name, needs, processes):
-                    hopeful = now
-                else:
-                    why = ", which no node of the cluster has, even an idle one"
-                if is_new and now - hopeful >= self._give_up:
-                    raise errors.InvalidArgumentError(
-                        f"{name} has waited {now - hopeful:.0f} s (give-up in [ray]) "
-                        f"for {where}{why}: reduce its resources, or add nodes"
-                    )
-                if now >= say_at:
-                    self._say(name, f"waits for {where}{why}")
-                    say_at, pause = now + pause, min(2 * pause, _SELDOM)
+            while not (await asyncio.wait([call], timeout=pause))[0]:
+                self._say(name, f"waits for {where}")
+                pause = min(2 * pause, _SELDOM)
             return call.result()
         finally:
             call.cancel()
-
-    def _could_hold(
-        self, name: str, needs: Mapping[str, float], processes: int
-    ) -> bool:
-        """Return whether the cluster, with only the center on it, can hold a task."""
-        nodes = {
-            node["NodeID"]: dict(node["Resources"])
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        if name != CENTER and (there := nodes.get(self._center_node)):
-            for resource, amount in self._center_needs.items():
-                there[resource] = there.get(resource, 0.0) - amount
-        return can_hold(list(nodes.values()), needs, processes, self._strategy)
 
     async def _insist(
         self, call: Callable[..., Awaitable[Any]], *arguments: Any
