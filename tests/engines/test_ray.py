@@ -341,9 +341,7 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     watch.said_once()
     programs = {each["name"]: each for each in summary["programs"]}
     assert programs["worker-0"]["restarts"] >= 1
-    assert summary["version"] >= sum(len(watch.done(rank)) for rank in range(3))
     watch.check(3)
-    assert watch.said("of 3 workers")
     assert watch.said("life 1 of worker-0")
     assert not any(map(is_running, watch.pids()))
     assert cluster.where("center")["pid"] is None
@@ -376,7 +374,6 @@ def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
         assert driver.wait(LIMIT) == 130
     summary = watch.summary()
     assert summary["returncode"] == 130
-    assert summary["version"] >= len(watch.done(0))
     assert [each["stopped"] for each in summary["programs"]] == [True, True]
     watch.said_once()
     assert not is_running(second)

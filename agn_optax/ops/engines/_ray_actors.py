@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from agn_optax import errors, service
+from agn_optax import errors
 from agn_optax._internal import in_background, write_whole
 from agn_optax.ops import launch
 from agn_optax.ops.engines._local import CENTER, is_drained, serving
@@ -201,21 +201,6 @@ class CenterActor(Supervisor):
     def token(self, name: str) -> str:
         """Return the token of a worker; "" if none is needed."""
         return _derived(self._key, name) if self._key else ""
-
-    def status(self) -> dict[str, Any] | None:
-        """Return the status of the center; None while it does not answer."""
-        told = self._run_of.connection_environment()
-        ca = told.get(service.TLS_CA)
-        try:
-            with service.Observer(
-                f"file:{address_file(self._run_of)}",
-                tls=None if ca is None else service.Tls(ca),
-                insecure=self._run_of.is_insecure,
-                token=self._key or None,
-            ) as observer:
-                return observer.status()
-        except errors.AgnOptaxError:
-            return None
 
     def _serve(self) -> None:
         import ray  # noqa: PLC0415 only inside an actor

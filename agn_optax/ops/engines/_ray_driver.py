@@ -41,7 +41,6 @@ _LOOK = 5.0  # seconds that an actor waits for new output
 _TICK = 0.2  # seconds, at most, until a signal is handled
 _PAUSE = 1.0  # seconds before a retry
 _SOON = 5.0  # seconds until waiting for an actor is reported
-_PROGRESS = 10.0  # seconds between two reports of the center's status
 _SELDOM = 600.0  # seconds, at most, until the next report
 _REMOVAL = 20.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
@@ -88,7 +87,6 @@ class Driver:
         self._center_seen = "", 0  # session id, and number of lines seen
         self._center_ended: Ended | None = None
         self._workers: list[_Worker] = []
-        self._version: int | None = None
         self._signals: list[int] = []
         self._is_broken = False  # failed, apart from the workers' and center's codes
 
@@ -137,7 +135,6 @@ class Driver:
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
             "seconds": seconds,
-            "version": self._version,
             "programs": [vars(each) for each in ended],
         }
 
@@ -166,7 +163,6 @@ class Driver:
             if not await self._serves(center):
                 self._is_broken = True
                 return
-            tasks.append(asyncio.create_task(self._progress()))
         for rank in range(run.workers):
             self._workers.append(await self._made_worker(rank))
         left = {asyncio.create_task(self._tend(each)) for each in self._workers}
@@ -258,22 +254,6 @@ class Driver:
             if said.ended is not None:
                 self._center_ended = said.ended
                 return said.ended
-
-    async def _progress(self) -> None:
-        """Report the center's version and workers from time to time."""
-        shown = None
-        while True:
-            status = await self._insist(self._center.status.remote)
-            if status is not None:
-                self._version = status["version"]
-                there = sum(worker["connected"] for worker in status["workers"])
-                line = (
-                    f"version {self._version}, {there} of {self._run.workers} workers"
-                )
-                if line != shown:
-                    self._say(CENTER, line)
-                shown = line
-            await asyncio.sleep(_PROGRESS)
 
     # Workers.
 
@@ -420,9 +400,6 @@ class Driver:
         await self._within(self._limit, *map(self._ended, left))
         if not self._center_node:
             return
-        status = await self._within(_SOON, self._insist(self._center.status.remote))
-        if status and status[0]:
-            self._version = status[0]["version"]
         await self._within(self._limit, self._ended_center())
 
     async def _ended(self, worker: _Worker) -> None:
