@@ -195,7 +195,7 @@ def test_token_of_a_center_restarted_at_another_port_is_found(
 
     engine = Local(run)
     assert engine.launch(look)["returncode"] == 0
-    token = engine._tokens[-1]
+    token = engine._operator_token
     assert served == ["127.0.0.1:0", "127.0.0.1:1"]
     assert found == [[token], [None, token]]
     assert list((here / "runtime/agn-optax").iterdir()) == []
@@ -421,7 +421,7 @@ def test_serving_line_is_printed_with_page_and_its_token(pretend):
     rule = {"rule": "downpour"}
     run = Run(name="run", program=["t.py"], workers=1, rule=rule, serve=serve)
     engine = Local(run)
-    shown, access = engine.page_token, Access(engine._lines().encode())
+    shown, access = engine.page_token, Access(engine._callers().encode())
     observer = Access(f"observer * {shown}".encode())
     allowed = [each.caller(shown.encode()).calls for each in (access, observer)]
     assert allowed[0] == allowed[1]

@@ -158,13 +158,10 @@ def test_reserved_port_is_free_for_the_coordinator_only():
 def test_driver_that_takes_over_gets_only_new_lines():
     said = Supervisor()
     for number in range(3):
-        said._hear("center", f"line {number}")
-    life, seen = said.shown()
-    first = said.look(life, seen, 0)
-    assert first.lines == ["line 0", "line 1", "line 2"]
-    said.look(life, first.seen, 0)  # acknowledges these lines as shown
-    said._hear("center", "line 3")
-    assert said.look(*said.shown(), 0).lines == ["line 3"]
+        said._emit("center", f"line {number}")
+    assert said.look(0).lines == ["line 0", "line 1", "line 2"]
+    said._emit("center", "line 3")
+    assert said.look(0).lines == ["line 3"]
 
 
 def test_missing_ray_names_the_extra_to_install(here, monkeypatch):

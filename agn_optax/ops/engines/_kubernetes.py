@@ -102,7 +102,7 @@ class Kubernetes(Engine):
         """Return the manifests, and the script that makes their Secrets."""
         run, made = self.run, self._made
         files = {}
-        if made.is_encrypted or made.is_closed:
+        if made.is_encrypted or run.is_closed:
             files[SECRETS] = self._secrets()
         if run.has_center:
             files["storage.yaml"] = _yaml(made.storage_objects())

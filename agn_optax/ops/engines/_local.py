@@ -76,14 +76,13 @@ class Local(Engine):
                 f"a center that is started again (center-restarts = "
                 f"{run.center_restarts}) needs storage, from which it continues"
             )
-        self._is_closed = run.has_center and not run.serve.get("open")
-        # A token for each worker, and one for this user's other programs.
-        names = [*run.worker_names, "here"] if self._is_closed else []
-        self._tokens = [tokens.generated() for _ in names]
-        # Another one, to paste into a browser, allows no more than to observe.
+        # A token for each worker, one for this user's other programs, and one to paste
+        # into a browser, which allows no more than to observe.
+        names = run.worker_names if run.is_closed else []
+        self._tokens = {name: tokens.generated() for name in names}
+        self._operator_token = tokens.generated()
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        is_shown = self._is_closed and has_page
-        self.page_token = tokens.generated() if is_shown else ""
+        self.page_token = tokens.generated() if run.is_closed and has_page else ""
 
     def files(self) -> Mapping[str, str]:
         """Return no files: processes are started directly."""
@@ -109,15 +108,15 @@ class Local(Engine):
         stack = contextlib.ExitStack()
         if settings.logs is not None:
             output = _Logs(settings.logs, output, stack)
-        if self._tokens:
-            output = _Leaves(self._tokens[-1], output, stack)
+        if run.is_closed:
+            output = _Leaves(self._operator_token, output, stack)
 
         def when_it_serves(line: str) -> Sequence[Program]:
             said = serving(line)
             if not said:
                 return ()
             address = reached_at(said)
-            where = address if run.storage is None else f"file:{self._address_file}"
+            where = address if run.storage is None else f"file:{run.address_file}"
             return self._workers(AGN_OPTAX_CENTER=where)
 
         if run.has_center:
@@ -125,7 +124,7 @@ class Local(Engine):
                 Program(
                     CENTER,
                     self._serve(),
-                    {tokens.TOKENS: self._lines()} if self._tokens else {},
+                    {tokens.TOKENS: self._callers()} if run.is_closed else {},
                     restarts=run.center_restarts,
                     waited_for=False,
                     followers=when_it_serves,
@@ -165,42 +164,33 @@ class Local(Engine):
             "programs": [vars(each) for each in ended],
         }
 
-    @property
-    def _address_file(self) -> pathlib.Path:
-        """The file with the address of a center that may restart at another port."""
-        assert self.run.storage is not None
-        return self.run.storage.absolute() / "center"
-
     def _serve(self) -> list[str]:
         more: dict[str, Any] = {"json": True}
         if self.run.storage is not None:
-            more |= {"address_file": self._address_file, **self.run.durable()}
+            more |= {"address_file": self.run.address_file, **self.run.durable()}
         return self.run.serve_command(sys.executable, **more)
 
-    def _workers(self, **more: str) -> list[Program]:
+    def _workers(self, **variables: str) -> list[Program]:
         run = self.run
-        made = self._tokens[:-1] or [""] * run.workers
-        return [
-            Program(
-                run.worker_name(rank),
-                run.worker_command(sys.executable),
-                run.worker_environment(
-                    rank, **more, **({tokens.TOKEN: token} if token else {})
-                ),
-                restarts=run.restarts,
-                delay=rank * self.settings.start_delay,
+        made = []
+        for rank, name in enumerate(run.worker_names):
+            if run.is_closed:
+                variables[tokens.TOKEN] = self._tokens[name]
+            made.append(
+                Program(
+                    name,
+                    run.worker_command(sys.executable),
+                    run.worker_environment(rank, **variables),
+                    restarts=run.restarts,
+                    delay=rank * self.settings.start_delay,
+                )
             )
-            for rank, token in enumerate(made)
-        ]
+        return made
 
-    def _lines(self) -> str:
+    def _callers(self) -> str:
         """Return the callers' lines: each worker, this user's programs, a browser."""
-        names, made = self.run.worker_names, self._tokens
-        roles = ["chief", *["worker"] * (len(names) - 1)]
-        lines = [*zip(roles, names, made, strict=False)]
-        lines += [("chief,operator", "*", made[-1])]
-        lines += [("observer", "*", self.page_token)] if self.page_token else []
-        return "\n".join(" ".join(line) for line in lines)
+        lines = self.run.callers(self._tokens, self._operator_token)
+        return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
 
 
 class _Logs:

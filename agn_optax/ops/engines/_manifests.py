@@ -67,9 +67,8 @@ class Manifests:
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
         self._run, self._settings = run, settings
         self.is_encrypted = run.has_center and not run.is_insecure
-        self.is_closed = run.has_center and not run.serve.get("open")
         self._secret = settings.secret
-        if self.is_encrypted or self.is_closed:
+        if self.is_encrypted or run.is_closed:
             self._secret = self.workers
 
     # Names.
@@ -209,7 +208,7 @@ class Manifests:
         storage = str(self._run.storage or STORAGE)
         volumes = [_volume("storage", persistentVolumeClaim={"claimName": self.center})]
         mounts: list[Manifest] = [{"name": "storage", "mountPath": storage}]
-        if self.is_encrypted or self.is_closed:
+        if self.is_encrypted or self._run.is_closed:
             # Mounted as a whole, because only then are changes for new workers seen.
             volumes.append(_secret("keys", self.center))
             mounts.append({"name": "keys", "mountPath": str(KEYS), "readOnly": True})
@@ -247,7 +246,7 @@ class Manifests:
         if "page" in ports:
             options["page_address"] = f"{_ANY}:{PAGE_PORT}"
         options["health_address"] = f"{_ANY}:{HEALTH_PORT}"
-        if self.is_closed:
+        if self._run.is_closed:
             options["tokens"] = KEYS / "tokens"
         if self.is_encrypted:
             options |= {

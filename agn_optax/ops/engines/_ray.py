@@ -104,10 +104,12 @@ class Ray(Engine):
         run, said = self.run, []
         where = {}
         if run.has_center:
-            file = run.storage / CENTER if run.storage is not None else None
-            where = {"AGN_OPTAX_CENTER": f"file:{file}"}
-            address = run.serve.get("address", "NODE:0")
-            options = {"address": address, "address_file": file, **run.durable()}
+            where = {"AGN_OPTAX_CENTER": f"file:{run.address_file}"}
+            options = {
+                "address": run.serve.get("address", "NODE:0"),
+                "address_file": run.address_file,
+                **run.durable(),
+            }
             said += [
                 f"# actor {run.name}-{CENTER}, detached, with {self._needs(CENTER)}",
                 shlex.join(run.serve_command(json=True, **options)),
@@ -159,12 +161,9 @@ class Ray(Engine):
         driver = Driver(
             self.run,
             output,
-            namespace=settings.namespace,
-            runtime_env=settings.runtime_env,
+            settings,
             center=self._needs(CENTER),
             worker=self._needs("worker"),
-            strategy=settings.strategy,
-            goes_on=settings.on_failure == "go on",
         )
         try:
             return driver.run()

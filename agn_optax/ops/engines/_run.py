@@ -138,6 +138,17 @@ class Run:
         """True if the run's own center allows plain text beyond a machine."""
         return bool(self.serve.get("insecure"))
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the run's own center requires tokens."""
+        return self.has_center and not self.serve.get("open")
+
+    @property
+    def address_file(self) -> pathlib.Path:
+        """The file in the storage to which the run's own center writes its address."""
+        assert self.storage is not None
+        return self.storage.absolute() / "center"
+
     def connection_environment(self) -> dict[str, str]:
         """Return the environment variables for a connection to the center."""
         told = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
@@ -151,6 +162,18 @@ class Run:
     def worker_name(self, rank: int | str) -> str:
         """Return the name of a worker by its rank, or an engine's variable for it."""
         return f"worker-{rank}"
+
+    def callers(self, own: Mapping[str, str], operator: str) -> str:
+        """Return lines with the callers of the run's own center, as in its tokens file.
+
+        Args:
+          own: token of each worker by name, of which the first may be the chief.
+          operator: token of this user's other programs, which may do everything.
+        """
+        roles = ["chief", *["worker"] * (len(own) - 1)]
+        lines = [*zip(roles, own, own.values(), strict=True)]
+        lines.append(("chief,operator", "*", operator))
+        return "\n".join(map(" ".join, lines))
 
     def serve_command(self, python: str = "python", **options: Any) -> list[str]:
         """Return the command that serves the center.

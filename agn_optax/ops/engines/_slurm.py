@@ -260,10 +260,9 @@ class Slurm(Engine):
                 "[center], in a network that you trust"
             )
         self._folder = run.storage.absolute()
-        self._address = self._folder / "center"
         given = run.serve.get("tokens")
         self._keys = pathlib.Path(given).absolute().parent if given else None
-        if not given and run.has_center and not run.serve.get("open"):
+        if not given and run.is_closed:
             self._keys = self._folder / "keys"
 
     def files(self) -> Mapping[str, str]:
@@ -444,7 +443,7 @@ class Slurm(Engine):
         return _blocks(*([block] for block in blocks))
 
     def _center(self) -> str:
-        run, address = self.run, str(self._address)
+        run, address = self.run, str(self.run.address_file)
         options: dict[str, Any] = {
             "address": run.serve.get("address", _EVERYWHERE),
             "address_file": address,
@@ -481,11 +480,11 @@ class Slurm(Engine):
         run, settings = self.run, self.settings
         more, waits = {}, []
         if run.has_center:
-            more["AGN_OPTAX_CENTER"] = f"file:{self._address}"
+            more["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
             waits = [
                 "# Wait for the center's address; it has none while in the queue.",
                 f"for ((i = 0; i < {settings.patience}; i++)); do",
-                f"    [ -s {shlex.quote(str(self._address))} ] && break",
+                f"    [ -s {shlex.quote(str(run.address_file))} ] && break",
                 "    sleep 1",
                 "done",
             ]
@@ -522,7 +521,7 @@ class Slurm(Engine):
         if run.tls_ca is not None:
             given["tls_ca"] = run.tls_ca.absolute()
         command = [self.settings.python, "-m", "agn_optax.ops.cli", "drain"]
-        drain = shlex.join([*command, f"file:{self._address}", *arguments(given)])
+        drain = shlex.join([*command, f"file:{run.address_file}", *arguments(given)])
         return _blocks(
             self._head(
                 f"Ends the center of {run.name}, job $1, after all workers.",
