@@ -248,7 +248,7 @@ def test_failed_worker_is_restarted(here):
         "sys.exit(5 if life < 2 and os.environ['AGN_OPTAX_RANK'] == '1' else 0)\n"
     )
     options = ["--workers=2", ELSEWHERE, "--restarts=2", "--restart-delay=0.05"]
-    result = command("launch", *options, "--start-delay=0.05", "--", "-S", "train.py")
+    result = command("launch", *options, "--", "-S", "train.py")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("worker-0")] == [
@@ -348,7 +348,7 @@ def test_launch_runs_a_module(here):
         (["train.py"], "--workers"),
         (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
         (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
-        (["--workers=1", ELSEWHERE, "--start-delay=-1", "t.py"], "start_delay must"),
+        (["--workers=1", ELSEWHERE, "--restart-delay=-1", "t.py"], "restart_delay must"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),
         (["--workers=1", "train.py"], "the embedded center has no rule: give --rule"),
         (["--workers=1", "--b1=0.5", "train.py"], "the embedded center has no rule"),

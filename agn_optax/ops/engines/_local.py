@@ -32,7 +32,6 @@ class LocalSettings:
 
     Attributes:
       restart_delay: seconds before a failed process is started again.
-      start_delay: seconds between the starts of two workers.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
       logs: folder for the output of each program, in a file such as ``worker-0.log``,
@@ -44,13 +43,11 @@ class LocalSettings:
     """
 
     restart_delay: float = 1.0
-    start_delay: float = 0.0
     on_failure: str = "stop"
     logs: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         check.seconds(self.restart_delay, "restart_delay")
-        check.seconds(self.start_delay, "start_delay")
 
 
 class Local(Engine):
@@ -182,7 +179,6 @@ class Local(Engine):
                     run.worker_command(sys.executable),
                     run.worker_environment(rank, **variables),
                     restarts=run.restarts,
-                    delay=rank * self.settings.start_delay,
                 )
             )
         return made

@@ -215,7 +215,7 @@ class _Supervisor:
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
         self._courses += [
-            _Course(each, now, now + each.delay, each.followers) for each in programs
+            _Course(each, now, now, each.followers) for each in programs
         ]
 
     def _loop(self) -> None:
