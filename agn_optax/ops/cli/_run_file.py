@@ -29,7 +29,7 @@ _RUN = Group(
 _OF_ENGINES = {
     "local": Group(
         Local.Settings,
-        names={"on_failure": "on_failure WHAT", "logs": "logs DIRECTORY"},
+        names={"on_failure": "on_failure WHAT"},
     ),
     "slurm": Group(Slurm.Settings, "wait"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import pathlib
 import shlex
@@ -34,9 +33,6 @@ class LocalSettings:
       restart_delay: seconds before a failed process is started again.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
-      logs: folder for the output of each program, in a file such as ``worker-0.log``,
-        in addition to what is printed; None for no files. Existing files are appended
-        to.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -44,7 +40,6 @@ class LocalSettings:
 
     restart_delay: float = 1.0
     on_failure: str = "stop"
-    logs: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         check.seconds(self.restart_delay, "restart_delay")
@@ -101,10 +96,8 @@ class Local(Engine):
         """Start all processes, and wait until they have ended."""
         run, settings = self.run, self.settings
         if run.storage is not None:
-            _make(run.storage, "storage")
+            _make(run.storage)
         stack = contextlib.ExitStack()
-        if settings.logs is not None:
-            output = _Logs(settings.logs, output, stack)
         if run.is_closed:
             output = _Leaves(self._operator_token, output, stack)
 
@@ -189,29 +182,6 @@ class Local(Engine):
         return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
 
 
-class _Logs:
-    """An output that also writes the lines of each program to a file of its own."""
-
-    def __init__(
-        self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
-    ) -> None:
-        _make(folder, "logs")
-        self._folder, self._output, self._stack = folder, output, stack
-        self._files: dict[str, io.FileIO | None] = {}
-
-    def __call__(self, name: str, line: str) -> None:
-        self._output(name, line)
-        try:
-            if name not in self._files:
-                file = (self._folder / f"{name}.log").open("ab", buffering=0)
-                self._files[name] = self._stack.enter_context(file)
-            if (to := self._files[name]) is not None:
-                to.write(f"{line}\n".encode(errors="replace"))
-        except OSError as error:  # a full disk is no reason to end the run
-            self._files[name] = None
-            self._output(name, f"agn-optax: its output is no longer logged: {error}")
-
-
 class _Leaves:
     """An output that also leaves a token for the address at which the center serves.
 
@@ -231,17 +201,17 @@ class _Leaves:
         self._output(name, line)
 
 
-def _make(folder: pathlib.Path, what: str) -> None:
-    """Make a folder if it does not exist.
+def _make(storage: pathlib.Path) -> None:
+    """Make the storage's folder if it does not exist.
 
     Raises:
       InvalidArgumentError: the folder cannot be made.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise errors.InvalidArgumentError(
-            f"{what} must be a folder, or one that can be made, got {str(folder)!r} "
+            f"storage must be a folder, or one that can be made, got {str(storage)!r} "
             f"({error.strerror})"
         ) from None
 

@@ -214,9 +214,7 @@ class _Supervisor:
 
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
-        self._courses += [
-            _Course(each, now, now, each.followers) for each in programs
-        ]
+        self._courses += [_Course(each, now, now, each.followers) for each in programs]
 
     def _loop(self) -> None:
         while True:
