@@ -76,82 +76,47 @@ class Local(Engine):
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
         self.page_token = tokens.generated() if run.is_closed and has_page else ""
 
-    def files(self) -> Mapping[str, str]:
-        """Return no files: processes are started directly."""
-        return {}
-
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
         run = self.run
-        where = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
-        said = [shlex.join(self._serve())] if run.has_center else []
-        for rank in range(run.workers):
-            told = run.worker_environment(rank, **where)
-            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
-            command = shlex.join(run.worker_command(sys.executable))
-            said.append(" ".join([*variables, command]))
-        return said
+        center = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
+        workers = [
+            run.worker_line(rank, sys.executable, **center)
+            for rank in range(run.workers)
+        ]
+        return [shlex.join(self._serve()), *workers] if run.has_center else workers
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Start all processes, and wait until they have ended."""
-        run, settings = self.run, self.settings
-        if run.storage is not None:
-            _make(run.storage)
-        stack = contextlib.ExitStack()
-        if run.is_closed:
-            output = _Leaves(self._operator_token, output, stack)
-
-        def when_it_serves(line: str) -> Sequence[Program]:
-            said = serving(line)
-            if not said:
-                return ()
-            address = reached_at(said)
-            where = address if run.storage is None else f"file:{run.address_file}"
-            return self._workers(AGN_OPTAX_CENTER=where)
-
-        if run.has_center:
-            programs = [
-                Program(
-                    CENTER,
-                    self._serve(),
-                    {tokens.TOKENS: self._callers()} if run.is_closed else {},
-                    restarts=run.center_restarts,
-                    waited_for=False,
-                    followers=when_it_serves,
-                )
-            ]
-        else:
-            programs = self._workers()
+        run = self.run
         begin = time.monotonic()
-        with stack:
-            ended = launch.run(
-                programs,
-                output=output,
-                grace=run.stop_grace,
-                restart_delay=settings.restart_delay,
-                on_failure=cast(Any, settings.on_failure),  # `run` checks it
-            )
-            return self._summary(ended, output, time.monotonic() - begin)
+        with contextlib.ExitStack() as left:
 
-    def _summary(
-        self, ended: Sequence[Ended], output: Output, seconds: float
-    ) -> dict[str, Any]:
-        """Return the run's exit code, and the outcome of each program."""
-        run, code = self.run, exit_code(ended, self.run)
-        if run.has_center and len(ended) == 1:
-            code = code or 1
-            output(CENTER, "agn-optax: the center ended before it served")
-        if cut_off := _cut_off(ended) if run.has_center else []:
-            code = code or 1
-            output(
-                CENTER,
-                "agn-optax: failed: the center ended like a drained one, while "
-                f"{', '.join(cut_off)} still worked with it",
+            def show(name: str, line: str) -> None:
+                if run.is_closed and name == CENTER and (event := serving(line)):
+                    # A restarted center may listen at another port.
+                    left.close()
+                    with contextlib.suppress(OSError):  # then no program has a token
+                        address = reached_at(event)
+                        token = tokens.left_here(address, self._operator_token)
+                        left.enter_context(token)
+                output(name, line)
+
+            ended = launch.run(
+                [self._center()] if run.has_center else self._workers(),
+                output=show,
+                grace=run.stop_grace,
+                restart_delay=self.settings.restart_delay,
+                on_failure=cast(Any, self.settings.on_failure),  # `run` checks it
             )
+        code = exit_code(ended, run)
+        if run.has_center and (problem := _problem(*ended)):
+            code = code or 1
+            output(CENTER, f"agn-optax: {problem}")
         return {
             "returncode": code,
-            "seconds": seconds,
-            "programs": [vars(each) for each in ended],
+            "seconds": time.monotonic() - begin,
+            "programs": [vars(program) for program in ended],
         }
 
     def _serve(self) -> list[str]:
@@ -159,6 +124,29 @@ class Local(Engine):
         if self.run.storage is not None:
             more |= {"address_file": self.run.address_file, **self.run.durable()}
         return self.run.serve_command(sys.executable, **more)
+
+    def _center(self) -> Program:
+        """Return the center's program, which the workers follow once it serves."""
+        run = self.run
+        if run.storage is not None:
+            _make(run.storage)
+
+        def workers(line: str) -> Sequence[Program]:
+            event = serving(line)
+            if not event:
+                return ()
+            is_moving = run.storage is not None
+            address = f"file:{run.address_file}" if is_moving else reached_at(event)
+            return self._workers(AGN_OPTAX_CENTER=address)
+
+        return Program(
+            CENTER,
+            self._serve(),
+            {tokens.TOKENS: self._callers()} if run.is_closed else {},
+            restarts=run.center_restarts,
+            waited_for=False,
+            followers=workers,
+        )
 
     def _workers(self, **variables: str) -> list[Program]:
         run = self.run
@@ -182,25 +170,6 @@ class Local(Engine):
         return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
 
 
-class _Leaves:
-    """An output that also leaves a token for the address at which the center serves.
-
-    A restarted center may listen at another port, for which the token is left again.
-    """
-
-    def __init__(self, token: str, output: Output, stack: contextlib.ExitStack) -> None:
-        self._token, self._output = token, output
-        self._left = stack.enter_context(contextlib.ExitStack())
-
-    def __call__(self, name: str, line: str) -> None:
-        if name == CENTER and (said := serving(line)):
-            self._left.close()
-            with contextlib.suppress(OSError):  # then no other program has a token
-                left = tokens.left_here(reached_at(said), self._token)
-                self._left.enter_context(left)
-        self._output(name, line)
-
-
 def _make(storage: pathlib.Path) -> None:
     """Make the storage's folder if it does not exist.
 
@@ -216,28 +185,33 @@ def _make(storage: pathlib.Path) -> None:
         ) from None
 
 
-def _cut_off(ended: Sequence[Ended]) -> list[str]:
-    """Return the workers that were stopped because the center had ended with 0."""
-    center, *workers = ended
-    if center.stopped or center.returncode:
-        return []
-    return [each.name for each in workers if each.stopped]
+def _problem(center: Ended, *workers: Ended) -> str:
+    """Return what was wrong with the end of a center; "" if nothing was."""
+    if not workers:
+        return "the center ended before it served"
+    cut_off = [worker.name for worker in workers if worker.stopped]
+    if center.stopped or center.returncode or not cut_off:
+        return ""
+    return (
+        f"failed: the center ended like a drained one, while {', '.join(cut_off)} "
+        "still worked with it"
+    )
 
 
 def serving(line: str) -> dict[str, Any]:
     """Return the event that ``serve --json`` prints once it serves, if a line is it."""
     try:
-        said = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return {}
-    is_that = isinstance(said, dict) and said.get("event") == "serving"
-    return said if is_that else {}
+    is_serving = isinstance(event, dict) and event.get("event") == "serving"
+    return event if is_serving else {}
 
 
-def reached_at(said: Mapping[str, Any]) -> str:
+def reached_at(event: Mapping[str, Any]) -> str:
     """Return the address for this machine's workers, from the event of `serving`."""
     # If the center listens at every address, loopback allows plain text.
-    host, _, port = str(said["address"]).rpartition(":")
+    host, _, port = str(event["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
@@ -247,13 +221,13 @@ def exit_code(ended: Sequence[Ended], run: Run) -> int:
     A center that was stopped is at fault, after all others, if it did not end as a
     drained center does: it failed in its last work, such as to save.
     """
-    at_fault = [each for each in ended if not each.stopped]
+    at_fault = [program for program in ended if not program.stopped]
     at_fault += [
-        each
-        for each in ended
-        if each.stopped and each.name == CENTER and not is_drained(each, run)
+        program
+        for program in ended
+        if program.stopped and program.name == CENTER and not is_drained(program, run)
     ]
-    codes = (each.returncode for each in at_fault if each.returncode)
+    codes = (program.returncode for program in at_fault if program.returncode)
     code = next(codes, 0)
     return code if code >= 0 else 128 - code
 

@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
@@ -95,10 +94,6 @@ class Ray(Engine):
             tls_ca=_absolute(run.tls_ca),
         )
 
-    def files(self) -> Mapping[str, str]:
-        """Return no files: the driver makes actors."""
-        return {}
-
     def commands(self) -> list[str]:
         """Return the commands of all actors with their environment, center first."""
         run, said = self.run, []
@@ -116,13 +111,11 @@ class Ray(Engine):
             ]
         processes = run.worker_resources.processes
         for rank in range(run.workers):
-            told = run.worker_environment(rank, **where)
-            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
             times = f"{processes} times, {self.settings.strategy}, "
             about = f"{times if processes > 1 else ''}with {self._needs('worker')}"
             said += [
                 f"# actor {run.name}-{run.worker_name(rank)}, {about}",
-                " ".join([*variables, shlex.join(run.worker_command())]),
+                run.worker_line(rank, "python", **where),
             ]
         return said
 

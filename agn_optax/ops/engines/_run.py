@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,8 +124,8 @@ class Run:
                 "workers"
             )
         if self.center is not None:
-            for each in self.center.split(","):
-                check_reachable(each.strip())
+            for address in self.center.split(","):
+                check_reachable(address.strip())
         elif not self.rule:
             raise errors.InvalidArgumentError("the run's own center needs a rule")
 
@@ -151,8 +152,8 @@ class Run:
 
     def connection_environment(self) -> dict[str, str]:
         """Return the environment variables for a connection to the center."""
-        told = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
-        return told | ({INSECURE: "1"} if self.is_insecure else {})
+        ca = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
+        return ca | ({INSECURE: "1"} if self.is_insecure else {})
 
     @property
     def worker_names(self) -> list[str]:
@@ -197,6 +198,12 @@ class Run:
         """Return the command of every worker."""
         return [python, *self.program]
 
+    def worker_line(self, rank: int, python: str, **more: str) -> str:
+        """Return environment and command of a worker as a line of a shell."""
+        environment = self.worker_environment(rank, **more).items()
+        variables = [f"{name}={shlex.quote(text)}" for name, text in environment]
+        return " ".join([*variables, shlex.join(self.worker_command(python))])
+
     def worker_environment(self, rank: int | str, **more: str) -> dict[str, str]:
         """Return the environment of a worker, without the run's own center's address.
 
@@ -205,7 +212,7 @@ class Run:
             ``$SLURM_ARRAY_TASK_ID``.
           **more: variables that only the engine knows.
         """
-        told = {
+        made = {
             **self.environment,
             "AGN_OPTAX_RANK": str(rank),
             "AGN_OPTAX_WORKERS": str(self.workers),
@@ -214,14 +221,14 @@ class Run:
             **self.connection_environment(),
         }
         if self.center is not None:
-            told["AGN_OPTAX_CENTER"] = self.center
+            made["AGN_OPTAX_CENTER"] = self.center
         if self.token_file is not None:
-            told[tokens.TOKEN_FILE] = str(self.token_file)
+            made[tokens.TOKEN_FILE] = str(self.token_file)
         if self.rule:
-            told[RULE] = json.dumps(dict(self.rule))
+            made[RULE] = json.dumps(dict(self.rule))
         if self.transports is not None:
-            told["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
-        return {**told, **more}
+            made["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
+        return {**made, **more}
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
