@@ -426,13 +426,6 @@ def test_arguments_of_commands_are_not_expanded():
             ),
             "A is both in environment and in environment-secrets",
         ),
-        (run(kubernetes="tolerations = [{keys = 'a'}]"), "got 'keys'"),
-        (run(kubernetes="tolerations = [{key = 1}]"), "a str as key, got 1"),
-        (
-            run(kubernetes="center-tolerations = [{key = 'a', effect = 'No'}]"),
-            "center-tolerations in [kubernetes] must have one of NoSchedule",
-        ),
-        (run(kubernetes="tolerations = [{effect = 'NoExecute'}]"), "must have a key"),
         (run(kubernetes="secret = 'own'"), "is for workers of a center that is else"),
         (THERE.format("claims = {data = 'data'}"), "must have absolute paths"),
         (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),

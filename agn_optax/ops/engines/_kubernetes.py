@@ -256,38 +256,6 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
                 f"{variable} is both in environment and in environment-secrets: give "
                 "it in one of them"
             )
-    for name in ("tolerations", "center_tolerations"):
-        for toleration in getattr(settings, name):
-            _check_toleration(toleration, name.replace("_", "-"))
-
-
-# Fields of a toleration: type and allowed values; no values allow any.
-_TOLERATION: dict[str, tuple[type, tuple[str, ...]]] = {
-    "key": (str, ()),
-    "operator": (str, ("Exists", "Equal")),
-    "value": (str, ()),
-    "effect": (str, ("NoSchedule", "PreferNoSchedule", "NoExecute")),
-    "tolerationSeconds": (int, ()),
-}
-
-
-def _check_toleration(toleration: Mapping[str, Any], where: str) -> None:
-    for field, value in toleration.items():
-        kind, allowed = _TOLERATION.get(field, (None, ()))
-        if kind is None:
-            wanted = f"must have fields among {', '.join(_TOLERATION)}, got {field!r}"
-        elif type(value) is not kind:
-            wanted = f"must have a {kind.__name__} as {field}, got {value!r}"
-        elif allowed and value not in allowed:
-            wanted = f"must have one of {', '.join(allowed)} as {field}, got {value!r}"
-        else:
-            continue
-        raise errors.InvalidArgumentError(f"{where} in [kubernetes] {wanted}")
-    if not toleration.get("key") and toleration.get("operator") != "Exists":
-        raise errors.InvalidArgumentError(
-            f'{where} in [kubernetes] must have a key, or operator = "Exists", got '
-            f"{dict(toleration)!r}"
-        )
 
 
 def _yaml(objects: Sequence[Manifest]) -> str:
