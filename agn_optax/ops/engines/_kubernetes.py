@@ -52,8 +52,6 @@ class KubernetesSettings:
       center_tolerations: tolerations of the center, likewise.
       environment_secrets: environment variables of workers whose values come from a
         Secret and its key: ``{WANDB_API_KEY = "wandb/key"}``.
-      disruption_budget: whether draining the center's node waits until the center has
-        been moved by hand.
       gpu: name of the resource that ``gpus`` counts.
       queue: queue of Kueue in which the workers (or the whole JobSet) wait for
         admission.
@@ -72,7 +70,6 @@ class KubernetesSettings:
     tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     center_tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     environment_secrets: dict[str, str] = dataclasses.field(default_factory=dict)
-    disruption_budget: bool = True
     gpu: str = "nvidia.com/gpu"
     queue: str | None = None
 

@@ -109,8 +109,8 @@ class Manifests:
         return [claim]
 
     def center_objects(self) -> list[Manifest]:
-        """Return the center's objects without a JobSet: budget, Service and pod."""
-        return [*self._budget(), self._service(), self._stateful_set()]
+        """Return the center's objects without a JobSet: Service and pod."""
+        return [self._service(), self._stateful_set()]
 
     def worker_objects(self) -> list[Manifest]:
         """Return the workers' objects without a JobSet."""
@@ -151,21 +151,9 @@ class Manifests:
                 ],
             }
         }
-        return [*(self._budget() if run.has_center else []), self._told(), made]
+        return [self._told(), made]
 
     # The center.
-
-    def _budget(self) -> list[Manifest]:
-        if not self._settings.disruption_budget:
-            return []
-        made = self._object("policy/v1", "PodDisruptionBudget", self.center, "center")
-        made["spec"] = {
-            # There is one pod, so draining its node waits until the pod is deleted.
-            "minAvailable": 1,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": self._labels("center")},
-        }
-        return [made]
 
     def _service(self) -> Manifest:
         made = self._object("v1", "Service", self.center, "center")
