@@ -97,19 +97,9 @@ class Kubernetes(Engine):
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
-        run, made = self.run, self._made
-        files = {}
-        if made.is_encrypted or run.is_closed:
-            files[SECRETS] = self._secrets()
-        if run.has_center:
-            files["storage.yaml"] = _yaml(made.storage_objects())
-        if self.settings.jobset:
-            files["jobset.yaml"] = _yaml(made.jobset_objects())
-        else:
-            if run.has_center:
-                files["center.yaml"] = _yaml(made.center_objects())
-            files["workers.yaml"] = _yaml(made.worker_objects())
-        return files
+        secrets = {SECRETS: self._secrets()} if self._made.has_keys else {}
+        objects = self._made.files()
+        return secrets | {name: _yaml(each) for name, each in objects.items()}
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -129,23 +119,18 @@ class Kubernetes(Engine):
         for name, text in self.files().items():
             (self.folder / name).write_text(text)
         output(self.name, f"the files are in {self.folder}/")
-        code = 0
-        for line in self.commands():
+        done = subprocess.run(  # noqa: S603 what --dry-run prints
+            ["sh", "-exc", "\n".join(self.commands())],  # noqa: S607 the system's shell
+            cwd=self.folder,
+            env={**os.environ, "PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        for line in done.stdout.splitlines():
             output(self.name, line)
-            done = subprocess.run(  # noqa: S603 what --dry-run prints
-                ["sh", "-c", line],  # noqa: S607 the system's shell
-                cwd=self.folder,
-                env={**os.environ, "PYTHON": sys.executable},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            for said in done.stdout.splitlines():
-                output(self.name, said)
-            if code := done.returncode:
-                break
-        return {"returncode": code, "folder": str(self.folder)}
+        return {"returncode": done.returncode, "folder": str(self.folder)}
 
     def _kubectl(self, verb: str, **options: str) -> str:
         namespace = self.settings.namespace
