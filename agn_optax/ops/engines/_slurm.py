@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import write_whole
@@ -74,8 +74,9 @@ mv keys/new-tokens keys/tokens"""
 _BEGINS = """\
 # The state of this task is in a file: the job, an exit code and a reason.
 job={job}
-state={state}
-mkdir -p {folders}
+storage={storage}
+state="$storage"/states/{name}
+mkdir -p "$storage/states" "$storage/failures"
 became() {{ echo "$job $*" > "$state.new" && mv "$state.new" "$state"; }}
 if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
     echo "$job is done, and does not run again"
@@ -106,12 +107,12 @@ trap 'limit=1; {tell}' USR1
 task=$!
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done
 wait "$task"
-code=$?"""
-_QUEUED_AGAIN = """\
+code=$?
+
 # SLURM queues a job again if its node failed, or if the job was preempted. If the task
 # failed, or has work left at its time limit, the job queues itself again.
 said="exit code $code on $SLURMD_NODENAME"
-failures={failures}/$job
+failures=$storage/failures/$job
 if [ "$code" -eq 0 ]{unless}; then
     became 0 done
 elif [ "$told" ]; then
@@ -183,43 +184,19 @@ class SlurmSettings:
     wait: bool = False
 
 
-class _Command(NamedTuple):
-    """A command of a submission.
-
-    Attributes:
-      job: name of the job whose id the command prints; "" if it prints none.
-      words: words of the command, in which ``$NAME`` stands for an earlier job's id.
-    """
-
-    job: str
-    words: tuple[str, ...]
-
-    def words_of(self, made: Mapping[str, str]) -> list[str]:
-        """Return the words with the ids of earlier jobs."""
-        words = list(self.words)
-        for job, number in made.items():
-            words = [word.replace(f"${job}", number) for word in words]
-        return words
-
-    def shown(self) -> str:
-        """Return the command as a line of a shell."""
-        line = " ".join(_quoted(word, "$center", "$workers") for word in self.words)
-        return f"{self.job}=$({line})" if self.job else line
-
-
 @dataclasses.dataclass
 class _Jobs:
-    """The jobs of a run, as recorded in its storage."""
+    """The ids of a run's jobs, as recorded in its storage; "" for no job."""
 
-    center: str | None = None
+    center: str = ""
+    end: str = ""
     arrays: list[str] = dataclasses.field(default_factory=list)
     workers: int = 0  # number of workers that were submitted
-    end: str | None = None
 
     @property
     def ids(self) -> set[str]:
         """The ids of all jobs."""
-        return {each for each in (self.center, *self.arrays, self.end) if each}
+        return {self.center, self.end, *self.arrays} - {""}
 
 
 class Slurm(Engine):
@@ -275,7 +252,8 @@ class Slurm(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands that submit the jobs, or a queued run's new workers."""
-        return [command.shown() for command in self._commands(self._there())]
+        commands = self._commands(self._there())
+        return [f"{job}=$({line})" if job else line for job, line in commands]
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Write scripts and tokens, submit the jobs, and wait if the settings say so.
@@ -298,69 +276,59 @@ class Slurm(Engine):
             write_whole(self._folder / name, text, 0o644)
         made: dict[str, str] = {}
         try:
-            for command in commands:
-                said = _called(command.words_of(made), self._folder)
-                if command.job:
-                    made[command.job] = said.partition(";")[0]  # without the cluster
-                    output(command.job, f"job {made[command.job]}")
+            for job, line in commands:
+                printed = _called(line, self._folder, made)
+                if job:
+                    made[job] = printed.partition(";")[0]  # without the cluster
+                    output(job, f"job {made[job]}")
         except errors.InvalidArgumentError:
             with contextlib.suppress(errors.InvalidArgumentError):
                 if made:
-                    _called(["scancel", *made.values()])
+                    _called(shlex.join(["scancel", *made.values()]))
             raise
         jobs.center = made.get("center", jobs.center)
         jobs.end = made.get("end", jobs.end)
         jobs.arrays.append(made["workers"])
         jobs.workers = self.run.workers
-        said = json.dumps(dataclasses.asdict(jobs))
-        write_whole(self._folder / "jobs.json", said + "\n", 0o644)
+        record = json.dumps(dataclasses.asdict(jobs))
+        write_whole(self._folder / "jobs.json", record + "\n", 0o644)
         summary = {"returncode": 0, "jobs": made, "storage": str(self._folder)}
         return summary | (self._wait(output) if self.settings.wait else {})
 
     def _wait(self, output: Output) -> dict[str, Any]:
-        """Report the outcome of each task, until no job of the run is left.
+        """Wait until no job of the run is left, and report the tasks that failed.
 
         Returns:
           The exit code of the first task at fault, and why each failed task failed.
         """
-        states, is_over = self._states(), False
+        ids = " ".join(sorted(self._jobs().ids))
+        output("end", f"agn-optax: waits for the jobs; scancel {ids} ends them")
+        is_over = False
         while not is_over:
-            try:
-                time.sleep(_LOOK)
-            except KeyboardInterrupt:
-                ids = " ".join(sorted(self._jobs().ids))
-                output("end", f"agn-optax: the jobs go on; scancel {ids} ends them")
-                raise
+            time.sleep(_LOOK)
             # If SLURM does not answer, the state of the queue is unknown.
             with contextlib.suppress(errors.InvalidArgumentError):
                 is_over = not self._jobs().ids & _queued()
-            before, states = states, self._states()
-            for name, (_, why) in states.items():
-                if states[name] != before.get(name):
-                    output(name, f"agn-optax: {why}")
+        done = subprocess.run(  # noqa: S603 as at the end of end.sh
+            ["/bin/bash", "-c", self._outcome()],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         failed = {}
-        for name, (code, why) in states.items():
-            if code:
-                is_lost = why.startswith("began")
-                failed[name] = f"{why}, and was lost" if is_lost else why
+        for line in done.stdout.splitlines():
+            what, _, problem = line.partition(": ")
+            if what == "failed":
+                name, _, failed[name] = problem.partition(": ")
                 output(name, f"agn-optax: failed: {failed[name]}")
-        code = next((code for code, _ in states.values() if code), 0)
-        return {"returncode": code, "failed": failed}
+        return {"returncode": done.returncode, "failed": failed}
 
-    def _states(self) -> dict[str, tuple[int, str]]:
-        """Return exit code and reason of the center and each worker, as recorded."""
-        names = range(max(self.run.workers, self._jobs().workers))
-        made = {}
-        for name in ["center", *map(self.run.worker_name, names)]:
-            # The center's file exists once the center has begun.
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                text = (self._folder / "states" / name).read_text()
-                _, code, why = text.split(maxsplit=2)
-                made[name] = int(code), why.strip()
-        return made
+    def _commands(self, there: _Jobs) -> list[tuple[str, str]]:
+        """Return the commands that submit what is not in the queue.
 
-    def _commands(self, there: _Jobs) -> list[_Command]:
-        """Return the commands that submit what is not in the queue."""
+        Each has the name of the job whose id it prints, or "". In later commands, a
+        variable of this name stands for the id.
+        """
         last = self.run.workers - 1
         if there.workers > last:
             raise errors.InvalidArgumentError(
@@ -370,26 +338,23 @@ class Slurm(Engine):
             )
         at_once = self.settings.at_once
         most = "" if at_once is None else f"%{at_once}"
-        prepare = _Command("", ("bash", "prepare.sh"))
-        sbatch = ("sbatch", "--parsable")
-        array = f"--array={there.workers}-{last}{most}"
-        if there.workers:
-            made = [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
-            if there.end is not None:
-                others = ":".join([*there.arrays, "$workers"])
-                words = ("scontrol", "update", f"JobId={there.end}")
-                made += [_Command("", (*words, f"Dependency=afterany:{others}"))]
-            return made
-        if not self.run.has_center:
-            return [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
-        after = "--dependency=after:$center"
-        ends = "--dependency=afterany:$workers"
-        return [
-            prepare,
-            _Command("center", (*sbatch, "center.sh")),
-            _Command("workers", (*sbatch, array, after, "workers.sh")),
-            _Command("end", (*sbatch, ends, "end.sh", "$center")),
-        ]
+        sbatch = "sbatch --parsable"
+        prepare = ("", "bash prepare.sh")
+        array = f"{sbatch} --array={there.workers}-{last}{most}"
+        if self.run.has_center and not there.workers:
+            ends = '--dependency=afterany:"$workers"'
+            return [
+                prepare,
+                ("center", f"{sbatch} center.sh"),
+                ("workers", f'{array} --dependency=after:"$center" workers.sh'),
+                ("end", f'{sbatch} {ends} end.sh "$center"'),
+            ]
+        made = [prepare, ("workers", f"{array} workers.sh")]
+        if there.end:
+            arrays = ":".join([*there.arrays, '"$workers"'])
+            after = f"Dependency=afterany:{arrays}"
+            made.append(("", f"scontrol update JobId={there.end} {after}"))
+        return made
 
     def _jobs(self) -> _Jobs:
         """Return the jobs that were submitted last."""
@@ -408,7 +373,7 @@ class Slurm(Engine):
             return _Jobs()
         queued = _queued()
         jobs.arrays = [array for array in jobs.arrays if array in queued]
-        is_there = jobs.center in queued if self.run.has_center else bool(jobs.arrays)
+        is_there = jobs.center in queued if self.run.has_center else jobs.arrays
         return jobs if is_there else _Jobs()
 
     def _check_tokens(self) -> None:
@@ -465,15 +430,17 @@ class Slurm(Engine):
                 "# Until the center serves again, workers find no address and wait.",
                 f"trap {shlex.quote(leaves)} EXIT",
             ],
-            self._task(
-                shlex.join(command),
-                _TELL_PROCESS,
-                # A center that is told to end drains, but is done only if an operator
-                # has drained it.
-                unless=' && [ -z "$told$limit" ]',
-                goes_on="true",
-                restarts=run.center_restarts,
-            ),
+            [
+                _RUNS.format(
+                    command=shlex.join(command),
+                    tell=_TELL_PROCESS,
+                    # A center that is told to end drains, but is done only if an
+                    # operator has drained it.
+                    unless=' && [ -z "$told$limit" ]',
+                    goes_on="true",
+                    restarts=run.center_restarts,
+                )
+            ],
         )
 
     def _workers(self) -> str:
@@ -505,12 +472,15 @@ class Slurm(Engine):
             self._set_up(),
             [f"export {name}={_quoted(text, _INDEX)}" for name, text in told.items()],
             waits,
-            self._task(
-                shlex.join(command),
-                _TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
-                goes_on="true" if settings.goes_on else "false",
-                restarts=run.restarts,
-            ),
+            [
+                _RUNS.format(
+                    command=shlex.join(command),
+                    tell=_TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
+                    unless="",
+                    goes_on="true" if settings.goes_on else "false",
+                    restarts=run.restarts,
+                )
+            ],
         )
 
     def _end(self) -> str:
@@ -532,19 +502,17 @@ class Slurm(Engine):
             # If setup fails, the center cannot be drained from here, but by SIGTERM.
             self._set_up('scancel --full --signal=TERM "$center"'),
             [_DRAINED.format(drain=drain)],
-            [_SAYS.format(states=_quoted(str(self._folder / "states")))],
+            [self._outcome()],
         )
+
+    def _outcome(self) -> str:
+        """Return the lines that name failed tasks and exit with the first one's code."""
+        return _SAYS.format(states=_quoted(str(self._folder / "states")))
 
     def _begin(self, job: str, name: str) -> list[str]:
         """Return the lines that name the task, and end it if it is done."""
-        states, failures = self._folder / "states", self._folder / "failures"
-        return [
-            _BEGINS.format(
-                job=job,
-                state=_quoted(str(states / name), _INDEX),
-                folders=shlex.join([str(states), str(failures)]),
-            )
-        ]
+        storage, name = _quoted(str(self._folder)), _quoted(name, _INDEX)
+        return [_BEGINS.format(job=job, storage=storage, name=name)]
 
     def _set_up(self, fails: str = 'became "$1" "$said"') -> list[str]:
         """Return the lines of setup, after a failure of which ``fails`` runs."""
@@ -552,27 +520,6 @@ class Slurm(Engine):
         if not setup:
             return []
         return [_SETS_UP.format(setup="\n".join(setup), fails=fails)]
-
-    def _task(
-        self,
-        command: str,
-        tell: str,
-        *,
-        unless: str = "",
-        goes_on: str,
-        restarts: int,
-    ) -> list[str]:
-        """Return the lines that run a command, and queue the job again if need be."""
-        return [
-            _RUNS.format(command=command, tell=tell),
-            "",
-            _QUEUED_AGAIN.format(
-                unless=unless,
-                goes_on=goes_on,
-                restarts=restarts,
-                failures=_quoted(str(self._folder / "failures")),
-            ),
-        ]
 
     def _head(self, what: str, job: str, needs: Resources) -> list[str]:
         """Return the head of a script: options of sbatch, of which later ones win."""
@@ -604,28 +551,36 @@ class Slurm(Engine):
 
 def _queued() -> set[str]:
     """Return the ids of this user's jobs in the queue; for tasks, their array's id."""
-    return set(_called(["squeue", "--noheader", "--me", "--format=%F"]).split())
+    return set(_called("squeue --noheader --me --format=%F").split())
 
 
-def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
+def _called(
+    line: str,
+    folder: pathlib.Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> str:
     """Return the output of a command of SLURM's, or of a script.
+
+    Args:
+      line: the command as a line of a shell.
+      folder: the folder to run it in.
+      variables: variables that the shell expands in the line.
 
     Raises:
       InvalidArgumentError: the command fails.
     """
-    result = subprocess.run(  # noqa: S603 found on the user's path, as by a shell
-        words,
+    inherited = {name: v for name, v in os.environ.items() if not _OWN.match(name)}
+    result = subprocess.run(  # noqa: S603 the commands of --dry-run
+        ["/bin/bash", "-c", line],
         cwd=folder,
-        env={name: v for name, v in os.environ.items() if not _OWN.match(name)},
+        env={**inherited, **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
     if result.returncode:
-        raise errors.InvalidArgumentError(
-            f"{shlex.join(words)} failed: {result.stderr.strip()}"
-        )
+        raise errors.InvalidArgumentError(f"{line} failed: {result.stderr.strip()}")
     return result.stdout.strip()
 
 
