@@ -1,4 +1,4 @@
-"""The engine for Ray: a detached center, and workers in placement groups."""
+"""The engine for Ray: an actor for the center, and workers in placement groups."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class RaySettings:
 class Ray(Engine):
     """Actors of a Ray cluster.
 
-    The center is a detached actor that Ray restarts on any node, with the journal in
-    the run's storage. Each process of a worker is an actor that Ray restarts, in a
+    The center is an actor that Ray restarts on any node, with the journal in the run's
+    storage. Each process of a worker is an actor that Ray restarts, in a
     placement group of the worker. The loss of an actor or a node is not counted as a
     failure of its program.
     """
@@ -106,7 +106,7 @@ class Ray(Engine):
                 **run.durable(),
             }
             said += [
-                f"# actor {run.name}-{CENTER}, detached, with {self._needs(CENTER)}",
+                f"# actor {run.name}-{CENTER}, with {self._needs(CENTER)}",
                 shlex.join(run.serve_command(json=True, **options)),
             ]
         processes = run.worker_resources.processes
@@ -122,13 +122,13 @@ class Ray(Engine):
     def launch(self, output: Output) -> dict[str, Any]:
         """Make the actors, and end them when the workers have ended.
 
-        If an earlier driver of this run was killed, the center is still there and
-        continues; the workers start again. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the
+        If an earlier driver of this run was killed, its actors ended with it, and the
+        center continues from its journal. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the
         run; the return code is then 128 plus the signal's number.
 
         Raises:
-          InvalidArgumentError: there is no cluster; or another run has this name, or
-            another driver runs it (both of which continue untouched).
+          InvalidArgumentError: there is no cluster; or another driver runs a run of
+            this name, which continues untouched.
         """
         # Otherwise log lines of Ray's nodes would appear among those of the workers and
         # of a summary. Ray reads this variable when it is imported.

@@ -149,19 +149,16 @@ class CenterActor(Supervisor):
         self._is_serving = False
         run.address_file.parent.mkdir(parents=True, exist_ok=True)
         is_back = ray.get_runtime_context().was_current_actor_reconstructed
-        self._insists_until = time.monotonic() + (_HANDOVER if is_back else 0.0)
         if is_back:
             self._set_aside()
+        # A center that did not end in order leaves its address, and on a node that is
+        # being lost it may still hold the journal.
+        is_lost = is_back or run.address_file.exists()
+        self._insists_until = time.monotonic() + (_HANDOVER if is_lost else 0.0)
         self._serve()
 
-    def command(self) -> list[str]:
-        """Return the command of the center without addresses, to compare two runs."""
-        return self._run_of.serve_command(**self._run_of.durable())
-
-    def serve(self, seconds: float) -> bool:
-        """Return whether the center serves; wait for it, and restart it if stopped."""
-        if self._ended is not None and self._ended.stopped:
-            self._serve()
+    def serves(self, seconds: float) -> bool:
+        """Return whether the center serves; wait until it does, up to a time."""
         with self._news:
             self._news.wait_for(
                 lambda: self._is_serving or not self._is_running, seconds
@@ -170,7 +167,6 @@ class CenterActor(Supervisor):
 
     def _serve(self) -> None:
         run = self._run_of
-        self._is_serving = False
         command = run.serve_command(
             sys.executable,
             json=True,
@@ -215,16 +211,7 @@ class CenterActor(Supervisor):
             )
             self._set_aside()
             return True
-        # The previous center, on a node that is being lost, may still hold the journal.
         return not self._is_serving and time.monotonic() < self._insists_until
-
-
-class Claim:
-    """An actor that holds the name of a run for as long as its driver lives.
-
-    Ray ends this actor with the driver that owns it. The center cannot show whether a
-    driver lives, because the center outlives drivers.
-    """
 
 
 class WorkerActor(Supervisor):

@@ -29,7 +29,7 @@ from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
 from agn_optax.ops.engines._local import CENTER, exit_code
-from agn_optax.ops.engines._ray_actors import CenterActor, Claim, Said, WorkerActor
+from agn_optax.ops.engines._ray_actors import CenterActor, Said, WorkerActor
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _LOOK = 5.0  # seconds that an actor waits for new output
 _PAUSE = 1.0  # seconds before a retry
 _SOON, _SELDOM = 10.0, 600.0  # seconds until a report of waiting: at first, at most
-_REMOVAL = 20.0  # seconds within which Ray removes the actors of a killed driver
+_REMOVAL = 30.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
 _THREADS = 8  # threads of an actor, one of which each waiting call takes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -67,7 +67,6 @@ class Driver:
     ) -> None:
         self._run, self._output, self._settings = run, output, settings
         self._needs = {CENTER: center, "worker": worker}
-        self._claim: Any = None
         self._center: Any = None
         self._center_watch: asyncio.Task[Ended] | None = None
         self._workers: list[_Worker] = []
@@ -83,7 +82,7 @@ class Driver:
           128 plus its number.
 
         Raises:
-          InvalidArgumentError: another run has this name, or another driver runs it.
+          InvalidArgumentError: another driver runs a run of this name.
         """
         begin = time.monotonic()
         is_main = threading.current_thread() is threading.main_thread()
@@ -139,16 +138,14 @@ class Driver:
         A failure of a worker counts after its last restart.
         """
         run = self._run
-        make = self._actor(Claim, f"{run.name}-driver", {})
-        self._claim = await self._new(make)
         center: set[asyncio.Task[Any]] = set()
         if run.has_center:
-            await self._find_center()
-            self._center_watch = asyncio.create_task(
-                self._watched(CENTER, self._center)
-            )
+            make = self._actor(CenterActor, f"{run.name}-{CENTER}", self._needs[CENTER])
+            self._center = await self._new(make, run)
+            watched = self._watched(CENTER, self._center)
+            self._center_watch = asyncio.create_task(watched)
             center = {self._center_watch}
-            while not await self._center.serve.remote(_LOOK):
+            while not await self._center.serves.remote(_LOOK):
                 if self._center_watch.done():
                     self._is_broken = True
                     return
@@ -200,38 +197,6 @@ class Driver:
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
             await asyncio.sleep(_PAUSE)
-
-    async def _find_center(self) -> None:
-        """Find the actor of the run's center, or make it.
-
-        An existing center is adopted, to be ended by this driver, only after its
-        settings have been found to be the same.
-        """
-        run, name = self._run, f"{self._run.name}-{CENTER}"
-        try:
-            ray.get_actor(name, namespace=self._settings.namespace)
-            exists = True
-        except ValueError:
-            exists = False
-        needs = self._needs[CENTER]
-        make = self._actor(
-            CenterActor, name, needs, lifetime="detached", get_if_exists=True
-        )
-        center = make.remote(run)
-        if not exists:
-            self._center = center
-        found = await self._answered(CENTER, center.command.remote())
-        command = run.serve_command(**run.durable())
-        if found != command:
-            raise errors.InvalidArgumentError(
-                f"a center of a run {run.name!r} exists with other settings, "
-                f"{' '.join(found[3:])}; this run's are {' '.join(command[3:])}. "
-                "Give this run another --name, or end the other one"
-            )
-        self._center = center
-        if exists:
-            self._say(CENTER, "exists from an earlier launch, and goes on")
-        await center.serve.remote(0)
 
     async def _made_worker(self, rank: int) -> _Worker:
         """Make a worker's placement group, and in it an actor for each process."""
@@ -371,10 +336,9 @@ class Driver:
         for worker in self._workers:
             if worker.ended is None:
                 worker.remove()
-        for actor in (self._center, self._claim):
-            if actor is not None:
-                with contextlib.suppress(RayError):
-                    ray.kill(actor)
+        if self._center is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(self._center)
 
     def _say(self, name: str, event: str) -> None:
         self._output(name, f"agn-optax: {event}")

@@ -506,7 +506,7 @@ class Slurm(Engine):
         )
 
     def _outcome(self) -> str:
-        """Return the lines that name failed tasks and exit with the first one's code."""
+        """Return the lines that name failed tasks and set the exit code."""
         return _SAYS.format(states=_quoted(str(self._folder / "states")))
 
     def _begin(self, job: str, name: str) -> list[str]:
