@@ -150,11 +150,6 @@ class Run:
         assert self.storage is not None
         return self.storage.absolute() / "center"
 
-    def connection_environment(self) -> dict[str, str]:
-        """Return the environment variables for a connection to the center."""
-        ca = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
-        return ca | ({INSECURE: "1"} if self.is_insecure else {})
-
     @property
     def worker_names(self) -> list[str]:
         """The names of the workers, in the order of their ranks."""
@@ -218,8 +213,11 @@ class Run:
             "AGN_OPTAX_WORKERS": str(self.workers),
             "AGN_OPTAX_WORKER": self.worker_name(rank),
             "AGN_OPTAX_PROCESSES": str(self.worker_resources.processes),
-            **self.connection_environment(),
         }
+        if self.tls_ca is not None:
+            made[TLS_CA] = str(self.tls_ca)
+        if self.is_insecure:
+            made[INSECURE] = "1"
         if self.center is not None:
             made["AGN_OPTAX_CENTER"] = self.center
         if self.token_file is not None:

@@ -223,7 +223,7 @@ class Slurm(Engine):
                 raise errors.InvalidArgumentError(
                     f"{name.replace('_', '-')} in [slurm] must be positive, got {value}"
                 )
-        for name in ("address_file", "journal"):
+        for name in ("address_file", "journal", "tokens"):
             if run.has_center and name in run.serve:
                 raise errors.InvalidArgumentError(
                     f"{name.replace('_', '-')} of a run on SLURM is in its storage, "
@@ -237,10 +237,7 @@ class Slurm(Engine):
                 "[center], in a network that you trust"
             )
         self._folder = run.storage.absolute()
-        given = run.serve.get("tokens")
-        self._keys = pathlib.Path(given).absolute().parent if given else None
-        if not given and run.is_closed:
-            self._keys = self._folder / "keys"
+        self._keys = self._folder / "keys"
 
     def files(self) -> Mapping[str, str]:
         """Return the scripts; of a run in the queue, those that change as it grows."""
@@ -269,7 +266,6 @@ class Slurm(Engine):
             )
         jobs = self._there()
         commands = self._commands(jobs)
-        self._check_tokens()
         files = self.files()
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -376,19 +372,6 @@ class Slurm(Engine):
         is_there = jobs.center in queued if self.run.has_center else jobs.arrays
         return jobs if is_there else _Jobs()
 
-    def _check_tokens(self) -> None:
-        """Raise if the token of a caller is missing beside a given file of tokens."""
-        if self._keys is None or not self.run.serve.get("tokens"):
-            return
-        names = [*self.run.worker_names, "operator"]
-        files = [self._keys / f"{name}.token" for name in names]
-        if missing := [str(path) for path in files if not path.exists()]:
-            raise errors.InvalidArgumentError(
-                f"beside {self.run.serve['tokens']} must be a file with the token of "
-                "each caller, as `agn-optax keys` makes them, and there is no "
-                f"{', '.join(missing)}"
-            )
-
     def _prepare(self, there: int) -> str:
         """Return the script that makes folders, tokens and first states.
 
@@ -403,7 +386,7 @@ class Slurm(Engine):
             '    echo "- 1 did not begin" > "states/worker-$i"\n'
             "done"
         )
-        if self._keys == self._folder / "keys":
+        if run.is_closed:
             blocks.append(_TOKENS.format(chief=run.worker_name(0), workers=run.workers))
         return _blocks(*([block] for block in blocks))
 
@@ -414,7 +397,7 @@ class Slurm(Engine):
             "address_file": address,
             **run.durable(),
         }
-        if self._keys is not None:
+        if run.is_closed:
             options["tokens"] = self._keys / "tokens"
         leaves = shlex.join(["rm", "-f", address])
         command = run.serve_command(self.settings.python, json=True, **options)
@@ -455,7 +438,7 @@ class Slurm(Engine):
                 "    sleep 1",
                 "done",
             ]
-        if self._keys is not None:
+        if run.is_closed:
             token = self._keys / f"{run.worker_name(_INDEX)}.token"
             more[tokens.TOKEN_FILE] = str(token)
         told = run.worker_environment(_INDEX, **more)
@@ -486,7 +469,7 @@ class Slurm(Engine):
     def _end(self) -> str:
         run = self.run
         given: dict[str, Any] = {"insecure": run.is_insecure or None}
-        if self._keys is not None:
+        if run.is_closed:
             given["token_file"] = self._keys / "operator.token"
         if run.tls_ca is not None:
             given["tls_ca"] = run.tls_ca.absolute()
