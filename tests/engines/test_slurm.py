@@ -187,6 +187,7 @@ def test_run_with_an_existing_center_is_an_array_only(here):
 )
 def test_bad_run_files_are_rejected_before_anything_is_submitted(here, old, new, said):
     assert old in RUN
+    (here / "t").write_text(f"chief worker-0 {'a' * 64}\n")
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
     message = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
     assert said in " ".join(message.split())

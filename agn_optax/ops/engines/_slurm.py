@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
@@ -54,6 +54,12 @@ set -eu
 mkdir -p {folder}
 cd {folder}
 mkdir -p logs states failures"""
+_WAITS = """\
+# Wait for the center's address; it has none while in the queue.
+for ((i = 0; i < {patience}; i++)); do
+    [ -s {address} ] && break
+    sleep 1
+done"""
 _TOKENS = """\
 mkdir -p -m 700 keys
 umask 077
@@ -388,7 +394,7 @@ class Slurm(Engine):
         )
         if run.is_closed:
             blocks.append(_TOKENS.format(chief=run.worker_name(0), workers=run.workers))
-        return _blocks(*([block] for block in blocks))
+        return _blocks(*blocks)
 
     def _center(self) -> str:
         run, address = self.run, str(self.run.address_file)
@@ -409,39 +415,32 @@ class Slurm(Engine):
             ),
             self._begin(_JOB, "center"),
             self._set_up(),
-            [
-                "# Until the center serves again, workers find no address and wait.",
-                f"trap {shlex.quote(leaves)} EXIT",
-            ],
-            [
-                _RUNS.format(
-                    command=shlex.join(command),
-                    tell=_TELL_PROCESS,
-                    # A center that is told to end drains, but is done only if an
-                    # operator has drained it.
-                    unless=' && [ -z "$told$limit" ]',
-                    goes_on="true",
-                    restarts=run.center_restarts,
-                )
-            ],
+            "# Until the center serves again, workers find no address and wait.\n"
+            f"trap {shlex.quote(leaves)} EXIT",
+            _RUNS.format(
+                command=shlex.join(command),
+                tell=_TELL_PROCESS,
+                # A center that is told to end drains, but is done only if an operator
+                # has drained it.
+                unless=' && [ -z "$told$limit" ]',
+                goes_on="true",
+                restarts=run.center_restarts,
+            ),
         )
 
     def _workers(self) -> str:
         run, settings = self.run, self.settings
-        more, waits = {}, []
+        more, waits = {}, ""
         if run.has_center:
             more["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
-            waits = [
-                "# Wait for the center's address; it has none while in the queue.",
-                f"for ((i = 0; i < {settings.patience}; i++)); do",
-                f"    [ -s {shlex.quote(str(run.address_file))} ] && break",
-                "    sleep 1",
-                "done",
-            ]
+            waits = _WAITS.format(
+                patience=settings.patience, address=_quoted(str(run.address_file))
+            )
         if run.is_closed:
             token = self._keys / f"{run.worker_name(_INDEX)}.token"
             more[tokens.TOKEN_FILE] = str(token)
-        told = run.worker_environment(_INDEX, **more)
+        environment = run.worker_environment(_INDEX, **more).items()
+        exports = [f"export {name}={_quoted(v, _INDEX)}" for name, v in environment]
         needs, command = run.worker_resources, run.worker_command(settings.python)
         if needs.processes > 1:
             # Steps do not inherit the number of cores of their task.
@@ -453,17 +452,15 @@ class Slurm(Engine):
             ),
             self._begin(_TASK, run.worker_name(_INDEX)),
             self._set_up(),
-            [f"export {name}={_quoted(text, _INDEX)}" for name, text in told.items()],
+            "\n".join(exports),
             waits,
-            [
-                _RUNS.format(
-                    command=shlex.join(command),
-                    tell=_TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
-                    unless="",
-                    goes_on="true" if settings.goes_on else "false",
-                    restarts=run.restarts,
-                )
-            ],
+            _RUNS.format(
+                command=shlex.join(command),
+                tell=_TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
+                unless="",
+                goes_on="true" if settings.goes_on else "false",
+                restarts=run.restarts,
+            ),
         )
 
     def _end(self) -> str:
@@ -481,30 +478,28 @@ class Slurm(Engine):
                 "end",
                 Resources(),
             ),
-            ["center=$1"],
+            "center=$1",
             # If setup fails, the center cannot be drained from here, but by SIGTERM.
             self._set_up('scancel --full --signal=TERM "$center"'),
-            [_DRAINED.format(drain=drain)],
-            [self._outcome()],
+            _DRAINED.format(drain=drain),
+            self._outcome(),
         )
 
     def _outcome(self) -> str:
         """Return the lines that name failed tasks and set the exit code."""
         return _SAYS.format(states=_quoted(str(self._folder / "states")))
 
-    def _begin(self, job: str, name: str) -> list[str]:
+    def _begin(self, job: str, name: str) -> str:
         """Return the lines that name the task, and end it if it is done."""
         storage, name = _quoted(str(self._folder)), _quoted(name, _INDEX)
-        return [_BEGINS.format(job=job, storage=storage, name=name)]
+        return _BEGINS.format(job=job, storage=storage, name=name)
 
-    def _set_up(self, fails: str = 'became "$1" "$said"') -> list[str]:
+    def _set_up(self, fails: str = 'became "$1" "$said"') -> str:
         """Return the lines of setup, after a failure of which ``fails`` runs."""
-        setup = self.settings.setup
-        if not setup:
-            return []
-        return [_SETS_UP.format(setup="\n".join(setup), fails=fails)]
+        setup = "\n".join(self.settings.setup)
+        return _SETS_UP.format(setup=setup, fails=fails) if setup else ""
 
-    def _head(self, what: str, job: str, needs: Resources) -> list[str]:
+    def _head(self, what: str, job: str, needs: Resources) -> str:
         """Return the head of a script: options of sbatch, of which later ones win."""
         settings = self.settings
         is_array = job == "workers"
@@ -528,8 +523,9 @@ class Slurm(Engine):
             "time": None if needs.seconds is None else _minutes(needs.seconds),
         }
         own = settings.worker_options if is_array else settings.center_options
-        said = [*map(_quoted, arguments(asked)), *settings.options, *own]
-        return ["#!/bin/bash", f"# {what}", *(f"#SBATCH {each}" for each in said)]
+        options = [*map(_quoted, arguments(asked)), *settings.options, *own]
+        lines = ["#!/bin/bash", f"# {what}"]
+        return "\n".join([*lines, *(f"#SBATCH {option}" for option in options)])
 
 
 def _queued() -> set[str]:
@@ -567,9 +563,9 @@ def _called(
     return result.stdout.strip()
 
 
-def _blocks(*blocks: Sequence[str]) -> str:
+def _blocks(*blocks: str) -> str:
     """Return a script of blocks of lines, without empty ones, a blank line between."""
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _quoted(text: str, *variables: str) -> str:
