@@ -84,7 +84,11 @@ class Local(Engine):
             run.worker_line(rank, sys.executable, **center)
             for rank in range(run.workers)
         ]
-        return [shlex.join(self._serve()), *workers] if run.has_center else workers
+        return (
+            [shlex.join(run.center_command(sys.executable)), *workers]
+            if run.has_center
+            else workers
+        )
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Start all processes, and wait until they have ended."""
@@ -119,12 +123,6 @@ class Local(Engine):
             "programs": [vars(program) for program in ended],
         }
 
-    def _serve(self) -> list[str]:
-        more: dict[str, Any] = {"json": True}
-        if self.run.storage is not None:
-            more |= {"address_file": self.run.address_file, **self.run.durable()}
-        return self.run.serve_command(sys.executable, **more)
-
     def _center(self) -> Program:
         """Return the center's program, which the workers follow once it serves."""
         run = self.run
@@ -141,7 +139,7 @@ class Local(Engine):
 
         return Program(
             CENTER,
-            self._serve(),
+            run.center_command(sys.executable),
             {tokens.TOKENS: self._callers()} if run.is_closed else {},
             restarts=run.center_restarts,
             waited_for=False,

@@ -60,21 +60,21 @@ class Ray(Engine):
 
     name = "ray"
     Settings = RaySettings
+    settings: RaySettings
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         extras.require("ray", "ray")
-        settings: RaySettings = self.settings
+        settings = self.settings
         check.choose(settings.strategy, _STRATEGIES, "strategy in [ray]")
         check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
-        for needs in (settings.center_needs, settings.worker_needs):
-            for name, value in needs.items():
-                if value <= 0 or name in ("CPU", "GPU", "memory"):
-                    raise errors.InvalidArgumentError(
-                        "center-needs and worker-needs in [ray] are positive amounts "
-                        f"of custom resources, got {name} = {value:g}; cpus, gpus and "
-                        "memory are in [resources.worker] and [resources.center]"
-                    )
+        for name, value in (settings.center_needs | settings.worker_needs).items():
+            if value <= 0 or name in ("CPU", "GPU", "memory"):
+                raise errors.InvalidArgumentError(
+                    "center-needs and worker-needs in [ray] are positive amounts of "
+                    f"custom resources, got {name} = {value:g}; cpus, gpus and memory "
+                    "are in [resources.worker] and [resources.center]"
+                )
         if run.has_center and run.storage is None:
             raise errors.InvalidArgumentError(
                 "a center on Ray needs storage, a folder that all nodes reach: Ray "
@@ -96,28 +96,23 @@ class Ray(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands of all actors with their environment, center first."""
-        run, said = self.run, []
-        where = {}
+        run, lines, center = self.run, list[str](), dict[str, str]()
         if run.has_center:
-            where = {"AGN_OPTAX_CENTER": f"file:{run.address_file}"}
-            options = {
-                "address": run.serve.get("address", "NODE:0"),
-                "address_file": run.address_file,
-                **run.durable(),
-            }
-            said += [
-                f"# actor {run.name}-{CENTER}, with {self._needs(CENTER)}",
-                shlex.join(run.serve_command(json=True, **options)),
+            center["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
+            command = run.center_command(address="NODE:0")
+            lines += [
+                f"# actor {run.name}-{CENTER}, with {self._center_needs()}",
+                shlex.join(command),
             ]
         processes = run.worker_resources.processes
-        for rank in range(run.workers):
-            times = f"{processes} times, {self.settings.strategy}, "
-            about = f"{times if processes > 1 else ''}with {self._needs('worker')}"
-            said += [
-                f"# actor {run.name}-{run.worker_name(rank)}, {about}",
-                run.worker_line(rank, "python", **where),
+        times = f"{processes} times, {self.settings.strategy}, "
+        about = f"{times if processes > 1 else ''}with {self._worker_needs()}"
+        for rank, name in enumerate(run.worker_names):
+            lines += [
+                f"# actor {run.name}-{name}, {about}",
+                run.worker_line(rank, "python", **center),
             ]
-        return said
+        return lines
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Make the actors, and end them when the workers have ended.
@@ -137,7 +132,7 @@ class Ray(Engine):
 
         from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 imports ray
 
-        settings: RaySettings = self.settings
+        settings = self.settings
         is_ours = not ray.is_initialized()
         if is_ours:
             try:
@@ -155,8 +150,8 @@ class Ray(Engine):
             self.run,
             output,
             settings,
-            center=self._needs(CENTER),
-            worker=self._needs("worker"),
+            center=self._center_needs(),
+            worker=self._worker_needs(),
         )
         try:
             return driver.run()
@@ -164,20 +159,18 @@ class Ray(Engine):
             if is_ours:
                 ray.shutdown()
 
-    def _needs(self, task: str) -> dict[str, float]:
-        """Return the resources of one process of a task, by Ray's names."""
-        settings: RaySettings = self.settings
-        if task == CENTER:
-            return _bundle(self.run.center_resources) | settings.center_needs
-        return _bundle(self.run.worker_resources) | settings.worker_needs
+    def _center_needs(self) -> dict[str, float]:
+        """Return the resources of the center, by Ray's names."""
+        return _bundle(self.run.center_resources) | self.settings.center_needs
+
+    def _worker_needs(self) -> dict[str, float]:
+        """Return the resources of one process of a worker, by Ray's names."""
+        return _bundle(self.run.worker_resources) | self.settings.worker_needs
 
 
 def _bundle(needs: Resources) -> dict[str, float]:
-    given = {
-        "CPU": 1 if needs.cpus is None else needs.cpus,
-        "GPU": needs.gpus,
-        "memory": needs.memory,
-    }
+    cpus = 1 if needs.cpus is None else needs.cpus
+    given = {"CPU": cpus, "GPU": needs.gpus, "memory": needs.memory}
     return {name: float(value) for name, value in given.items() if value}
 
 

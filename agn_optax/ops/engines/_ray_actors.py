@@ -167,13 +167,7 @@ class CenterActor(Supervisor):
 
     def _serve(self) -> None:
         run = self._run_of
-        command = run.serve_command(
-            sys.executable,
-            json=True,
-            address=run.serve.get("address", f"{self.where().host}:0"),
-            address_file=run.address_file,
-            **run.durable(),
-        )
+        command = run.center_command(sys.executable, f"{self.where().host}:0")
         environment = {}
         if run.is_closed:
             own = {name: _token(run, name) for name in run.worker_names}

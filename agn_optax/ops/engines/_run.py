@@ -183,6 +183,21 @@ class Run:
             given.setdefault("max_workers", self.workers)
         return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
 
+    def center_command(
+        self, python: str = "python", address: str | None = None, **options: Any
+    ) -> list[str]:
+        """Return the command of a center that prints where it serves, in its storage.
+
+        Args:
+          python: the interpreter on the center's machine.
+          address: the address to serve at, if the run has none.
+          **options: options of ``serve`` from the engine, which override the run's.
+        """
+        own = {} if address is None else {"address": self.serve.get("address", address)}
+        if self.storage is not None:
+            own |= {"address_file": self.address_file, **self.durable()}
+        return self.serve_command(python, json=True, **own, **options)
+
     def durable(self) -> dict[str, Any]:
         """Return the options of ``serve`` by which a center outlives its process."""
         if self.storage is None or {"journal", "snapshots"} & set(self.serve):

@@ -397,16 +397,10 @@ class Slurm(Engine):
         return _blocks(*blocks)
 
     def _center(self) -> str:
-        run, address = self.run, str(self.run.address_file)
-        options: dict[str, Any] = {
-            "address": run.serve.get("address", _EVERYWHERE),
-            "address_file": address,
-            **run.durable(),
-        }
-        if run.is_closed:
-            options["tokens"] = self._keys / "tokens"
-        leaves = shlex.join(["rm", "-f", address])
-        command = run.serve_command(self.settings.python, json=True, **options)
+        run = self.run
+        given = {"tokens": self._keys / "tokens"} if run.is_closed else {}
+        command = run.center_command(self.settings.python, _EVERYWHERE, **given)
+        leaves = shlex.join(["rm", "-f", str(run.address_file)])
         return _blocks(
             self._head(
                 f"The center of {run.name}, which may be queued again on any node.",
