@@ -6,11 +6,9 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
-import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ from orbax.checkpoint import v1
 
 from agn_optax import center, errors, rules
 from agn_optax.ops.engines import Ray, Resources, Run
-from agn_optax.ops.engines._ray_actors import Supervisor, reserved
+from agn_optax.ops.engines._ray_actors import Supervisor
 
 # A node of Ray starts within seconds, on a busy machine within a minute.
 LIMIT = 240
@@ -80,13 +78,13 @@ def test_dry_run_prints_actors_and_commands(here):
     assert not (here / "kept").exists()
 
 
-def test_processes_of_a_worker_are_spread_over_nodes(here):
+def test_resources_of_a_worker_are_those_of_its_actor(here):
     written(here, more="", workers=1)
     with (here / "run.toml").open("a") as file:
-        file.write("[resources.worker]\nprocesses = 2\ngpus = 8\nmemory = '2GiB'\n")
+        file.write("[resources.worker]\ngpus = 8\nmemory = '2GiB'\n")
     said = succeeds("launch", "--dry-run", "run.toml", "--on=ray")
     needs = "{'CPU': 1.0, 'GPU': 8.0, 'memory': 2147483648.0}"
-    assert f"# actor slots-worker-0, 2 times, STRICT_SPREAD, with {needs}" in said
+    assert f"# actor slots-worker-0, with {needs}" in said
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_processes_of_a_worker_are_spread_over_nodes(here):
     [
         ({"storage": None}, "needs storage, a folder that all nodes reach"),
         ({"serve": {"snapshots": "s"}}, "keeps a journal"),
-        ({"settings": {"strategy": "PAC"}}, "strategy in [ray] must be one of PACK"),
+        ({"worker_resources": Resources(processes=2)}, "is one process, got processes"),
         ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
         ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
         ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
@@ -134,23 +132,6 @@ def test_run_with_an_existing_center_needs_no_storage():
     (about, line) = Ray(run).commands()
     assert about == "# actor run-worker-0, with {'CPU': 2.0}"
     assert "AGN_OPTAX_CENTER=192.0.2.1:5" in line
-
-
-def test_reserved_port_is_free_for_the_coordinator_only():
-    host = "127.0.0.1"
-    with reserved(host) as kept:
-        port = kept.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
-            socket.create_server((host, port))
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", port))
-        # JAX's coordinator is a server of gRPC.
-        server = grpc.server(None)
-        assert server.add_insecure_port(f"{host}:{port}") == port
-        server.start()
-        with grpc.insecure_channel(f"{host}:{port}") as channel:
-            grpc.channel_ready_future(channel).result(waiting.LIMIT)
-        server.stop(None)
 
 
 def test_driver_that_takes_over_gets_only_new_lines():
@@ -340,7 +321,6 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     assert watch.said("life 1 of worker-0")
     assert not any(map(is_running, watch.pids()))
     assert cluster.where("center")["pid"] is None
-    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
     key = here / "kept/keys/operator.token"
     assert key.stat().st_mode & 0o777 == 0o600
     assert not watch.said(key.read_text().strip())
@@ -368,7 +348,6 @@ def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
     watch.said_once()
     assert not is_running(second)
     assert cluster.where("center")["pid"] is None
-    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
     watch.check(1)
 
 
@@ -423,23 +402,6 @@ def test_waiting_workers_run_as_room_comes_free(here, cluster):
     assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
     programs = Progress(here).summary()["programs"]
     assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
-
-
-@pytest.mark.slow
-def test_worker_of_two_processes_restarts_as_a_whole(here, cluster):
-    cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
-    more = "restarts = 1\nstop-grace = 2\n"  # the other process ignores SIGTERM
-    written(here, cluster.address, 1, more, HERE / "two_process_worker.py")
-    with (here / "run.toml").open("a") as file:
-        file.write("[resources.worker]\nprocesses = 2\n")
-    with launched(here) as driver:
-        assert driver.wait(LIMIT) == 0
-    said = (here / "said").read_text()
-    for life in range(2):
-        for process in range(2):
-            assert f"life {life} process {process} of 2" in said
-    assert said.count("it finds") == 2
-    assert "starts again (1 of 1)" in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The engine for Ray: an actor for the center, and workers in placement groups."""
+"""The engine for Ray: an actor for the center, and one for each worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Resources, Run
 
-_STRATEGIES = dict.fromkeys(("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
 _ON_FAILURE = dict.fromkeys(("stop", "go on"))
 
 
@@ -32,10 +31,7 @@ class RaySettings:
         ``{"working_dir": "."}`` uploads the folder with the program.
       center_needs: Ray's custom resources that the center needs, beside cores and
         memory, such as ``{"on_demand": 0.01}``.
-      worker_needs: custom resources that each process of a worker needs, such as
-        ``{"TPU": 4}``.
-      strategy: placement of a worker's processes, a strategy of Ray's placement groups;
-        by default each process is on a node of its own.
+      worker_needs: custom resources that a worker needs, such as ``{"TPU": 4}``.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
     """
@@ -45,7 +41,6 @@ class RaySettings:
     runtime_env: dict[str, Any] = dataclasses.field(default_factory=dict)
     center_needs: dict[str, float] = dataclasses.field(default_factory=dict)
     worker_needs: dict[str, float] = dataclasses.field(default_factory=dict)
-    strategy: str = "STRICT_SPREAD"
     on_failure: str = "stop"
 
 
@@ -53,9 +48,8 @@ class Ray(Engine):
     """Actors of a Ray cluster.
 
     The center is an actor that Ray restarts on any node, with the journal in the run's
-    storage. Each process of a worker is an actor that Ray restarts, in a
-    placement group of the worker. The loss of an actor or a node is not counted as a
-    failure of its program.
+    storage. Each worker is an actor that Ray restarts, too. The loss of an actor or a
+    node is not counted as a failure of its program.
     """
 
     name = "ray"
@@ -66,7 +60,6 @@ class Ray(Engine):
         super().__init__(run)
         extras.require("ray", "ray")
         settings = self.settings
-        check.choose(settings.strategy, _STRATEGIES, "strategy in [ray]")
         check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
         for name, value in (settings.center_needs | settings.worker_needs).items():
             if value <= 0 or name in ("CPU", "GPU", "memory"):
@@ -75,6 +68,12 @@ class Ray(Engine):
                     f"custom resources, got {name} = {value:g}; cpus, gpus and memory "
                     "are in [resources.worker] and [resources.center]"
                 )
+        if run.worker_resources.processes > 1:
+            raise errors.InvalidArgumentError(
+                "a worker on Ray is one process, got processes = "
+                f"{run.worker_resources.processes}: SLURM and Kubernetes have workers "
+                "of several"
+            )
         if run.has_center and run.storage is None:
             raise errors.InvalidArgumentError(
                 "a center on Ray needs storage, a folder that all nodes reach: Ray "
@@ -104,12 +103,9 @@ class Ray(Engine):
                 f"# actor {run.name}-{CENTER}, with {self._center_needs()}",
                 shlex.join(command),
             ]
-        processes = run.worker_resources.processes
-        times = f"{processes} times, {self.settings.strategy}, "
-        about = f"{times if processes > 1 else ''}with {self._worker_needs()}"
         for rank, name in enumerate(run.worker_names):
             lines += [
-                f"# actor {run.name}-{name}, {about}",
+                f"# actor {run.name}-{name}, with {self._worker_needs()}",
                 run.worker_line(rank, "python", **center),
             ]
         return lines
@@ -164,7 +160,7 @@ class Ray(Engine):
         return _bundle(self.run.center_resources) | self.settings.center_needs
 
     def _worker_needs(self) -> dict[str, float]:
-        """Return the resources of one process of a worker, by Ray's names."""
+        """Return the resources of a worker, by Ray's names."""
         return _bundle(self.run.worker_resources) | self.settings.worker_needs
 
 

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
@@ -209,7 +208,7 @@ class CenterActor(Supervisor):
 
 
 class WorkerActor(Supervisor):
-    """The actor of one process of a worker.
+    """The actor of a worker.
 
     Args:
       run: the run that the worker belongs to.
@@ -219,25 +218,15 @@ class WorkerActor(Supervisor):
     def __init__(self, run: Run, rank: int) -> None:
         super().__init__()
         self._run_of, self._rank = run, rank
-        self._reserved = socket.socket()
 
-    def meeting(self) -> str:
-        """Return a free address here, at which the processes of a worker can meet.
-
-        The port stays reserved for this user until the next call.
-        """
-        host = self.where().host
-        self._reserved.close()
-        self._reserved = reserved(host)
-        return f"{host}:{self._reserved.getsockname()[1]}"
-
-    def start(self, **variables: str) -> str:
+    def start(self, restarts: int) -> str:
         """Start the worker's program, and return its session id.
 
         Args:
-          **variables: environment variables beside those of `Run.worker_environment`.
+          restarts: number of starts before, for the program.
         """
         run, name = self._run_of, self._run_of.worker_name(self._rank)
+        variables = {"AGN_OPTAX_RESTARTS": str(restarts)}
         if run.has_center:
             variables["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
         if run.is_closed:
@@ -245,20 +234,6 @@ class WorkerActor(Supervisor):
         environment = run.worker_environment(self._rank, **variables)
         program = Program(name, run.worker_command(sys.executable), environment)
         return self._begin(program, run.stop_grace)
-
-
-def reserved(host: str) -> socket.socket:
-    """Bind a socket to a free port that only JAX's coordinator can share.
-
-    The system gives the port to no other socket, neither for port 0 nor for a
-    connection. JAX's coordinator listens by gRPC, which sets SO_REUSEPORT as this
-    socket does, and so it can bind the port too. This socket does not listen, so it
-    takes none of the coordinator's connections.
-    """
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind((host, 0))
-    return made
 
 
 def _key(run: Run) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -18,12 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agn_optax import errors
 from agn_optax._signals import handled
@@ -53,7 +48,7 @@ class Driver:
       output: as in `Engine.launch`.
       settings: settings of the engine.
       center: resources that the center's actor needs, by Ray's names.
-      worker: resources that each process of a worker needs.
+      worker: resources that a worker needs.
     """
 
     def __init__(
@@ -149,8 +144,9 @@ class Driver:
                 if self._center_watch.done():
                     self._is_broken = True
                     return
-        for rank in range(run.workers):
-            self._workers.append(await self._made_worker(rank))
+        for rank, name in enumerate(run.worker_names):
+            make = self._actor(WorkerActor, f"{run.name}-{name}", self._needs["worker"])
+            self._workers.append(_Worker(name, await self._new(make, run, rank)))
         for worker in self._workers:
             worker.task = asyncio.create_task(self._tend(worker))
         left: set[asyncio.Task[Any]] = {worker.task for worker in self._workers}
@@ -168,9 +164,7 @@ class Driver:
 
     # Actors.
 
-    def _actor(
-        self, kind: type, name: str, needs: dict[str, float], **options: Any
-    ) -> Any:
+    def _actor(self, kind: type, name: str, needs: dict[str, float]) -> Any:
         """Return what makes an actor that Ray restarts, with the resources it needs."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         given = {own[key]: value for key, value in needs.items() if key in own}
@@ -182,7 +176,7 @@ class Driver:
             max_task_retries=-1,
             max_concurrency=_THREADS,
             resources={key: value for key, value in needs.items() if key not in own},
-            **{"num_cpus": 0, **given, **options},
+            **{"num_cpus": 0, **given},
         )
 
     async def _new(self, make: Any, *arguments: Any) -> Any:
@@ -197,27 +191,6 @@ class Driver:
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
             await asyncio.sleep(_PAUSE)
-
-    async def _made_worker(self, rank: int) -> _Worker:
-        """Make a worker's placement group, and in it an actor for each process."""
-        run, needs = self._run, self._needs["worker"]
-        processes = run.worker_resources.processes
-        bundles = [needs.copy() for _ in range(processes)]
-        group = placement_group(bundles, strategy=self._settings.strategy)
-        worker = _Worker(run.worker_name(rank), group)
-        try:
-            for index in range(processes):
-                suffix = f"-{index}" if processes > 1 else ""
-                name = f"{run.name}-{worker.name}{suffix}"
-                placement = PlacementGroupSchedulingStrategy(group, index)
-                make = self._actor(
-                    WorkerActor, name, needs, scheduling_strategy=placement
-                )
-                worker.actors.append(await self._new(make, run, rank))
-        except BaseException:
-            worker.remove()
-            raise
-        return worker
 
     async def _answered(self, task: str, call: Awaitable[Any]) -> Any:
         """Return the answer of an actor; report when it waits long for room."""
@@ -260,10 +233,8 @@ class Driver:
         """Run a worker until it has ended with 0, or failed after its last restart."""
         begin, failures = time.monotonic(), 0
         while not self._is_ending:
-            calls = [actor.where.remote() for actor in worker.actors]
-            places = await self._answered(worker.name, asyncio.gather(*calls))
-            hosts = ", ".join(place.host for place in places)
-            self._say(worker.name, f"starts on {hosts}")
+            place = await self._answered(worker.name, worker.actor.where.remote())
+            self._say(worker.name, f"starts on {place.host}")
             worker.is_running = True
             code = await self._session(worker)
             worker.is_running = False
@@ -272,7 +243,7 @@ class Driver:
             failures += bool(code)
             if code == 0 or (code and failures > self._run.restarts):
                 # Its resources are for workers that wait for some.
-                worker.remove()
+                ray.kill(worker.actor)
                 seconds = time.monotonic() - begin
                 worker.ended = Ended(
                     worker.name, code, worker.restarts, seconds, stopped=False
@@ -289,33 +260,13 @@ class Driver:
         return Ended(worker.name, 0, worker.restarts, seconds, stopped=True)
 
     async def _session(self, worker: _Worker) -> int | None:
-        """Run all processes of a worker once, and end them if one has failed.
-
-        Returns:
-          0, or the exit code of the first process that failed; None if one was lost.
-        """
-        variables = {"AGN_OPTAX_RESTARTS": str(worker.restarts)}
-        if len(worker.actors) > 1:
-            meeting = worker.actors[0].meeting.remote()
-            variables["AGN_OPTAX_COORDINATOR"] = await meeting
-        starts = [
-            actor.start.remote(**variables, AGN_OPTAX_PROCESS=str(index))
-            for index, actor in enumerate(worker.actors)
-        ]
-        sessions = await asyncio.gather(*starts)
-        watches = [
-            self._watched(worker.name, actor, session)
-            for actor, session in zip(worker.actors, sessions, strict=True)
-        ]
-        code: int | None = 0
-        for watch in asyncio.as_completed(watches):
-            found: int | None = None
-            with contextlib.suppress(_LostError):
-                found = (await watch).returncode
-            if code == 0 and found != 0:
-                code = found
-                worker.stop()
-        return code
+        """Run a worker's program once; return its exit code, or None if it was lost."""
+        session = await worker.actor.start.remote(worker.restarts)
+        try:
+            ended = await self._watched(worker.name, worker.actor, session)
+        except _LostError:
+            return None
+        return ended.returncode
 
     # The end.
 
@@ -324,7 +275,7 @@ class Driver:
         limit = self._run.stop_grace + _MARGIN
         running = [worker for worker in self._workers if worker.is_running]
         for worker in running:
-            worker.stop()
+            worker.actor.stop.remote()
         if running:
             await asyncio.wait([worker.task for worker in running], timeout=limit)
         if self._center_watch is not None:
@@ -333,53 +284,38 @@ class Driver:
 
     def _remove(self) -> None:
         """Remove the run from the cluster; the files in its storage stay."""
-        for worker in self._workers:
-            if worker.ended is None:
-                worker.remove()
-        if self._center is not None:
+        left = [worker.actor for worker in self._workers if worker.ended is None]
+        for actor in [*left, *([self._center] if self._center is not None else [])]:
             with contextlib.suppress(RayError):
-                ray.kill(self._center)
+                ray.kill(actor)
 
     def _say(self, name: str, event: str) -> None:
         self._output(name, f"agn-optax: {event}")
 
 
+@dataclasses.dataclass
 class _Worker:
     """The driver's record of a worker.
 
     Attributes:
       name: name of the worker.
-      actors: actors of the worker's processes.
-      task: what runs the worker.
+      actor: the actor that runs its program.
       restarts: number of starts so far, without the first.
-      is_running: whether its processes run.
+      is_running: whether its program runs.
       ended: final outcome of the worker; None before.
+      task: the task that runs the worker.
     """
 
-    task: asyncio.Task[Any]
-
-    def __init__(self, name: str, group: PlacementGroup) -> None:
-        self.name, self.actors = name, list[Any]()
-        self.restarts = 0
-        self.is_running = False
-        self.ended: Ended | None = None
-        self._group = group
-
-    def stop(self) -> None:
-        """Have the processes end, as SIGTERM does."""
-        for actor in self.actors:
-            actor.stop.remote()
-
-    def remove(self) -> None:
-        """Remove the worker's actors and its placement group."""
-        with contextlib.suppress(RayError):
-            for actor in self.actors:
-                ray.kill(actor)
-            remove_placement_group(self._group)
+    name: str
+    actor: Any
+    restarts: int = 0
+    is_running: bool = False
+    ended: Ended | None = None
+    task: asyncio.Task[Ended] = dataclasses.field(init=False)
 
 
 class _LostError(Exception):
-    """A process of a worker was lost with its actor or node."""
+    """A program was lost with its actor or node."""
 
 
 def _described(needs: dict[str, float]) -> str:
