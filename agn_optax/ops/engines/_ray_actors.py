@@ -2,7 +2,7 @@
 
 The separate process keeps JAX and signal handlers of the program apart from Ray. The
 program ends with its actor, however the actor ends. When Ray restarts an actor, here or
-on another node, the actor starts its program again.
+on another node, the driver starts its program again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ import itertools
 import os
 import sys
 import threading
-import time
 from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax._internal import in_background, write_whole
 from agn_optax.ops import launch
-from agn_optax.ops.engines._local import CENTER, is_drained, serving
+from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended, Program
 from agn_optax.service import tokens
 
 _LINES = 10_000  # lines of output that are kept for the driver
-_PAUSE = 1.0  # seconds before a program that failed is started again
-# Seconds within which a center that was lost with its node releases the journal.
-_HANDOVER = 120.0
 
 
 class ActorPlace(NamedTuple):
@@ -106,26 +102,15 @@ class Supervisor:
 
     def _run(self, program: Program, grace: float, stopping: threading.Event) -> None:
         try:
-            while True:
-                (ended,) = launch.run(
-                    [program],
-                    output=self._emit,
-                    grace=grace,
-                    restart_delay=_PAUSE,
-                    until=stopping,
-                )
-                if not self._goes_on(ended) or stopping.wait(_PAUSE):
-                    break
+            (ended,) = launch.run(
+                [program], output=self._emit, grace=grace, until=stopping
+            )
         except errors.InvalidArgumentError as error:  # the program cannot be started
             self._emit(program.name, f"agn-optax: {error}")
             ended = Ended(program.name, 127, 0, 0.0, stopped=False)
         with self._news:
             self._ended = ended
             self._news.notify_all()
-
-    def _goes_on(self, ended: Ended) -> bool:
-        """Return whether to start a program again, not counted as a restart."""
-        return False
 
     def _emit(self, name: str, line: str) -> None:
         with self._news:
@@ -134,45 +119,32 @@ class Supervisor:
 
 
 class CenterActor(Supervisor):
-    """The actor that serves a run's center from its storage, also when made again.
+    """The actor that serves a run's center from its storage.
 
     Args:
       run: the run that the center belongs to.
     """
 
     def __init__(self, run: Run) -> None:
-        import ray  # noqa: PLC0415 only inside an actor
-
         super().__init__()
         self._run_of = run
-        self._is_serving = False
-        run.address_file.parent.mkdir(parents=True, exist_ok=True)
-        is_back = ray.get_runtime_context().was_current_actor_reconstructed
-        if is_back:
-            self._set_aside()
-        # A center that did not end in order leaves its address, and on a node that is
-        # being lost it may still hold the journal.
-        is_lost = is_back or run.address_file.exists()
-        self._insists_until = time.monotonic() + (_HANDOVER if is_lost else 0.0)
-        self._serve()
 
-    def serves(self, seconds: float) -> bool:
-        """Return whether the center serves; wait until it does, up to a time."""
-        with self._news:
-            self._news.wait_for(
-                lambda: self._is_serving or not self._is_running, seconds
-            )
-            return self._is_serving and self._is_running
+    def start(self, restarts: int) -> str:
+        """Start the center's program, and return its session id.
 
-    def _serve(self) -> None:
+        Args:
+          restarts: number of starts before.
+        """
         run = self._run_of
+        run.address_file.parent.mkdir(parents=True, exist_ok=True)
+        if restarts:
+            self._set_aside()
         command = run.center_command(sys.executable, f"{self.where().host}:0")
         environment = {}
         if run.is_closed:
             own = {name: _token(run, name) for name in run.worker_names}
             environment[tokens.TOKENS] = run.callers(own, _key(run))
-        program = Program(CENTER, command, environment, restarts=run.center_restarts)
-        self._begin(program, run.stop_grace)
+        return self._begin(Program(CENTER, command, environment), run.stop_grace)
 
     def _set_aside(self) -> None:
         """Rename the checkpoint of a center that was drained, if its run continues.
@@ -188,23 +160,6 @@ class CenterActor(Supervisor):
         kept = next(path for path in names if not path.exists())
         save.rename(kept)
         self._emit(CENTER, f"agn-optax: the checkpoint of its drain is in {kept}")
-
-    def _emit(self, name: str, line: str) -> None:
-        self._is_serving |= bool(serving(line))
-        super()._emit(name, line)
-
-    def _goes_on(self, ended: Ended) -> bool:
-        if ended.stopped:
-            return False
-        if is_drained(ended, self._run_of):
-            # The driver did not drain it, and the workers have no other center.
-            self._is_serving = False
-            self._emit(
-                CENTER, "agn-optax: drained before the run's end; it serves again"
-            )
-            self._set_aside()
-            return True
-        return not self._is_serving and time.monotonic() < self._insists_until
 
 
 class WorkerActor(Supervisor):
@@ -223,7 +178,7 @@ class WorkerActor(Supervisor):
         """Start the worker's program, and return its session id.
 
         Args:
-          restarts: number of starts before, for the program.
+          restarts: number of starts before.
         """
         run, name = self._run_of, self._run_of.worker_name(self._rank)
         variables = {"AGN_OPTAX_RESTARTS": str(restarts)}

@@ -1,8 +1,8 @@
 """The driver of a run on Ray, which makes actors, shows their output and ends them.
 
 Ray restarts a lost actor when there is room, and repeats the calls that it had not
-answered (``max_restarts`` and ``max_task_retries``). The restarted actor of a worker
-has no session, and so the driver starts the worker again.
+answered (``max_restarts`` and ``max_task_retries``). A restarted actor has no session,
+and so the driver starts its program again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from ray.exceptions import RayError
 from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
-from agn_optax.ops.engines._local import CENTER, exit_code
+from agn_optax.ops.engines._local import CENTER, exit_code, is_drained, serving
 from agn_optax.ops.engines._ray_actors import CenterActor, Said, WorkerActor
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
@@ -36,6 +37,8 @@ _PAUSE = 1.0  # seconds before a retry
 _SOON, _SELDOM = 10.0, 600.0  # seconds until a report of waiting: at first, at most
 _REMOVAL = 30.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
+# Seconds within which a center that was lost with its node releases the journal.
+_HANDOVER = 120.0
 _THREADS = 8  # threads of an actor, one of which each waiting call takes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -61,10 +64,10 @@ class Driver:
         worker: dict[str, float],
     ) -> None:
         self._run, self._output, self._settings = run, output, settings
-        self._needs = {CENTER: center, "worker": worker}
-        self._center: Any = None
-        self._center_watch: asyncio.Task[Ended] | None = None
-        self._workers: list[_Worker] = []
+        self._center_needs, self._worker_needs = center, worker
+        self._center: list[_Task] = []  # one, if the run has a center of its own
+        self._workers: list[_Task] = []
+        self._serving = asyncio.Event()
         self._signals: list[int] = []
         self._is_ending = False
         self._is_broken = False  # failed, apart from the workers' and center's codes
@@ -106,13 +109,9 @@ class Driver:
                 self._remove()
         seconds = time.monotonic() - begin
         ended = [
-            worker.ended
-            or Ended(worker.name, 0, worker.restarts, seconds, stopped=True)
-            for worker in self._workers
+            task.ended or Ended(task.name, 0, task.restarts, seconds, stopped=True)
+            for task in [*self._workers, *self._center]
         ]
-        watch = self._center_watch
-        if watch and watch.done() and not (watch.cancelled() or watch.exception()):
-            ended.append(watch.result())
         code = exit_code(ended, self._run) or int(self._is_broken)
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
@@ -125,51 +124,54 @@ class Driver:
             await self._until_over()
         finally:
             self._is_ending = True
-            await self._end()
+            await self._end(self._workers)
+            await self._end(self._center)
 
     async def _until_over(self) -> None:
         """Wait until all workers have ended, or one of them or the center has failed.
 
-        A failure of a worker counts after its last restart.
+        A failure counts after the last restart.
         """
         run = self._run
-        center: set[asyncio.Task[Any]] = set()
         if run.has_center:
-            make = self._actor(CenterActor, f"{run.name}-{CENTER}", self._needs[CENTER])
-            self._center = await self._new(make, run)
-            watched = self._watched(CENTER, self._center)
-            self._center_watch = asyncio.create_task(watched)
-            center = {self._center_watch}
-            while not await self._center.serves.remote(_LOOK):
-                if self._center_watch.done():
-                    self._is_broken = True
-                    return
+            needs = self._center_needs
+            center = await self._started(CENTER, CenterActor, needs, run)
+            self._center = [center]
+            served = asyncio.create_task(self._serving.wait())
+            await _first({served, center.loop})
+            if not self._serving.is_set():
+                center.loop.result()  # raises its error
+                self._is_broken = True
+                return
         for rank, name in enumerate(run.worker_names):
-            make = self._actor(WorkerActor, f"{run.name}-{name}", self._needs["worker"])
-            self._workers.append(_Worker(name, await self._new(make, run, rank)))
-        for worker in self._workers:
-            worker.task = asyncio.create_task(self._tend(worker))
-        left: set[asyncio.Task[Any]] = {worker.task for worker in self._workers}
+            needs = self._worker_needs
+            worker = await self._started(name, WorkerActor, needs, run, rank)
+            self._workers.append(worker)
+        left = {worker.loop for worker in self._workers}
+        centers = {center.loop for center in self._center}
         while left:
-            done, _ = await asyncio.wait(
-                left | center, return_when=asyncio.FIRST_COMPLETED
-            )
+            done = await _first(left | centers)
             left -= done
-            codes = [task.result().returncode for task in done]
-            if done & center:
+            codes = [loop.result().returncode for loop in done]
+            if done & centers:
                 self._is_broken = True
                 return
             if any(codes) and self._settings.on_failure == "stop":
                 return
 
-    # Actors.
+    # Tasks.
 
-    def _actor(self, kind: type, name: str, needs: dict[str, float]) -> Any:
-        """Return what makes an actor that Ray restarts, with the resources it needs."""
+    async def _started(
+        self, name: str, kind: type, needs: dict[str, float], *arguments: Any
+    ) -> _Task:
+        """Make an actor that Ray restarts, and run its program.
+
+        Wait while Ray removes the actor of a killed driver.
+        """
         own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         given = {own[key]: value for key, value in needs.items() if key in own}
-        return ray.remote(kind).options(
-            name=name,
+        make: Any = ray.remote(kind).options(
+            name=f"{self._run.name}-{name}",
             namespace=self._settings.namespace,
             runtime_env=self._settings.runtime_env,
             max_restarts=-1,
@@ -178,144 +180,142 @@ class Driver:
             resources={key: value for key, value in needs.items() if key not in own},
             **{"num_cpus": 0, **given},
         )
-
-    async def _new(self, make: Any, *arguments: Any) -> Any:
-        """Make an actor; wait while Ray removes that of a killed driver."""
         until = time.monotonic() + _REMOVAL
         while True:
             try:
-                return make.remote(*arguments)
+                task = _Task(name, make.remote(*arguments), needs)
+                break
             except ValueError as error:
                 if time.monotonic() > until:
                     raise errors.InvalidArgumentError(
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
             await asyncio.sleep(_PAUSE)
+        task.loop = asyncio.create_task(self._tend(task))
+        return task
 
-    async def _answered(self, task: str, call: Awaitable[Any]) -> Any:
+    async def _tend(self, task: _Task) -> Ended:
+        """Run a program until it has ended for good.
+
+        The center also goes on after it was drained: the driver did not drain it, and
+        the workers have no other center. On a node that is being lost, the previous
+        center may still hold the journal, so failures of the next one do not count.
+        """
+        run, is_center = self._run, task.name == CENTER
+        most = run.center_restarts if is_center else run.restarts
+        begin, failures, lost_at = time.monotonic(), 0, -math.inf
+        while not self._is_ending:
+            place = await self._answered(task, task.actor.where.remote())
+            self._say(task.name, f"starts on {place.host}")
+            ended = await self._session(task)
+            if ended is None:
+                lost_at = time.monotonic()
+                self._say(task.name, "its actor or node was lost; it starts again")
+            elif self._is_ending or (not ended.returncode and not is_center):
+                return self._final(task, ended, begin)
+            elif is_center and is_drained(ended, run):
+                self._say(CENTER, "drained before the run's end; it serves again")
+            elif (
+                is_center
+                and not self._serving.is_set()
+                and time.monotonic() < lost_at + _HANDOVER
+            ):
+                self._say(CENTER, "starts again")
+            else:
+                failures += 1
+                if failures > most:
+                    return self._final(task, ended, begin)
+                self._say(task.name, f"starts again ({failures} of {most})")
+            task.restarts += 1
+            await asyncio.sleep(_PAUSE)
+        seconds = time.monotonic() - begin
+        return Ended(task.name, 0, task.restarts, seconds, stopped=True)
+
+    async def _session(self, task: _Task) -> Ended | None:
+        """Run a program once, and show its output; None if it was lost."""
+        if task.name == CENTER:
+            self._serving.clear()
+        session = await task.actor.start.remote(task.restarts)
+        task.is_running = True
+        try:
+            while True:
+                said: Said = await self._answered(task, task.actor.look.remote(_LOOK))
+                if said.session != session:
+                    return None
+                for line in said.lines:
+                    self._output(task.name, line)
+                    if task.name == CENTER and serving(line):
+                        self._serving.set()
+                if said.ended is not None:
+                    return said.ended
+        finally:
+            task.is_running = False
+
+    def _final(self, task: _Task, ended: Ended, begin: float) -> Ended:
+        """Return a program's final outcome, and release its resources for others."""
+        with contextlib.suppress(RayError):
+            ray.kill(task.actor)
+        seconds = time.monotonic() - begin
+        task.ended = dataclasses.replace(ended, restarts=task.restarts, seconds=seconds)
+        return task.ended
+
+    async def _answered(self, task: _Task, call: Awaitable[Any]) -> Any:
         """Return the answer of an actor; report when it waits long for room."""
         answer = asyncio.ensure_future(call)
-        needs = self._needs.get(task, self._needs["worker"])
         pause = _SOON
         while not (await asyncio.wait([answer], timeout=pause))[0]:
-            self._say(task, f"waits for a node with {_described(needs)}")
+            self._say(task.name, f"waits for a node with {_described(task.needs)}")
             pause = min(2 * pause, _SELDOM)
         return answer.result()
 
-    # Programs.
-
-    async def _watched(self, task: str, actor: Any, session: str = "") -> Ended:
-        """Show the output of a program until it has ended.
-
-        Args:
-          task: name of the program.
-          actor: the actor that runs it.
-          session: session id of the program; "" to go on with another session after
-            the actor or its node was lost.
-
-        Raises:
-          _LostError: the session was lost.
-        """
-        last = session
-        while True:
-            said: Said = await self._answered(task, actor.look.remote(_LOOK))
-            if last and said.session != last:
-                if session:
-                    raise _LostError
-                self._say(task, "its actor or node was lost; it is back")
-            last = said.session
-            for line in said.lines:
-                self._output(task, line)
-            if said.ended is not None:
-                return said.ended
-
-    async def _tend(self, worker: _Worker) -> Ended:
-        """Run a worker until it has ended with 0, or failed after its last restart."""
-        begin, failures = time.monotonic(), 0
-        while not self._is_ending:
-            place = await self._answered(worker.name, worker.actor.where.remote())
-            self._say(worker.name, f"starts on {place.host}")
-            worker.is_running = True
-            code = await self._session(worker)
-            worker.is_running = False
-            if self._is_ending:
-                break
-            failures += bool(code)
-            if code == 0 or (code and failures > self._run.restarts):
-                # Its resources are for workers that wait for some.
-                ray.kill(worker.actor)
-                seconds = time.monotonic() - begin
-                worker.ended = Ended(
-                    worker.name, code, worker.restarts, seconds, stopped=False
-                )
-                return worker.ended
-            if code is None:
-                self._say(worker.name, "its actor or node was lost; it starts again")
-            else:
-                number = f"{failures} of {self._run.restarts}"
-                self._say(worker.name, f"starts again ({number})")
-            worker.restarts += 1
-            await asyncio.sleep(_PAUSE)
-        seconds = time.monotonic() - begin
-        return Ended(worker.name, 0, worker.restarts, seconds, stopped=True)
-
-    async def _session(self, worker: _Worker) -> int | None:
-        """Run a worker's program once; return its exit code, or None if it was lost."""
-        session = await worker.actor.start.remote(worker.restarts)
-        try:
-            ended = await self._watched(worker.name, worker.actor, session)
-        except _LostError:
-            return None
-        return ended.returncode
-
     # The end.
 
-    async def _end(self) -> None:
-        """End the workers, then the center."""
-        limit = self._run.stop_grace + _MARGIN
-        running = [worker for worker in self._workers if worker.is_running]
-        for worker in running:
-            worker.actor.stop.remote()
+    async def _end(self, tasks: list[_Task]) -> None:
+        """End the programs of tasks that run, within the grace."""
+        running = [task for task in tasks if task.is_running]
+        for task in running:
+            task.actor.stop.remote()
         if running:
-            await asyncio.wait([worker.task for worker in running], timeout=limit)
-        if self._center_watch is not None:
-            self._center.stop.remote()
-            await asyncio.wait([self._center_watch], timeout=limit)
+            limit = self._run.stop_grace + _MARGIN
+            await asyncio.wait([task.loop for task in running], timeout=limit)
 
     def _remove(self) -> None:
         """Remove the run from the cluster; the files in its storage stay."""
-        left = [worker.actor for worker in self._workers if worker.ended is None]
-        for actor in [*left, *([self._center] if self._center is not None else [])]:
-            with contextlib.suppress(RayError):
-                ray.kill(actor)
+        for task in [*self._workers, *self._center]:
+            if task.ended is None:
+                with contextlib.suppress(RayError):
+                    ray.kill(task.actor)
 
     def _say(self, name: str, event: str) -> None:
         self._output(name, f"agn-optax: {event}")
 
 
 @dataclasses.dataclass
-class _Worker:
-    """The driver's record of a worker.
+class _Task:
+    """The driver's record of the center or a worker.
 
     Attributes:
-      name: name of the worker.
+      name: name of the task.
       actor: the actor that runs its program.
+      needs: resources of the actor, by Ray's names.
       restarts: number of starts so far, without the first.
       is_running: whether its program runs.
-      ended: final outcome of the worker; None before.
-      task: the task that runs the worker.
+      ended: final outcome of the program; None before.
+      loop: the loop that keeps the program running.
     """
 
     name: str
     actor: Any
+    needs: dict[str, float]
     restarts: int = 0
     is_running: bool = False
     ended: Ended | None = None
-    task: asyncio.Task[Ended] = dataclasses.field(init=False)
+    loop: asyncio.Task[Ended] = dataclasses.field(init=False)
 
 
-class _LostError(Exception):
-    """A program was lost with its actor or node."""
+async def _first(loops: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Return those that are done, once one is."""
+    return (await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
 def _described(needs: dict[str, float]) -> str:
