@@ -99,7 +99,7 @@ class Kubernetes(Engine):
         """Return the manifests, and the script that makes their Secrets."""
         secrets = {SECRETS: self._secrets()} if self._made.has_keys else {}
         objects = self._made.files()
-        return secrets | {name: _yaml(each) for name, each in objects.items()}
+        return secrets | {name: _yaml(made) for name, made in objects.items()}
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -180,61 +180,61 @@ secret {made.workers} $files
 
 
 def _check(run: Run, settings: KubernetesSettings) -> None:
-    def refuse(said: str) -> None:
-        raise errors.InvalidArgumentError(said)
+    def reject(problem: str) -> None:
+        raise errors.InvalidArgumentError(problem)
 
     if not settings.image:
-        refuse('the table [kubernetes] must have an image, as image = "NAME:TAG"')
+        reject('the table [kubernetes] must have an image, as image = "NAME:TAG"')
     if not run.name[0].isalpha():
-        refuse(f"on Kubernetes names begin with a letter, got {run.name!r}")
+        reject(f"on Kubernetes names begin with a letter, got {run.name!r}")
     if run.worker_resources.processes > 1 and not settings.jobset:
-        refuse(
+        reject(
             "workers of several pods need jobset = true in [kubernetes], got "
             f"processes = {run.worker_resources.processes}"
         )
     if run.storage is not None and not run.storage.is_absolute():
-        refuse(
+        reject(
             "storage is where the center's pod mounts its claim, so it must be an "
             f"absolute path, got {str(run.storage)!r}"
         )
     for name in _OURS:
         if run.serve.get(name) is not None:
-            refuse(
+            reject(
                 f"{name.replace('_', '-')} of the center is set by the manifests, got "
                 f"{str(run.serve[name])!r}"
             )
     if run.serve.get("parent") is not None:
-        refuse(
+        reject(
             "a center with a parent cannot outlive its pod, as one on Kubernetes must, "
             f"got parent = {run.serve['parent']!r}"
         )
     if run.serve.get("open") and not run.is_insecure:
-        refuse("an open center needs insecure = true, in a network that you trust")
+        reject("an open center needs insecure = true, in a network that you trust")
     for name in ("token_file", "tls_ca"):
         if (file := getattr(run, name)) is not None:
-            refuse(
+            reject(
                 f"{name.replace('_', '-')} is a file of this machine: name a Secret by "
                 f"secret in [kubernetes], got {str(file)!r}"
             )
     if settings.secret is not None and run.has_center:
-        refuse(
+        reject(
             "secret in [kubernetes] is for workers of a center that is elsewhere; this "
             f"run makes one for its own center, got {settings.secret!r}"
         )
     for name, path in settings.claims.items():
         if not pathlib.PurePosixPath(path).is_absolute():
-            refuse(
+            reject(
                 f"claims in [kubernetes] must have absolute paths, got {path!r} for "
                 f"{name}"
             )
     for variable, where in settings.environment_secrets.items():
         if not re.fullmatch(r"[^/]+/[^/]+", where):
-            refuse(
+            reject(
                 "environment-secrets in [kubernetes] must name a Secret and its key as "
                 f'"SECRET/KEY", got {where!r} for {variable}'
             )
         if variable in run.environment:
-            refuse(
+            reject(
                 f"{variable} is both in environment and in environment-secrets: give "
                 "it in one of them"
             )

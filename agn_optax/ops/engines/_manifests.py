@@ -31,7 +31,9 @@ _SCRATCH = "/tmp"  # noqa: S108 private to a pod
 _USER = 1000  # user and group of all pods
 _MARGIN = 15.0  # seconds for the work before and after a drain
 _MOST = 2**31 - 1  # failures: a backoff limit that is never reached
-_TOLD = 143  # exit code of a center that was told to end: a shell's for SIGTERM
+_ENDED_BY_SIGNAL = (
+    143  # exit code of a center that was told to end: a shell's for SIGTERM
+)
 # Default requests of a center: a pod without requests is evicted first when a node runs
 # short.
 _LEAST = {"cpu": "1", "memory": "2Gi"}
@@ -149,7 +151,7 @@ class Manifests:
     def _center_job(self) -> Manifest:
         # A pod that exits with 0 is complete and is not replaced. A center that is told
         # to end, such as one that is moved, must exit with another code.
-        command = self._serve(signal_exit_code=_TOLD)
+        command = self._serve(signal_exit_code=_ENDED_BY_SIGNAL)
         return {
             **_JOB,
             "backoffLimit": _MOST,

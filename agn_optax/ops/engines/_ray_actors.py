@@ -35,7 +35,7 @@ class ActorPlace(NamedTuple):
     pid: int
 
 
-class Said(NamedTuple):
+class NewOutput(NamedTuple):
     """The output of a program since the last look.
 
     Attributes:
@@ -68,7 +68,7 @@ class Supervisor:
             context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
         )
 
-    def look(self, seconds: float) -> Said:
+    def look(self, seconds: float) -> NewOutput:
         """Return the new lines; wait for some, or for the program's end.
 
         Args:
@@ -78,7 +78,7 @@ class Supervisor:
             self._news.wait_for(lambda: self._lines or not self._is_running, seconds)
             lines = list(self._lines)
             self._lines.clear()
-            return Said(self._session, lines, self._ended)
+            return NewOutput(self._session, lines, self._ended)
 
     def stop(self) -> None:
         """Have the program end, as SIGTERM does."""

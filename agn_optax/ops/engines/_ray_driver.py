@@ -25,7 +25,7 @@ from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
 from agn_optax.ops.engines._local import CENTER, exit_code, is_drained, serving
-from agn_optax.ops.engines._ray_actors import CenterActor, Said, WorkerActor
+from agn_optax.ops.engines._ray_actors import CenterActor, NewOutput, WorkerActor
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
 
@@ -116,7 +116,7 @@ class Driver:
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
             "seconds": seconds,
-            "programs": [vars(each) for each in ended],
+            "programs": [vars(outcome) for outcome in ended],
         }
 
     async def _all(self) -> None:
@@ -239,15 +239,17 @@ class Driver:
         task.is_running = True
         try:
             while True:
-                said: Said = await self._answered(task, task.actor.look.remote(_LOOK))
-                if said.session != session:
+                new: NewOutput = await self._answered(
+                    task, task.actor.look.remote(_LOOK)
+                )
+                if new.session != session:
                     return None
-                for line in said.lines:
+                for line in new.lines:
                     self._output(task.name, line)
                     if task.name == CENTER and serving(line):
                         self._serving.set()
-                if said.ended is not None:
-                    return said.ended
+                if new.ended is not None:
+                    return new.ended
         finally:
             task.is_running = False
 

@@ -94,8 +94,8 @@ _SETS_UP = """\
 # a sourced file may fail, as long as the file returns 0.
 setup_failed() {{
     [ "$2" -gt 1 ] && return
-    said="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
-    echo "$said" >&2
+    reason="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
+    echo "$reason" >&2
     {fails}
     exit "$1"
 }}
@@ -106,8 +106,8 @@ set +eu"""
 _RUNS = """\
 # The end of a job (scancel, preemption) signals script and task. A time limit signals
 # the script alone, which then signals the task.
-told= limit=
-trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
+ending= limit=
+trap 'ending=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {tell}' USR1
 {command} &
 task=$!
@@ -117,18 +117,18 @@ code=$?
 
 # SLURM queues a job again if its node failed, or if the job was preempted. If the task
 # failed, or has work left at its time limit, the job queues itself again.
-said="exit code $code on $SLURMD_NODENAME"
+reason="exit code $code on $SLURMD_NODENAME"
 failures=$storage/failures/$job
 if [ "$code" -eq 0 ]{unless}; then
     became 0 done
-elif [ "$told" ]; then
-    became "$code" "$said, when told to end"
+elif [ "$ending" ]; then
+    became "$code" "$reason, when told to end"
 elif [ "$limit" ]; then
-    became "$code" "$said, at its time limit"
+    became "$code" "$reason, at its time limit"
     {goes_on} && scontrol requeue "$job"
 else
-    became "$code" "$said"
-    echo "$said" >> "$failures"
+    became "$code" "$reason"
+    echo "$reason" >> "$failures"
     [ "$(wc -l < "$failures")" -le {restarts} ] && scontrol requeue "$job"
 fi
 exit $code"""
@@ -140,15 +140,15 @@ while true; do
     {drain}
     sleep 2
 done"""
-_SAYS = """\
+_OUTCOME = """\
 # The exit code of the run is that of the first task that failed.
 code=0
 for name in $(ls -v --ignore='*.new' {states}); do
-    read -r _ its why < {states}/"$name"
-    [ "$its" = 0 ] && continue
+    read -r _ outcome why < {states}/"$name"
+    [ "$outcome" = 0 ] && continue
     [[ $why == began* ]] && why="$why, and was lost"
     echo "failed: $name: $why"
-    [ "$code" = 0 ] && code=$its
+    [ "$code" = 0 ] && code=$outcome
 done
 [ "$code" = 0 ] && echo "all workers are done"
 exit $code"""
@@ -416,7 +416,7 @@ class Slurm(Engine):
                 tell=_TELL_PROCESS,
                 # A center that is told to end drains, but is done only if an operator
                 # has drained it.
-                unless=' && [ -z "$told$limit" ]',
+                unless=' && [ -z "$ending$limit" ]',
                 goes_on="true",
                 restarts=run.center_restarts,
             ),
@@ -481,14 +481,14 @@ class Slurm(Engine):
 
     def _outcome(self) -> str:
         """Return the lines that name failed tasks and set the exit code."""
-        return _SAYS.format(states=_quoted(str(self._folder / "states")))
+        return _OUTCOME.format(states=_quoted(str(self._folder / "states")))
 
     def _begin(self, job: str, name: str) -> str:
         """Return the lines that name the task, and end it if it is done."""
         storage, name = _quoted(str(self._folder)), _quoted(name, _INDEX)
         return _BEGINS.format(job=job, storage=storage, name=name)
 
-    def _set_up(self, fails: str = 'became "$1" "$said"') -> str:
+    def _set_up(self, fails: str = 'became "$1" "$reason"') -> str:
         """Return the lines of setup, after a failure of which ``fails`` runs."""
         setup = "\n".join(self.settings.setup)
         return _SETS_UP.format(setup=setup, fails=fails) if setup else ""
