@@ -14,7 +14,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -164,13 +164,10 @@ class Driver:
     async def _started(
         self, name: str, kind: type, needs: dict[str, float], *arguments: Any
     ) -> _Task:
-        """Make an actor that Ray restarts, and run its program.
-
-        Wait while Ray removes the actor of a killed driver.
-        """
+        """Make an actor that Ray restarts, and run its program."""
         own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         given = {own[key]: value for key, value in needs.items() if key in own}
-        make: Any = ray.remote(kind).options(
+        actors: Any = ray.remote(kind).options(
             name=f"{self._run.name}-{name}",
             namespace=self._settings.namespace,
             runtime_env=self._settings.runtime_env,
@@ -180,19 +177,23 @@ class Driver:
             resources={key: value for key, value in needs.items() if key not in own},
             **{"num_cpus": 0, **given},
         )
+        task = _Task(name, needs, lambda: actors.remote(*arguments))
+        task.actor = await self._made(task)
+        task.loop = asyncio.create_task(self._tend(task))
+        return task
+
+    async def _made(self, task: _Task) -> Any:
+        """Make an actor of a task; wait while Ray removes a former one of its name."""
         until = time.monotonic() + _REMOVAL
         while True:
             try:
-                task = _Task(name, make.remote(*arguments), needs)
-                break
+                return task.make()
             except ValueError as error:
                 if time.monotonic() > until:
                     raise errors.InvalidArgumentError(
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
             await asyncio.sleep(_PAUSE)
-        task.loop = asyncio.create_task(self._tend(task))
-        return task
 
     async def _tend(self, task: _Task) -> Ended:
         """Run a program until it has ended for good.
@@ -208,6 +209,9 @@ class Driver:
             place = await self._answered(task, task.actor.where.remote())
             self._say(task.name, f"starts on {place.host}")
             ended = await self._session(task)
+            has_served = self._serving.is_set()
+            if is_center:
+                self._serving.clear()
             if ended is None:
                 lost_at = time.monotonic()
                 self._say(task.name, "its actor or node was lost; it starts again")
@@ -216,9 +220,7 @@ class Driver:
             elif is_center and is_drained(ended, run):
                 self._say(CENTER, "drained before the run's end; it serves again")
             elif (
-                is_center
-                and not self._serving.is_set()
-                and time.monotonic() < lost_at + _HANDOVER
+                is_center and not has_served and time.monotonic() < lost_at + _HANDOVER
             ):
                 self._say(CENTER, "starts again")
             else:
@@ -228,13 +230,16 @@ class Driver:
                 self._say(task.name, f"starts again ({failures} of {most})")
             task.restarts += 1
             await asyncio.sleep(_PAUSE)
+            if self._center and not is_center and not self._serving.is_set():
+                # Give up the room, which a lost center may need.
+                ray.kill(task.actor)
+                await self._serving.wait()
+                task.actor = await self._made(task)
         seconds = time.monotonic() - begin
         return Ended(task.name, 0, task.restarts, seconds, stopped=True)
 
     async def _session(self, task: _Task) -> Ended | None:
         """Run a program once, and show its output; None if it was lost."""
-        if task.name == CENTER:
-            self._serving.clear()
         session = await task.actor.start.remote(task.restarts)
         task.is_running = True
         try:
@@ -298,8 +303,9 @@ class _Task:
 
     Attributes:
       name: name of the task.
+      needs: resources of its actor, by Ray's names.
+      make: makes an actor for the task.
       actor: the actor that runs its program.
-      needs: resources of the actor, by Ray's names.
       restarts: number of starts so far, without the first.
       is_running: whether its program runs.
       ended: final outcome of the program; None before.
@@ -307,8 +313,9 @@ class _Task:
     """
 
     name: str
-    actor: Any
     needs: dict[str, float]
+    make: Callable[[], Any]
+    actor: Any = None
     restarts: int = 0
     is_running: bool = False
     ended: Ended | None = None
