@@ -230,13 +230,19 @@ class Driver:
                 self._say(task.name, f"starts again ({failures} of {most})")
             task.restarts += 1
             await asyncio.sleep(_PAUSE)
-            if self._center and not is_center and not self._serving.is_set():
-                # Give up the room, which a lost center may need.
-                ray.kill(task.actor)
-                await self._serving.wait()
-                task.actor = await self._made(task)
+            if ended is None and not is_center:
+                await self._leave_room(task)
         seconds = time.monotonic() - begin
         return Ended(task.name, 0, task.restarts, seconds, stopped=True)
+
+    async def _leave_room(self, task: _Task) -> None:
+        """End a restarted actor until the center, if it was lost too, has found room."""
+        for center in self._center:
+            is_back = asyncio.ensure_future(center.actor.where.remote())
+            if not (await asyncio.wait([is_back], timeout=_SOON))[0]:
+                ray.kill(task.actor)
+                await is_back
+                task.actor = await self._made(task)
 
     async def _session(self, task: _Task) -> Ended | None:
         """Run a program once, and show its output; None if it was lost."""
