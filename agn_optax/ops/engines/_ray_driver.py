@@ -236,7 +236,7 @@ class Driver:
         return Ended(task.name, 0, task.restarts, seconds, stopped=True)
 
     async def _leave_room(self, task: _Task) -> None:
-        """End a restarted actor until the center, if it was lost too, has found room."""
+        """End a restarted actor until the center, if also lost, has found room."""
         for center in self._center:
             is_back = asyncio.ensure_future(center.actor.where.remote())
             if not (await asyncio.wait([is_back], timeout=_SOON))[0]:
