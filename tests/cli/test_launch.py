@@ -695,22 +695,6 @@ def test_followers_that_cannot_be_started_end_all(witness):
         run([server], output=lambda name, line: None, grace=0.1)
 
 
-def test_program_is_started_after_its_delay(witness):
-    tell = "import time; print(time.monotonic())"
-    lines, ended = launch(python("a", tell), python("b", tell, delay=2.0))
-    ((first,), (second,)) = lines.of("a"), lines.of("b")
-    assert float(second) - float(first) > 0.25
-    assert ended[1].restarts == 0
-
-
-def test_program_in_its_start_delay_does_not_start_when_all_end():
-    _, ended = launch(python("a", "raise SystemExit(1)"), python("b", "", delay=3600.0))
-    assert [(e.returncode, e.restarts, e.stopped) for e in ended] == [
-        (1, 0, False),
-        (0, 0, True),
-    ]
-
-
 @pytest.mark.parametrize("setting", ["grace", "restart_delay"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_impossible_times_are_rejected(setting, value):
@@ -725,7 +709,6 @@ def test_impossible_times_are_rejected(setting, value):
         (("a", []), errors.InvalidArgumentError, "'a' has an empty command"),
         (("a", "python x.py"), errors.InvalidTypeError, "'a' must be a list"),
         (("a", ["true"], {}, -1), errors.InvalidArgumentError, "'a'.*-1"),
-        (("a", ["true"], {}, 0, True, -1), errors.InvalidArgumentError, "delay of 'a'"),
     ],
 )
 def test_impossible_program_is_rejected(arguments, error, message):

@@ -195,7 +195,7 @@ def test_token_of_a_center_restarted_at_another_port_is_found(
 
     engine = Local(run)
     assert engine.launch(look)["returncode"] == 0
-    token = engine._tokens[-1]
+    token = engine._operator_token
     assert served == ["127.0.0.1:0", "127.0.0.1:1"]
     assert found == [[token], [None, token]]
     assert list((here / "runtime/agn-optax").iterdir()) == []
@@ -248,7 +248,7 @@ def test_failed_worker_is_restarted(here):
         "sys.exit(5 if life < 2 and os.environ['AGN_OPTAX_RANK'] == '1' else 0)\n"
     )
     options = ["--workers=2", ELSEWHERE, "--restarts=2", "--restart-delay=0.05"]
-    result = command("launch", *options, "--start-delay=0.05", "--", "-S", "train.py")
+    result = command("launch", *options, "--", "-S", "train.py")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("worker-0")] == [
@@ -276,59 +276,13 @@ def test_exit_code_is_that_of_the_failed_worker(here, death, code):
     assert [each["stopped"] for each in said["programs"]] == [True, False, True]
 
 
-def test_output_of_each_program_is_logged_to_a_file(here):
-    (here / "train.py").write_text(
-        "import os, sys; print('hello', os.environ['AGN_OPTAX_RANK'])\n"
-        "sys.exit(int(os.environ['AGN_OPTAX_RESTARTS']) < 1)\n"
-    )
-    options = ["--workers=2", ELSEWHERE, "--restarts=1", "--restart-delay=0"]
-    result = command("launch", *options, "--logs=to/logs", "train.py")
-    assert result.exit_code == 0, result.output
-    for rank in range(2):
-        lines = [
-            f"hello {rank}",
-            "agn-optax: exit status 1",
-            "agn-optax: restarted (1 of 1) after exit status 1",
-            f"hello {rank}",
-        ]
-        written = (here / f"to/logs/worker-{rank}.log").read_text()
-        assert written.splitlines() == lines
-        for line in lines:
-            assert f"worker-{rank} | {line}\n" in result.stdout
-    # A later run appends to the files; the folder may come from the run's file.
-    (here / "run.toml").write_text(
-        'program = "train.py"\nworkers = 1\nrestarts = 1\ncenter = "127.0.0.1:9"\n'
-        '[local]\nlogs = "to/logs"\nrestart-delay = 0\n'
-    )
-    assert command("launch", "run.toml").exit_code == 0
-    assert (here / "to/logs/worker-0.log").read_text().count("hello 0") == 4
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
-def test_full_disk_of_logs_is_reported_and_the_run_continues(here):
-    (here / "logs").mkdir()
-    (here / "logs/worker-0.log").symlink_to("/dev/full")
-    (here / "train.py").write_text("print('a'); print('b')\n")
-    options = ["--workers=1", ELSEWHERE, "--logs=logs"]
-    result = command("launch", *options, "train.py")
-    assert result.exit_code == 0, result.output
-    said = [line.partition("| ")[2] for line in result.stdout.splitlines()]
-    assert said[0] == "a"
-    assert said[1].startswith("agn-optax: its output is no longer logged: ")
-    assert said[2:] == ["b"]
-
-
-@pytest.mark.parametrize("option", ["logs", "storage"])
-@pytest.mark.parametrize("folder", ["train.py", "train.py/logs"])
-def test_folder_that_cannot_be_made_is_reported(here, option, folder):
+@pytest.mark.parametrize("folder", ["train.py", "train.py/storage"])
+def test_storage_that_cannot_be_made_is_reported(here, folder):
     (here / "train.py").write_text("print('is never run')\n")
-    # Storage needs a run with a center of its own.
-    center = ["--rule=downpour", "--open"] if option == "storage" else [ELSEWHERE]
-    result = command(
-        "launch", "--workers=1", *center, f"--{option}={folder}", "train.py"
-    )
+    options = ["--workers=1", "--rule=downpour", "--open", f"--storage={folder}"]
+    result = command("launch", *options, "train.py")
     assert result.exit_code == 2, result.output
-    assert f"{option} must be a folder" in result.stderr
+    assert "storage must be a folder" in result.stderr
     assert folder in result.stderr
     assert "is never run" not in result.stdout
 
@@ -348,7 +302,7 @@ def test_launch_runs_a_module(here):
         (["train.py"], "--workers"),
         (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
         (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
-        (["--workers=1", ELSEWHERE, "--start-delay=-1", "t.py"], "start_delay must"),
+        (["--workers=1", ELSEWHERE, "--restart-delay=-1", "t.py"], "restart_delay"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),
         (["--workers=1", "train.py"], "the embedded center has no rule: give --rule"),
         (["--workers=1", "--b1=0.5", "train.py"], "the embedded center has no rule"),
@@ -361,8 +315,8 @@ def test_launch_runs_a_module(here):
         ),
         (["--workers=1", ELSEWHERE, "--wait", "train.py"], "--wait is for --on slurm"),
         (
-            ["--workers=1", ELSEWHERE, "--on=slurm", "--logs=x", "train.py"],
-            "--logs is for --on local",
+            ["--workers=1", ELSEWHERE, "--on=slurm", "--on-failure=stop", "train.py"],
+            "--on-failure is for --on local",
         ),
         (
             ["--workers=1", ELSEWHERE, "--insecure", "train.py"],
@@ -421,7 +375,7 @@ def test_serving_line_is_printed_with_page_and_its_token(pretend):
     rule = {"rule": "downpour"}
     run = Run(name="run", program=["t.py"], workers=1, rule=rule, serve=serve)
     engine = Local(run)
-    shown, access = engine.page_token, Access(engine._lines().encode())
+    shown, access = engine.page_token, Access(engine._callers().encode())
     observer = Access(f"observer * {shown}".encode())
     allowed = [each.caller(shown.encode()).calls for each in (access, observer)]
     assert allowed[0] == allowed[1]

@@ -63,11 +63,6 @@ class Commands:
         names = {each.node_id: name for name, each in self._nodes.items()}
         return {"pid": pid, "node": names.get(node)}
 
-    def groups(self):
-        """Return the number of placement groups."""
-        table = self._ray.util.placement_group_table().values()
-        return {"groups": sum(each["state"] != "REMOVED" for each in table)}
-
     def stop(self):
         with contextlib.suppress(AttributeError):  # `start` failed or was not called
             self._ray.shutdown()
@@ -77,5 +72,5 @@ class Commands:
 
 if __name__ == "__main__":
     me = Commands()
-    names = ["start", "nodes", "add", "remove", "where", "groups", "stop"]
+    names = ["start", "nodes", "add", "remove", "where", "stop"]
     talking.obey({name: getattr(me, name) for name in names})

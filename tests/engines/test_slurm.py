@@ -175,6 +175,11 @@ def test_run_with_an_existing_center_is_an_array_only(here):
             'insecure = true\njournal = "j"',
             "journal of a run on SLURM",
         ),
+        (
+            "insecure = true",
+            'insecure = true\ntokens = "t"',
+            "tokens of a run on SLURM",
+        ),
         ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
         ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
@@ -182,6 +187,7 @@ def test_run_with_an_existing_center_is_an_array_only(here):
 )
 def test_bad_run_files_are_rejected_before_anything_is_submitted(here, old, new, said):
     assert old in RUN
+    (here / "t").write_text(f"chief worker-0 {'a' * 64}\n")
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
     message = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
     assert said in " ".join(message.split())
@@ -506,19 +512,6 @@ def test_submission_that_slurm_rejects_leaves_no_jobs(here, cluster):
     assert "failed: " in said
     wait_until(lambda: not cluster.queue)
     assert not (here / "kept/jobs.json").exists()
-
-
-@pytest.mark.slow
-def test_missing_files_of_given_tokens_are_reported(here, cluster):
-    (here / "tokens").write_text(f"chief worker-0 {'a' * 64}\n")
-    (here / "worker-0.token").write_text("a" * 64)
-    text = RUN.replace("insecure = true", 'insecure = true\ntokens = "tokens"')
-    (here / "run.toml").write_text(text)
-    message = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
-    assert "worker-1.token" in message
-    assert "operator.token" in message
-    assert "worker-0.token" not in message
-    assert not cluster.queue
 
 
 LIVES = """

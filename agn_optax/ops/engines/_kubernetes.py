@@ -52,8 +52,6 @@ class KubernetesSettings:
       center_tolerations: tolerations of the center, likewise.
       environment_secrets: environment variables of workers whose values come from a
         Secret and its key: ``{WANDB_API_KEY = "wandb/key"}``.
-      disruption_budget: whether draining the center's node waits until the center has
-        been moved by hand.
       gpu: name of the resource that ``gpus`` counts.
       queue: queue of Kueue in which the workers (or the whole JobSet) wait for
         admission.
@@ -72,7 +70,6 @@ class KubernetesSettings:
     tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     center_tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     environment_secrets: dict[str, str] = dataclasses.field(default_factory=dict)
-    disruption_budget: bool = True
     gpu: str = "nvidia.com/gpu"
     queue: str | None = None
 
@@ -100,19 +97,9 @@ class Kubernetes(Engine):
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
-        run, made = self.run, self._made
-        files = {}
-        if made.is_encrypted or made.is_closed:
-            files[SECRETS] = self._secrets()
-        if run.has_center:
-            files["storage.yaml"] = _yaml(made.storage_objects())
-        if self.settings.jobset:
-            files["jobset.yaml"] = _yaml(made.jobset_objects())
-        else:
-            if run.has_center:
-                files["center.yaml"] = _yaml(made.center_objects())
-            files["workers.yaml"] = _yaml(made.worker_objects())
-        return files
+        secrets = {SECRETS: self._secrets()} if self._made.has_keys else {}
+        objects = self._made.files()
+        return secrets | {name: _yaml(made) for name, made in objects.items()}
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -132,23 +119,18 @@ class Kubernetes(Engine):
         for name, text in self.files().items():
             (self.folder / name).write_text(text)
         output(self.name, f"the files are in {self.folder}/")
-        code = 0
-        for line in self.commands():
+        done = subprocess.run(  # noqa: S603 what --dry-run prints
+            ["sh", "-exc", "\n".join(self.commands())],  # noqa: S607 the system's shell
+            cwd=self.folder,
+            env={**os.environ, "PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        for line in done.stdout.splitlines():
             output(self.name, line)
-            done = subprocess.run(  # noqa: S603 what --dry-run prints
-                ["sh", "-c", line],  # noqa: S607 the system's shell
-                cwd=self.folder,
-                env={**os.environ, "PYTHON": sys.executable},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            for said in done.stdout.splitlines():
-                output(self.name, said)
-            if code := done.returncode:
-                break
-        return {"returncode": code, "folder": str(self.folder)}
+        return {"returncode": done.returncode, "folder": str(self.folder)}
 
     def _kubectl(self, verb: str, **options: str) -> str:
         namespace = self.settings.namespace
@@ -198,96 +180,64 @@ secret {made.workers} $files
 
 
 def _check(run: Run, settings: KubernetesSettings) -> None:
-    def refuse(said: str) -> None:
-        raise errors.InvalidArgumentError(said)
+    def reject(problem: str) -> None:
+        raise errors.InvalidArgumentError(problem)
 
     if not settings.image:
-        refuse('the table [kubernetes] must have an image, as image = "NAME:TAG"')
+        reject('the table [kubernetes] must have an image, as image = "NAME:TAG"')
     if not run.name[0].isalpha():
-        refuse(f"on Kubernetes names begin with a letter, got {run.name!r}")
+        reject(f"on Kubernetes names begin with a letter, got {run.name!r}")
     if run.worker_resources.processes > 1 and not settings.jobset:
-        refuse(
+        reject(
             "workers of several pods need jobset = true in [kubernetes], got "
             f"processes = {run.worker_resources.processes}"
         )
     if run.storage is not None and not run.storage.is_absolute():
-        refuse(
+        reject(
             "storage is where the center's pod mounts its claim, so it must be an "
             f"absolute path, got {str(run.storage)!r}"
         )
     for name in _OURS:
         if run.serve.get(name) is not None:
-            refuse(
+            reject(
                 f"{name.replace('_', '-')} of the center is set by the manifests, got "
                 f"{str(run.serve[name])!r}"
             )
     if run.serve.get("parent") is not None:
-        refuse(
+        reject(
             "a center with a parent cannot outlive its pod, as one on Kubernetes must, "
             f"got parent = {run.serve['parent']!r}"
         )
     if run.serve.get("open") and not run.is_insecure:
-        refuse("an open center needs insecure = true, in a network that you trust")
+        reject("an open center needs insecure = true, in a network that you trust")
     for name in ("token_file", "tls_ca"):
         if (file := getattr(run, name)) is not None:
-            refuse(
+            reject(
                 f"{name.replace('_', '-')} is a file of this machine: name a Secret by "
                 f"secret in [kubernetes], got {str(file)!r}"
             )
     if settings.secret is not None and run.has_center:
-        refuse(
+        reject(
             "secret in [kubernetes] is for workers of a center that is elsewhere; this "
             f"run makes one for its own center, got {settings.secret!r}"
         )
     for name, path in settings.claims.items():
         if not pathlib.PurePosixPath(path).is_absolute():
-            refuse(
+            reject(
                 f"claims in [kubernetes] must have absolute paths, got {path!r} for "
                 f"{name}"
             )
     for variable, where in settings.environment_secrets.items():
         if not re.fullmatch(r"[^/]+/[^/]+", where):
-            refuse(
+            reject(
                 "environment-secrets in [kubernetes] must name a Secret and its key as "
                 f'"SECRET/KEY", got {where!r} for {variable}'
             )
         if variable in run.environment:
-            refuse(
+            reject(
                 f"{variable} is both in environment and in environment-secrets: give "
                 "it in one of them"
             )
-    for name in ("tolerations", "center_tolerations"):
-        for toleration in getattr(settings, name):
-            _check_toleration(toleration, name.replace("_", "-"))
-
-
-# Fields of a toleration: type and allowed values; no values allow any.
-_TOLERATION: dict[str, tuple[type, tuple[str, ...]]] = {
-    "key": (str, ()),
-    "operator": (str, ("Exists", "Equal")),
-    "value": (str, ()),
-    "effect": (str, ("NoSchedule", "PreferNoSchedule", "NoExecute")),
-    "tolerationSeconds": (int, ()),
-}
-
-
-def _check_toleration(toleration: Mapping[str, Any], where: str) -> None:
-    for field, value in toleration.items():
-        kind, allowed = _TOLERATION.get(field, (None, ()))
-        if kind is None:
-            wanted = f"must have fields among {', '.join(_TOLERATION)}, got {field!r}"
-        elif type(value) is not kind:
-            wanted = f"must have a {kind.__name__} as {field}, got {value!r}"
-        elif allowed and value not in allowed:
-            wanted = f"must have one of {', '.join(allowed)} as {field}, got {value!r}"
-        else:
-            continue
-        raise errors.InvalidArgumentError(f"{where} in [kubernetes] {wanted}")
-    if not toleration.get("key") and toleration.get("operator") != "Exists":
-        raise errors.InvalidArgumentError(
-            f'{where} in [kubernetes] must have a key, or operator = "Exists", got '
-            f"{dict(toleration)!r}"
-        )
 
 
 def _yaml(objects: Sequence[Manifest]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import pathlib
 import shlex
@@ -32,25 +31,18 @@ class LocalSettings:
 
     Attributes:
       restart_delay: seconds before a failed process is started again.
-      start_delay: seconds between the starts of two workers.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
-      logs: folder for the output of each program, in a file such as ``worker-0.log``,
-        in addition to what is printed; None for no files. Existing files are appended
-        to.
 
     Raises:
       InvalidArgumentError: a value is out of range.
     """
 
     restart_delay: float = 1.0
-    start_delay: float = 0.0
     on_failure: str = "stop"
-    logs: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         check.seconds(self.restart_delay, "restart_delay")
-        check.seconds(self.start_delay, "start_delay")
 
 
 class Local(Engine):
@@ -76,212 +68,148 @@ class Local(Engine):
                 f"a center that is started again (center-restarts = "
                 f"{run.center_restarts}) needs storage, from which it continues"
             )
-        self._is_closed = run.has_center and not run.serve.get("open")
-        # A token for each worker, and one for this user's other programs.
-        names = [*run.worker_names, "here"] if self._is_closed else []
-        self._tokens = [tokens.generated() for _ in names]
-        # Another one, to paste into a browser, allows no more than to observe.
+        # A token for each worker, one for this user's other programs, and one to paste
+        # into a browser, which allows no more than to observe.
+        names = run.worker_names if run.is_closed else []
+        self._tokens = {name: tokens.generated() for name in names}
+        self._operator_token = tokens.generated()
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        is_shown = self._is_closed and has_page
-        self.page_token = tokens.generated() if is_shown else ""
-
-    def files(self) -> Mapping[str, str]:
-        """Return no files: processes are started directly."""
-        return {}
+        self.page_token = tokens.generated() if run.is_closed and has_page else ""
 
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
         run = self.run
-        where = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
-        said = [shlex.join(self._serve())] if run.has_center else []
-        for rank in range(run.workers):
-            told = run.worker_environment(rank, **where)
-            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
-            command = shlex.join(run.worker_command(sys.executable))
-            said.append(" ".join([*variables, command]))
-        return said
+        center = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
+        workers = [
+            run.worker_line(rank, sys.executable, **center)
+            for rank in range(run.workers)
+        ]
+        return (
+            [shlex.join(run.center_command(sys.executable)), *workers]
+            if run.has_center
+            else workers
+        )
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Start all processes, and wait until they have ended."""
-        run, settings = self.run, self.settings
-        if run.storage is not None:
-            _make(run.storage, "storage")
-        stack = contextlib.ExitStack()
-        if settings.logs is not None:
-            output = _Logs(settings.logs, output, stack)
-        if self._tokens:
-            output = _Leaves(self._tokens[-1], output, stack)
-
-        def when_it_serves(line: str) -> Sequence[Program]:
-            said = serving(line)
-            if not said:
-                return ()
-            address = reached_at(said)
-            where = address if run.storage is None else f"file:{self._address_file}"
-            return self._workers(AGN_OPTAX_CENTER=where)
-
-        if run.has_center:
-            programs = [
-                Program(
-                    CENTER,
-                    self._serve(),
-                    {tokens.TOKENS: self._lines()} if self._tokens else {},
-                    restarts=run.center_restarts,
-                    waited_for=False,
-                    followers=when_it_serves,
-                )
-            ]
-        else:
-            programs = self._workers()
+        run = self.run
         begin = time.monotonic()
-        with stack:
-            ended = launch.run(
-                programs,
-                output=output,
-                grace=run.stop_grace,
-                restart_delay=settings.restart_delay,
-                on_failure=cast(Any, settings.on_failure),  # `run` checks it
-            )
-            return self._summary(ended, output, time.monotonic() - begin)
+        with contextlib.ExitStack() as left:
 
-    def _summary(
-        self, ended: Sequence[Ended], output: Output, seconds: float
-    ) -> dict[str, Any]:
-        """Return the run's exit code, and the outcome of each program."""
-        run, code = self.run, exit_code(ended, self.run)
-        if run.has_center and len(ended) == 1:
-            code = code or 1
-            output(CENTER, "agn-optax: the center ended before it served")
-        if cut_off := _cut_off(ended) if run.has_center else []:
-            code = code or 1
-            output(
-                CENTER,
-                "agn-optax: failed: the center ended like a drained one, while "
-                f"{', '.join(cut_off)} still worked with it",
+            def show(name: str, line: str) -> None:
+                if run.is_closed and name == CENTER and (event := serving(line)):
+                    # A restarted center may listen at another port.
+                    left.close()
+                    with contextlib.suppress(OSError):  # then no program has a token
+                        address = reached_at(event)
+                        token = tokens.left_here(address, self._operator_token)
+                        left.enter_context(token)
+                output(name, line)
+
+            ended = launch.run(
+                [self._center()] if run.has_center else self._workers(),
+                output=show,
+                grace=run.stop_grace,
+                restart_delay=self.settings.restart_delay,
+                on_failure=cast(Any, self.settings.on_failure),  # `run` checks it
             )
+        code = exit_code(ended, run)
+        if run.has_center and (problem := _problem(*ended)):
+            code = code or 1
+            output(CENTER, f"agn-optax: {problem}")
         return {
             "returncode": code,
-            "seconds": seconds,
-            "programs": [vars(each) for each in ended],
+            "seconds": time.monotonic() - begin,
+            "programs": [vars(program) for program in ended],
         }
 
-    @property
-    def _address_file(self) -> pathlib.Path:
-        """The file with the address of a center that may restart at another port."""
-        assert self.run.storage is not None
-        return self.run.storage.absolute() / "center"
-
-    def _serve(self) -> list[str]:
-        more: dict[str, Any] = {"json": True}
-        if self.run.storage is not None:
-            more |= {"address_file": self._address_file, **self.run.durable()}
-        return self.run.serve_command(sys.executable, **more)
-
-    def _workers(self, **more: str) -> list[Program]:
+    def _center(self) -> Program:
+        """Return the center's program, which the workers follow once it serves."""
         run = self.run
-        made = self._tokens[:-1] or [""] * run.workers
-        return [
-            Program(
-                run.worker_name(rank),
-                run.worker_command(sys.executable),
-                run.worker_environment(
-                    rank, **more, **({tokens.TOKEN: token} if token else {})
-                ),
-                restarts=run.restarts,
-                delay=rank * self.settings.start_delay,
+        if run.storage is not None:
+            _make(run.storage)
+
+        def workers(line: str) -> Sequence[Program]:
+            event = serving(line)
+            if not event:
+                return ()
+            is_moving = run.storage is not None
+            address = f"file:{run.address_file}" if is_moving else reached_at(event)
+            return self._workers(AGN_OPTAX_CENTER=address)
+
+        return Program(
+            CENTER,
+            run.center_command(sys.executable),
+            {tokens.TOKENS: self._callers()} if run.is_closed else {},
+            restarts=run.center_restarts,
+            waited_for=False,
+            followers=workers,
+        )
+
+    def _workers(self, **variables: str) -> list[Program]:
+        run = self.run
+        made = []
+        for rank, name in enumerate(run.worker_names):
+            if run.is_closed:
+                variables[tokens.TOKEN] = self._tokens[name]
+            made.append(
+                Program(
+                    name,
+                    run.worker_command(sys.executable),
+                    run.worker_environment(rank, **variables),
+                    restarts=run.restarts,
+                )
             )
-            for rank, token in enumerate(made)
-        ]
+        return made
 
-    def _lines(self) -> str:
+    def _callers(self) -> str:
         """Return the callers' lines: each worker, this user's programs, a browser."""
-        names, made = self.run.worker_names, self._tokens
-        roles = ["chief", *["worker"] * (len(names) - 1)]
-        lines = [*zip(roles, names, made, strict=False)]
-        lines += [("chief,operator", "*", made[-1])]
-        lines += [("observer", "*", self.page_token)] if self.page_token else []
-        return "\n".join(" ".join(line) for line in lines)
+        lines = self.run.callers(self._tokens, self._operator_token)
+        return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
 
 
-class _Logs:
-    """An output that also writes the lines of each program to a file of its own."""
-
-    def __init__(
-        self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
-    ) -> None:
-        _make(folder, "logs")
-        self._folder, self._output, self._stack = folder, output, stack
-        self._files: dict[str, io.FileIO | None] = {}
-
-    def __call__(self, name: str, line: str) -> None:
-        self._output(name, line)
-        try:
-            if name not in self._files:
-                file = (self._folder / f"{name}.log").open("ab", buffering=0)
-                self._files[name] = self._stack.enter_context(file)
-            if (to := self._files[name]) is not None:
-                to.write(f"{line}\n".encode(errors="replace"))
-        except OSError as error:  # a full disk is no reason to end the run
-            self._files[name] = None
-            self._output(name, f"agn-optax: its output is no longer logged: {error}")
-
-
-class _Leaves:
-    """An output that also leaves a token for the address at which the center serves.
-
-    A restarted center may listen at another port, for which the token is left again.
-    """
-
-    def __init__(self, token: str, output: Output, stack: contextlib.ExitStack) -> None:
-        self._token, self._output = token, output
-        self._left = stack.enter_context(contextlib.ExitStack())
-
-    def __call__(self, name: str, line: str) -> None:
-        if name == CENTER and (said := serving(line)):
-            self._left.close()
-            with contextlib.suppress(OSError):  # then no other program has a token
-                left = tokens.left_here(reached_at(said), self._token)
-                self._left.enter_context(left)
-        self._output(name, line)
-
-
-def _make(folder: pathlib.Path, what: str) -> None:
-    """Make a folder if it does not exist.
+def _make(storage: pathlib.Path) -> None:
+    """Make the storage's folder if it does not exist.
 
     Raises:
       InvalidArgumentError: the folder cannot be made.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise errors.InvalidArgumentError(
-            f"{what} must be a folder, or one that can be made, got {str(folder)!r} "
+            f"storage must be a folder, or one that can be made, got {str(storage)!r} "
             f"({error.strerror})"
         ) from None
 
 
-def _cut_off(ended: Sequence[Ended]) -> list[str]:
-    """Return the workers that were stopped because the center had ended with 0."""
-    center, *workers = ended
-    if center.stopped or center.returncode:
-        return []
-    return [each.name for each in workers if each.stopped]
+def _problem(center: Ended, *workers: Ended) -> str:
+    """Return what was wrong with the end of a center; "" if nothing was."""
+    if not workers:
+        return "the center ended before it served"
+    cut_off = [worker.name for worker in workers if worker.stopped]
+    if center.stopped or center.returncode or not cut_off:
+        return ""
+    return (
+        f"failed: the center ended like a drained one, while {', '.join(cut_off)} "
+        "still worked with it"
+    )
 
 
 def serving(line: str) -> dict[str, Any]:
     """Return the event that ``serve --json`` prints once it serves, if a line is it."""
     try:
-        said = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return {}
-    is_that = isinstance(said, dict) and said.get("event") == "serving"
-    return said if is_that else {}
+    is_serving = isinstance(event, dict) and event.get("event") == "serving"
+    return event if is_serving else {}
 
 
-def reached_at(said: Mapping[str, Any]) -> str:
+def reached_at(event: Mapping[str, Any]) -> str:
     """Return the address for this machine's workers, from the event of `serving`."""
     # If the center listens at every address, loopback allows plain text.
-    host, _, port = str(said["address"]).rpartition(":")
+    host, _, port = str(event["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
@@ -291,13 +219,13 @@ def exit_code(ended: Sequence[Ended], run: Run) -> int:
     A center that was stopped is at fault, after all others, if it did not end as a
     drained center does: it failed in its last work, such as to save.
     """
-    at_fault = [each for each in ended if not each.stopped]
+    at_fault = [program for program in ended if not program.stopped]
     at_fault += [
-        each
-        for each in ended
-        if each.stopped and each.name == CENTER and not is_drained(each, run)
+        program
+        for program in ended
+        if program.stopped and program.name == CENTER and not is_drained(program, run)
     ]
-    codes = (each.returncode for each in at_fault if each.returncode)
+    codes = (program.returncode for program in at_fault if program.returncode)
     code = next(codes, 0)
     return code if code >= 0 else 128 - code
 

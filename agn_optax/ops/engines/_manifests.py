@@ -31,7 +31,9 @@ _SCRATCH = "/tmp"  # noqa: S108 private to a pod
 _USER = 1000  # user and group of all pods
 _MARGIN = 15.0  # seconds for the work before and after a drain
 _MOST = 2**31 - 1  # failures: a backoff limit that is never reached
-_TOLD = 143  # exit code of a center that was told to end: a shell's for SIGTERM
+_ENDED_BY_SIGNAL = (
+    143  # exit code of a center that was told to end: a shell's for SIGTERM
+)
 # Default requests of a center: a pod without requests is evicted first when a node runs
 # short.
 _LEAST = {"cpu": "1", "memory": "2Gi"}
@@ -62,115 +64,70 @@ class Manifests:
     Args:
       run: a run that the engine can carry out.
       settings: settings of the engine.
+
+    Attributes:
+      is_encrypted: whether workers and center speak TLS, with certificates of the run.
+      has_keys: whether the run makes certificates or tokens of its own.
+      center: name of the center's objects, and of its Secret.
+      workers: name of the workers' objects, and of their Secret.
+      hosts: host names of the center: as a StatefulSet's pod, as a JobSet's, both with
+        the namespace, and in its own pod.
     """
 
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
         self._run, self._settings = run, settings
         self.is_encrypted = run.has_center and not run.is_insecure
-        self.is_closed = run.has_center and not run.serve.get("open")
-        self._secret = settings.secret
-        if self.is_encrypted or self.is_closed:
-            self._secret = self.workers
-
-    # Names.
-
-    @property
-    def center(self) -> str:
-        """The name of the center's objects, and of its Secret."""
-        return f"{self._run.name}-center"
-
-    @property
-    def workers(self) -> str:
-        """The name of the workers' objects, and of their Secret."""
-        return f"{self._run.name}-workers"
-
-    @property
-    def host(self) -> str:
-        """The host name by which pods of the namespace reach the center."""
-        return self.hosts[1 if self._settings.jobset else 0]
-
-    @property
-    def hosts(self) -> list[str]:
-        """The host names of the center in either form, and in its own pod."""
-        names = [self.center, f"{self.center}-0-0.{self._run.name}"]
-        space = self._settings.namespace
+        self.has_keys = self.is_encrypted or run.is_closed
+        self.center, self.workers = f"{run.name}-center", f"{run.name}-workers"
+        names = [self.center, f"{self.center}-0-0.{run.name}"]
+        space = settings.namespace
         full = [f"{name}.{space}.svc" for name in names] if space else []
-        return [*names, *full, "localhost"]
+        self.hosts = [*names, *full, "localhost"]
 
-    # The objects of each form.
+    def files(self) -> dict[str, list[Manifest]]:
+        """Return the objects of each file, by the file's name."""
+        has_center = self._run.has_center
+        made = {"storage.yaml": [self._claim()]} if has_center else {}
+        if self._settings.jobset:
+            return made | {"jobset.yaml": [self._environment(), self._job_set()]}
+        if has_center:
+            made["center.yaml"] = [self._service(), self._stateful_set()]
+        return made | {"workers.yaml": [self._environment(), self._job()]}
 
-    def storage_objects(self) -> list[Manifest]:
-        """Return what outlives the run: the claim of the center's journal."""
-        claim = self._object("v1", "PersistentVolumeClaim", self.center, "center")
-        claim["spec"] = {
+    def _claim(self) -> Manifest:
+        """Return the claim of the center's journal, which outlives the run."""
+        spec = {
             "accessModes": ["ReadWriteOnce"],
             **_given(storageClassName=self._settings.storage_class),
             "resources": {"requests": {"storage": self._settings.storage_size}},
         }
-        return [claim]
+        name = self.center
+        return self._object("v1", "PersistentVolumeClaim", name, "center", spec=spec)
 
-    def center_objects(self) -> list[Manifest]:
-        """Return the center's objects without a JobSet: budget, Service and pod."""
-        return [*self._budget(), self._service(), self._stateful_set()]
-
-    def worker_objects(self) -> list[Manifest]:
-        """Return the workers' objects without a JobSet."""
-        job = self._object("batch/v1", "Job", self.workers, "worker")
-        spec = self._worker_job(_INDEX, self._run.workers)
-        return [self._told(), self._queued(job) | {"spec": spec}]
-
-    def jobset_objects(self) -> list[Manifest]:
-        """Return the objects of center and workers as a JobSet."""
+    def _job_set(self) -> Manifest:
+        """Return a JobSet of center and workers."""
         run = self._run
-        jobs = []
-        if run.has_center:
-            jobs.append(("center", 1, self._center_job()))
-        spec = self._worker_job(
-            _SET.format("job-index"), run.worker_resources.processes
-        )
-        if run.worker_resources.processes > 1:
-            spec["maxFailedIndexes"] = 0  # the other processes cannot go on without it
-        jobs.append(("worker", run.workers, spec))
-        made = self._object("jobset.x-k8s.io/v1alpha2", "JobSet", run.name)
-        made = self._queued(made) | {
-            "spec": {
-                # The Job of a worker restarts it after a failure. Only a worker that
-                # fails after its last restart ends the set, which must not restart.
-                "failurePolicy": {"maxRestarts": 0},
-                # The workers alone decide, because the center does not end by itself.
-                "successPolicy": {
-                    "operator": "All",
-                    "targetReplicatedJobs": ["worker"],
-                },
-                "network": {
-                    "enableDNSHostnames": True,
-                    "publishNotReadyAddresses": True,
-                },
-                "replicatedJobs": [
-                    {"name": name, "replicas": replicas, "template": {"spec": spec}}
-                    for name, replicas, spec in jobs
-                ],
-            }
+        jobs = [("center", 1, self._center_job())] if run.has_center else []
+        jobs.append(("worker", run.workers, self._worker_job()))
+        spec = {
+            # The Job of a worker restarts it after a failure. Only a worker that fails
+            # after its last restart ends the set, which must not restart.
+            "failurePolicy": {"maxRestarts": 0},
+            # The workers alone decide, because the center does not end by itself.
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["worker"]},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "replicatedJobs": [
+                {"name": name, "replicas": replicas, "template": {"spec": job}}
+                for name, replicas, job in jobs
+            ],
         }
-        return [*(self._budget() if run.has_center else []), self._told(), made]
+        version = "jobset.x-k8s.io/v1alpha2"
+        return self._object(version, "JobSet", run.name, is_queued=True, spec=spec)
 
     # The center.
 
-    def _budget(self) -> list[Manifest]:
-        if not self._settings.disruption_budget:
-            return []
-        made = self._object("policy/v1", "PodDisruptionBudget", self.center, "center")
-        made["spec"] = {
-            # There is one pod, so draining its node waits until the pod is deleted.
-            "minAvailable": 1,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": self._labels("center")},
-        }
-        return [made]
-
     def _service(self) -> Manifest:
-        made = self._object("v1", "Service", self.center, "center")
-        made["spec"] = {
+        spec = {
             "clusterIP": "None",  # the name resolves to the pod, with all its ports
             # Also while the center reads its journal, when workers wait for it.
             "publishNotReadyAddresses": True,
@@ -180,39 +137,37 @@ class Manifests:
                 for name, port in self._ports().items()
             ],
         }
-        return made
+        return self._object("v1", "Service", self.center, "center", spec=spec)
 
     def _stateful_set(self) -> Manifest:
-        made = self._object("apps/v1", "StatefulSet", self.center, "center")
-        made["spec"] = {
+        spec = {
             "replicas": 1,
             "serviceName": self.center,
             "selector": {"matchLabels": self._labels("center")},
             "template": self._center_pod(self._serve()),
         }
-        return made
+        return self._object("apps/v1", "StatefulSet", self.center, "center", spec=spec)
 
     def _center_job(self) -> Manifest:
+        # A pod that exits with 0 is complete and is not replaced. A center that is told
+        # to end, such as one that is moved, must exit with another code.
+        command = self._serve(signal_exit_code=_ENDED_BY_SIGNAL)
         return {
             **_JOB,
             "backoffLimit": _MOST,
             "completions": 1,
             "parallelism": 1,
-            # A pod that exits with 0 is complete and is not replaced. A center that is
-            # told to end, such as one that is moved, must exit with another code.
-            "template": self._center_pod(
-                self._serve(signal_exit_code=_TOLD), restartPolicy="Never"
-            ),
+            "template": self._center_pod(command, restartPolicy="Never"),
         }
 
     def _center_pod(self, command: Sequence[str], **more: Any) -> Manifest:
-        storage = str(self._run.storage or STORAGE)
-        volumes = [_volume("storage", persistentVolumeClaim={"claimName": self.center})]
-        mounts: list[Manifest] = [{"name": "storage", "mountPath": storage}]
-        if self.is_encrypted or self.is_closed:
+        storage = self._run.storage or STORAGE
+        volumes = [_claimed("storage", self.center)]
+        mounts = [_mount("storage", storage)]
+        if self.has_keys:
             # Mounted as a whole, because only then are changes for new workers seen.
             volumes.append(_secret("keys", self.center))
-            mounts.append({"name": "keys", "mountPath": str(KEYS), "readOnly": True})
+            mounts.append(_mount("keys", KEYS, readOnly=True))
         container = {
             "name": "center",
             "command": _verbatim(command),
@@ -225,35 +180,34 @@ class Manifests:
             "startupProbe": _probe(periodSeconds=5, failureThreshold=360),
             "readinessProbe": _probe(periodSeconds=10, failureThreshold=3),
             "livenessProbe": _probe(periodSeconds=20, failureThreshold=6),
+            **self._resources(self._run.center_resources, _LEAST),
         }
-        if self._settings.center_tolerations:
-            more["tolerations"] = list(self._settings.center_tolerations)
         return self._pod(
             "center",
             container,
             volumes,
             mounts,
-            _resources(self._run.center_resources, self._settings.gpu, _LEAST),
             # A drain lasts until its last answers, and LONGEST_GRACE at most.
-            max(LONGEST_GRACE, self._run.stop_grace) + _MARGIN,
+            max(LONGEST_GRACE, self._run.stop_grace),
+            tolerations=self._settings.center_tolerations,
             **more,
         )
 
     def _serve(self, **more: Any) -> list[str]:
-        options: dict[str, Any] = {"address": f"{_ANY}:{PORT}"}
         ports = self._ports()
+        options = {"address": f"{_ANY}:{PORT}"}
         if "direct" in ports:
             options["direct_address"] = f"{_ANY}:{DIRECT_PORT}"
         if "page" in ports:
             options["page_address"] = f"{_ANY}:{PAGE_PORT}"
         options["health_address"] = f"{_ANY}:{HEALTH_PORT}"
-        if self.is_closed:
-            options["tokens"] = KEYS / "tokens"
+        if self._run.is_closed:
+            options["tokens"] = f"{KEYS}/tokens"
         if self.is_encrypted:
             options |= {
-                "tls_certificate": KEYS / "center.pem",
-                "tls_key": KEYS / "center.key",
-                "tls_client_ca": KEYS / "ca.pem",
+                "tls_certificate": f"{KEYS}/center.pem",
+                "tls_key": f"{KEYS}/center.key",
+                "tls_client_ca": f"{KEYS}/ca.pem",
             }
         storage = pathlib.Path(self._run.storage or STORAGE)
         durable = dataclasses.replace(self._run, storage=storage).durable()
@@ -262,111 +216,112 @@ class Manifests:
     def _ports(self) -> dict[str, int]:
         """Return the ports that others connect to, by name."""
         serve = self._run.serve
-        ports = {"grpc": PORT}
-        if serve.get("direct") is not False:
-            ports["direct"] = DIRECT_PORT
-        if serve.get("page"):
-            ports["page"] = PAGE_PORT
-        return ports
+        direct = {} if serve.get("direct") is False else {"direct": DIRECT_PORT}
+        page = {"page": PAGE_PORT} if serve.get("page") else {}
+        return {"grpc": PORT} | direct | page
 
     # The workers.
 
-    def _told(self) -> Manifest:
+    def _environment(self) -> Manifest:
         """Return the workers' common environment as a ConfigMap.
 
         Unlike the environment in a pod's template, it can be changed.
         """
-        run = self._run
-        told = {"HOME": _SCRATCH, "PYTHONUNBUFFERED": "1"}
-        told |= run.worker_environment(_RANK)
+        data = {"HOME": _SCRATCH, "PYTHONUNBUFFERED": "1"}
+        data |= self._run.worker_environment(_RANK)
         for name in ("AGN_OPTAX_RANK", "AGN_OPTAX_WORKER"):
-            del told[name]
-        if run.has_center:
-            told["AGN_OPTAX_CENTER"] = f"{self.host}:{PORT}"
-        made = self._object("v1", "ConfigMap", self.workers, "worker")
-        return made | {"data": told}
+            del data[name]
+        if self._run.has_center:
+            host = self.hosts[1 if self._settings.jobset else 0]
+            data["AGN_OPTAX_CENTER"] = f"{host}:{PORT}"
+        return self._object("v1", "ConfigMap", self.workers, "worker", data=data)
 
-    def _worker_job(self, rank: str, pods: int) -> Manifest:
+    def _job(self) -> Manifest:
+        return self._object(
+            *("batch/v1", "Job", self.workers, "worker"),
+            is_queued=True,
+            spec=self._worker_job(),
+        )
+
+    def _worker_job(self) -> Manifest:
+        """Return a Job of all workers; of one worker, in a JobSet."""
+        run, is_set = self._run, self._settings.jobset
+        processes, seconds = (
+            run.worker_resources.processes,
+            run.worker_resources.seconds,
+        )
+        pods = processes if is_set else run.workers
         return {
             **_JOB,
             "completions": pods,
             "parallelism": pods,
             # Counted for each worker alone: the others go on when one has failed.
-            "backoffLimitPerIndex": self._run.restarts,
-            **_given(activeDeadlineSeconds=_seconds(self._run.worker_resources)),
-            "template": self._worker_pod(rank),
+            "backoffLimitPerIndex": run.restarts,
+            # The other processes of a worker cannot go on without one.
+            **({"maxFailedIndexes": 0} if processes > 1 else {}),
+            **(
+                {} if seconds is None else {"activeDeadlineSeconds": math.ceil(seconds)}
+            ),
+            "template": self._worker_pod(),
         }
 
-    def _worker_pod(self, rank: str) -> Manifest:
+    def _worker_pod(self) -> Manifest:
         run, settings = self._run, self._settings
         volumes, mounts, variables = self._own_keys()
-        for name, path in settings.claims.items():
-            volumes.append(_volume(name, persistentVolumeClaim={"claimName": name}))
-            mounts.append({"name": name, "mountPath": path})
-        told = [
-            _from_field("AGN_OPTAX_RANK", rank),
-            _variable("AGN_OPTAX_WORKER", run.worker_name(_RANK)),
-            _from_field("AGN_OPTAX_RESTARTS", _FAILURES),
-        ]
+        volumes += [_claimed(name, name) for name in settings.claims]
+        mounts += [_mount(name, path) for name, path in settings.claims.items()]
+        rank = _SET.format("job-index") if settings.jobset else _INDEX
+        fields = {"AGN_OPTAX_RANK": rank, "AGN_OPTAX_RESTARTS": _FAILURES}
         if settings.jobset:
-            told += [
-                _from_field("JOBSET_NAME", _SET.format("jobset-name")),
-                _from_field("REPLICATED_JOB_NAME", _SET.format("replicatedjob-name")),
-                _from_field("JOB_INDEX", _SET.format("job-index")),
-            ]
+            fields |= {
+                "JOBSET_NAME": _SET.format("jobset-name"),
+                "REPLICATED_JOB_NAME": _SET.format("replicatedjob-name"),
+                "JOB_INDEX": rank,
+            }
+        for variable, where in settings.environment_secrets.items():
+            name, _, key = where.partition("/")
+            source = {"secretKeyRef": {"name": name, "key": key}}
+            variables.append({"name": variable, "valueFrom": source})
         common = {"envFrom": [{"configMapRef": {"name": self.workers}}]}
         container = {
             "name": "worker",
             "command": _verbatim(run.worker_command("python")),
             **common,
-            "env": told + variables + self._from_secrets(),
+            "env": [
+                *(_from_field(name, path) for name, path in fields.items()),
+                _variable("AGN_OPTAX_WORKER", run.worker_name(_RANK)),
+                *variables,
+            ],
+            **self._resources(run.worker_resources),
         }
-        more: dict[str, Any] = {"restartPolicy": "Never"}
-        if run.has_center:
-            waits = {"name": "center-is-there", "command": ["python", "-c", _WAIT]}
-            more["initContainers"] = [self._secured(waits | common)]
-        if settings.node_selector:
-            more["nodeSelector"] = dict(settings.node_selector)
-        if settings.tolerations:
-            more["tolerations"] = list(settings.tolerations)
-        needed = _resources(run.worker_resources, settings.gpu)
-        grace = run.stop_grace + _MARGIN
-        return self._pod("worker", container, volumes, mounts, needed, grace, **more)
-
-    def _from_secrets(self) -> list[Manifest]:
-        made = []
-        for variable, where in self._settings.environment_secrets.items():
-            name, _, key = where.partition("/")
-            source = {"secretKeyRef": {"name": name, "key": key}}
-            made.append({"name": variable, "valueFrom": source})
-        return made
+        waits = {"name": "center-is-there", "command": ["python", "-c", _WAIT]}
+        return self._pod(
+            *("worker", container, volumes, mounts, run.stop_grace),
+            restartPolicy="Never",
+            initContainers=[self._secured(waits | common)] if run.has_center else [],
+            nodeSelector=settings.node_selector,
+            tolerations=settings.tolerations,
+        )
 
     def _own_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
         """Return volumes, mounts and variables by which a worker sees only its keys."""
-        if self._secret is None:
+        secret = self.workers if self.has_keys else self._settings.secret
+        if secret is None:
             return [], [], []
         own = self._run.worker_name(_RANK)
-        files = {"token": (f"{own}.token", tokens.TOKEN_FILE)}
+        keys = {"token": (f"{own}.token", tokens.TOKEN_FILE)}
         if self.is_encrypted or not self._run.has_center:
-            files |= {
+            keys |= {
                 "ca.pem": ("ca.pem", "AGN_OPTAX_TLS_CA"),
                 "certificate.pem": (f"{own}.pem", "AGN_OPTAX_TLS_CERTIFICATE"),
                 "key.pem": (f"{own}.key", "AGN_OPTAX_TLS_KEY"),
             }
-        mounts = [
-            {
-                "name": "keys",
-                "mountPath": str(KEYS / name),
-                "subPathExpr": key,
-                "readOnly": True,
-            }
-            for name, (key, _) in files.items()
-        ]
-        variables = [
-            _variable(variable, str(KEYS / name))
-            for name, (_, variable) in files.items()
-        ]
-        return [_secret("keys", self._secret)], mounts, variables
+        mounts, variables = [], []
+        for name, (key, variable) in keys.items():
+            path = KEYS / name
+            mounts.append(_mount("keys", path, subPathExpr=key, readOnly=True))
+            variables.append(_variable(variable, str(path)))
+        return [_secret("keys", secret)], mounts, variables
 
     # Common parts.
 
@@ -376,39 +331,32 @@ class Manifests:
         container: Manifest,
         volumes: Sequence[Manifest],
         mounts: Sequence[Manifest],
-        resources: Manifest | None,
         grace: float,
         **more: Any,
     ) -> Manifest:
-        settings = self._settings
-        scratch = {"name": "scratch", "mountPath": _SCRATCH}
-        pull = settings.pull_secret
-        container = self._secured(container) | {
-            **_given(resources=resources),
-            "volumeMounts": [scratch, *mounts],
-        }
-        return {
-            "metadata": {"labels": self._labels(component)},
-            "spec": {
-                "terminationGracePeriodSeconds": math.ceil(grace),
-                # If a program without a handler is process 1, it ignores SIGTERM.
-                "shareProcessNamespace": True,
-                "automountServiceAccountToken": False,
-                "enableServiceLinks": False,  # no variables of other Services
-                **_given(serviceAccountName=settings.service_account),
-                **_given(imagePullSecrets=[{"name": pull}] if pull else None),
-                "securityContext": {
-                    "runAsNonRoot": True,
-                    "runAsUser": _USER,
-                    "runAsGroup": _USER,
-                    "fsGroup": _USER,
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                },
-                **more,
-                "containers": [container],
-                "volumes": [_volume("scratch", emptyDir={}), *volumes],
+        """Return a pod's template; empty fields in ``more`` are left out."""
+        pull, account = self._settings.pull_secret, self._settings.service_account
+        mounted = {"volumeMounts": [_mount("scratch", _SCRATCH), *mounts]}
+        spec = {
+            "terminationGracePeriodSeconds": math.ceil(grace + _MARGIN),
+            # If a program without a handler is process 1, it ignores SIGTERM.
+            "shareProcessNamespace": True,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,  # no variables of other Services
+            **_given(serviceAccountName=account),
+            **_given(imagePullSecrets=[{"name": pull}] if pull else None),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
             },
+            **{name: value for name, value in more.items() if value},
+            "containers": [self._secured(container) | mounted],
+            "volumes": [{"name": "scratch", "emptyDir": {}}, *volumes],
         }
+        return {"metadata": {"labels": self._labels(component)}, "spec": spec}
 
     def _secured(self, container: Manifest) -> Manifest:
         return {
@@ -421,31 +369,47 @@ class Manifests:
             },
         }
 
-    def _object(
-        self, version: str, kind: str, name: str, component: str | None = None
+    def _resources(
+        self, needed: Resources, least: Mapping[str, str] | None = None
     ) -> Manifest:
-        return {
-            "apiVersion": version,
-            "kind": kind,
-            "metadata": {
-                "name": name,
-                **_given(namespace=self._settings.namespace),
-                "labels": self._labels(component),
-            },
+        """Return requests and limits; cores have no limit, memory and devices have.
+
+        ``least`` has the default requests.
+        """
+        firm = {"memory": needed.memory, self._settings.gpu: needed.gpus}
+        limits = {name: str(value) for name, value in firm.items() if value}
+        cores = {} if needed.cpus is None else {"cpu": str(needed.cpus)}
+        requests = {**(least or {}), **cores, **limits}
+        if not requests:
+            return {}
+        limited = {"limits": limits} if limits else {}
+        return {"resources": {"requests": requests, **limited}}
+
+    def _object(
+        self,
+        version: str,
+        kind: str,
+        name: str,
+        component: str | None = None,
+        *,
+        is_queued: bool = False,
+        **content: Any,
+    ) -> Manifest:
+        queue = self._settings.queue if is_queued else None
+        labels = _given(**{"kueue.x-k8s.io/queue-name": queue})
+        metadata = {
+            "name": name,
+            **_given(namespace=self._settings.namespace),
+            "labels": self._labels(component) | labels,
         }
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
-    def _queued(self, made: Manifest) -> Manifest:
-        if self._settings.queue is not None:
-            labels = made["metadata"]["labels"]
-            labels["kueue.x-k8s.io/queue-name"] = self._settings.queue
-        return made
-
-    def _labels(self, component: str | None = None) -> dict[str, str]:
-        own = {
+    def _labels(self, component: str | None) -> dict[str, str]:
+        return {
             "app.kubernetes.io/name": "agn-optax",
             "app.kubernetes.io/instance": self._run.name,
+            **_given(**{"app.kubernetes.io/component": component}),
         }
-        return own | _given(**{"app.kubernetes.io/component": component})
 
 
 _JOB: Manifest = {
@@ -476,36 +440,20 @@ def _from_field(name: str, path: str) -> Manifest:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _volume(name: str, **source: Mapping[str, Any]) -> Manifest:
-    return {"name": name, **source}
+def _claimed(name: str, claim: str) -> Manifest:
+    return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
 
 
 def _secret(name: str, secret: str) -> Manifest:
-    return _volume(name, secret={"secretName": secret, "defaultMode": 0o440})
+    return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
+
+
+def _mount(name: str, path: object, **more: Any) -> Manifest:
+    return {"name": name, "mountPath": str(path), **more}
 
 
 def _probe(**times: int) -> Manifest:
     return {"grpc": {"port": HEALTH_PORT}, "timeoutSeconds": 10, **times}
-
-
-def _seconds(resources: Resources) -> int | None:
-    return None if resources.seconds is None else math.ceil(resources.seconds)
-
-
-def _resources(
-    needed: Resources, gpu: str, least: Mapping[str, str] | None = None
-) -> Manifest | None:
-    """Return requests and limits; cores have no limit, memory and devices have.
-
-    ``least`` has the default requests.
-    """
-    firm = _given(memory=needed.memory) | _given(**{gpu: needed.gpus or None})
-    firm = {name: str(value) for name, value in firm.items()}
-    cores = {} if needed.cpus is None else {"cpu": str(needed.cpus)}
-    asked = {**(least or {}), **cores, **firm}
-    if not asked:
-        return None
-    return {"requests": asked, **({"limits": firm} if firm else {})}
 
 
 def _verbatim(command: Iterable[str]) -> list[str]:

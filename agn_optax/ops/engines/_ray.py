@@ -1,4 +1,4 @@
-"""The engine for Ray: a detached center, and workers in placement groups."""
+"""The engine for Ray: an actor for the center, and one for each worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
@@ -16,7 +15,6 @@ from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Resources, Run
 
-_STRATEGIES = dict.fromkeys(("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
 _ON_FAILURE = dict.fromkeys(("stop", "go on"))
 
 
@@ -33,15 +31,9 @@ class RaySettings:
         ``{"working_dir": "."}`` uploads the folder with the program.
       center_needs: Ray's custom resources that the center needs, beside cores and
         memory, such as ``{"on_demand": 0.01}``.
-      worker_needs: custom resources that each process of a worker needs, such as
-        ``{"TPU": 4}``.
-      strategy: placement of a worker's processes, a strategy of Ray's placement groups;
-        by default each process is on a node of its own.
+      worker_needs: custom resources that a worker needs, such as ``{"TPU": 4}``.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
-      give_up: seconds after which the run ends with an error because a task that has
-        never run needs resources that no node of the cluster has, even when idle. No
-        limit applies to resources that others use, or to a task that ran and was lost.
     """
 
     address: str | None = None
@@ -49,42 +41,39 @@ class RaySettings:
     runtime_env: dict[str, Any] = dataclasses.field(default_factory=dict)
     center_needs: dict[str, float] = dataclasses.field(default_factory=dict)
     worker_needs: dict[str, float] = dataclasses.field(default_factory=dict)
-    strategy: str = "STRICT_SPREAD"
     on_failure: str = "stop"
-    give_up: float = 600.0
 
 
 class Ray(Engine):
     """Actors of a Ray cluster.
 
-    The center is a detached actor that Ray restarts on any node, with the journal in
-    the run's storage. Each process of a worker is an actor that Ray restarts, in a
-    placement group of the worker. The loss of an actor or a node is not counted as a
-    failure of its program.
+    The center is an actor that Ray restarts on any node, with the journal in the run's
+    storage. Each worker is an actor that Ray restarts, too. The loss of an actor or a
+    node is not counted as a failure of its program.
     """
 
     name = "ray"
     Settings = RaySettings
+    settings: RaySettings
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         extras.require("ray", "ray")
-        settings: RaySettings = self.settings
-        check.choose(settings.strategy, _STRATEGIES, "strategy in [ray]")
+        settings = self.settings
         check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
-        if not settings.give_up > 0:
+        for name, value in (settings.center_needs | settings.worker_needs).items():
+            if value <= 0 or name in ("CPU", "GPU", "memory"):
+                raise errors.InvalidArgumentError(
+                    "center-needs and worker-needs in [ray] are positive amounts of "
+                    f"custom resources, got {name} = {value:g}; cpus, gpus and memory "
+                    "are in [resources.worker] and [resources.center]"
+                )
+        if run.worker_resources.processes > 1:
             raise errors.InvalidArgumentError(
-                "give-up in [ray] must be a positive number of seconds, or inf, got "
-                f"{settings.give_up!r}"
+                "a worker on Ray is one process, got processes = "
+                f"{run.worker_resources.processes}: SLURM and Kubernetes have workers "
+                "of several"
             )
-        for needs in (settings.center_needs, settings.worker_needs):
-            for name, value in needs.items():
-                if value <= 0 or name in ("CPU", "GPU", "memory"):
-                    raise errors.InvalidArgumentError(
-                        "center-needs and worker-needs in [ray] are positive amounts "
-                        f"of custom resources, got {name} = {value:g}; cpus, gpus and "
-                        "memory are in [resources.worker] and [resources.center]"
-                    )
         if run.has_center and run.storage is None:
             raise errors.InvalidArgumentError(
                 "a center on Ray needs storage, a folder that all nodes reach: Ray "
@@ -104,46 +93,33 @@ class Ray(Engine):
             tls_ca=_absolute(run.tls_ca),
         )
 
-    def files(self) -> Mapping[str, str]:
-        """Return no files: the driver makes actors."""
-        return {}
-
     def commands(self) -> list[str]:
         """Return the commands of all actors with their environment, center first."""
-        run, said = self.run, []
-        where = {}
+        run, lines, center = self.run, list[str](), dict[str, str]()
         if run.has_center:
-            file = run.storage / CENTER if run.storage is not None else None
-            where = {"AGN_OPTAX_CENTER": f"file:{file}"}
-            address = run.serve.get("address", "NODE:0")
-            options = {"address": address, "address_file": file, **run.durable()}
-            said += [
-                f"# actor {run.name}-{CENTER}, detached, with {self._needs(CENTER)}",
-                shlex.join(run.serve_command(json=True, **options)),
+            center["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
+            command = run.center_command(address="NODE:0")
+            lines += [
+                f"# actor {run.name}-{CENTER}, with {self._center_needs()}",
+                shlex.join(command),
             ]
-        processes = run.worker_resources.processes
-        for rank in range(run.workers):
-            told = run.worker_environment(rank, **where)
-            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
-            times = f"{processes} times, {self.settings.strategy}, "
-            about = f"{times if processes > 1 else ''}with {self._needs('worker')}"
-            said += [
-                f"# actor {run.name}-{run.worker_name(rank)}, {about}",
-                " ".join([*variables, shlex.join(run.worker_command())]),
+        for rank, name in enumerate(run.worker_names):
+            lines += [
+                f"# actor {run.name}-{name}, with {self._worker_needs()}",
+                run.worker_line(rank, "python", **center),
             ]
-        return said
+        return lines
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Make the actors, and end them when the workers have ended.
 
-        If an earlier driver of this run was killed, the center is still there and
-        continues; the workers start again. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the
+        If an earlier driver of this run was killed, its actors ended with it, and the
+        center continues from its journal. SIGINT, SIGTERM, SIGHUP and SIGQUIT end the
         run; the return code is then 128 plus the signal's number.
 
         Raises:
-          InvalidArgumentError: there is no cluster; another run has this name, or
-            another driver runs it (both of which continue untouched); or no node has
-            the resources of a task.
+          InvalidArgumentError: there is no cluster; or another driver runs a run of
+            this name, which continues untouched.
         """
         # Otherwise log lines of Ray's nodes would appear among those of the workers and
         # of a summary. Ray reads this variable when it is imported.
@@ -152,7 +128,7 @@ class Ray(Engine):
 
         from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 imports ray
 
-        settings: RaySettings = self.settings
+        settings = self.settings
         is_ours = not ray.is_initialized()
         if is_ours:
             try:
@@ -169,13 +145,9 @@ class Ray(Engine):
         driver = Driver(
             self.run,
             output,
-            namespace=settings.namespace,
-            runtime_env=settings.runtime_env,
-            center=self._needs(CENTER),
-            worker=self._needs("worker"),
-            strategy=settings.strategy,
-            give_up=settings.give_up,
-            goes_on=settings.on_failure == "go on",
+            settings,
+            center=self._center_needs(),
+            worker=self._worker_needs(),
         )
         try:
             return driver.run()
@@ -183,20 +155,18 @@ class Ray(Engine):
             if is_ours:
                 ray.shutdown()
 
-    def _needs(self, task: str) -> dict[str, float]:
-        """Return the resources of one process of a task, by Ray's names."""
-        settings: RaySettings = self.settings
-        if task == CENTER:
-            return _bundle(self.run.center_resources) | settings.center_needs
-        return _bundle(self.run.worker_resources) | settings.worker_needs
+    def _center_needs(self) -> dict[str, float]:
+        """Return the resources of the center, by Ray's names."""
+        return _bundle(self.run.center_resources) | self.settings.center_needs
+
+    def _worker_needs(self) -> dict[str, float]:
+        """Return the resources of a worker, by Ray's names."""
+        return _bundle(self.run.worker_resources) | self.settings.worker_needs
 
 
 def _bundle(needs: Resources) -> dict[str, float]:
-    given = {
-        "CPU": 1 if needs.cpus is None else needs.cpus,
-        "GPU": needs.gpus,
-        "memory": needs.memory,
-    }
+    cpus = 1 if needs.cpus is None else needs.cpus
+    given = {"CPU": cpus, "GPU": needs.gpus, "memory": needs.memory}
     return {name: float(value) for name, value in given.items() if value}
 
 

@@ -1,51 +1,44 @@
-"""The driver of a run on Ray, which makes actors, shows their output and ends them."""
+"""The driver of a run on Ray, which makes actors, shows their output and ends them.
+
+Ray restarts a lost actor when there is room, and repeats the calls that it had not
+answered (``max_restarts`` and ``max_task_retries``). A restarted actor has no session,
+and so the driver starts its program again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
 
 from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
-from agn_optax.ops.engines._local import CENTER, exit_code
-from agn_optax.ops.engines._ray_actors import (
-    ActorPlace,
-    CenterActor,
-    Claim,
-    Said,
-    WorkerActor,
-    address_file,
-    is_closed,
-)
-from agn_optax.ops.engines._ray_room import can_hold
+from agn_optax.ops.engines._local import CENTER, exit_code, is_drained, serving
+from agn_optax.ops.engines._ray_actors import CenterActor, NewOutput, WorkerActor
 from agn_optax.ops.engines._run import Run
 from agn_optax.ops.launch import Ended
-from agn_optax.service import tokens
+
+if TYPE_CHECKING:
+    from agn_optax.ops.engines._ray import RaySettings
 
 _LOOK = 5.0  # seconds that an actor waits for new output
-_TICK = 0.2  # seconds, at most, until a signal is handled
 _PAUSE = 1.0  # seconds before a retry
-_SOON = 5.0  # seconds until waiting for an actor is reported
-_PROGRESS = 10.0  # seconds between two reports of the center's status
-_AGAIN, _SELDOM = 60.0, 600.0  # seconds until the next report: doubled, and its maximum
-_REMOVAL = 20.0  # seconds within which Ray removes the actors of a killed driver
+_SOON, _SELDOM = 10.0, 600.0  # seconds until a report of waiting: at first, at most
+_REMOVAL = 30.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
+# Seconds within which a center that was lost with its node releases the journal.
+_HANDOVER = 120.0
 _THREADS = 8  # threads of an actor, one of which each waiting call takes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -56,44 +49,27 @@ class Driver:
     Args:
       run: the run to carry out.
       output: as in `Engine.launch`.
-      namespace: namespace of the actors.
-      runtime_env: Ray's runtime environment of the actors.
-      center: resources that the center's actor needs.
-      worker: resources that each process of a worker needs.
-      strategy: placement of a worker's processes.
-      give_up: seconds that a new task waits for resources that no node has.
-      goes_on: whether the other workers go on when one has failed after its last
-        restart.
+      settings: settings of the engine.
+      center: resources that the center's actor needs, by Ray's names.
+      worker: resources that a worker needs.
     """
 
     def __init__(
         self,
         run: Run,
         output: Output,
+        settings: RaySettings,
         *,
-        namespace: str,
-        runtime_env: Mapping[str, Any],
-        center: Mapping[str, float],
-        worker: Mapping[str, float],
-        strategy: str,
-        give_up: float,
-        goes_on: bool,
+        center: dict[str, float],
+        worker: dict[str, float],
     ) -> None:
-        self._run, self._output = run, output
-        self._namespace = namespace
-        self._own = {"namespace": namespace, "runtime_env": {**runtime_env}}
-        self._center_needs, self._worker_needs = dict(center), dict(worker)
-        self._strategy, self._goes_on = strategy, goes_on
-        self._give_up = give_up
-        self._limit = run.stop_grace + _MARGIN  # seconds to end after being told to
-        self._claim: Any = None
-        self._center: Any = None
-        self._center_node = ""
-        self._center_seen = "", 0  # session id, and number of lines seen
-        self._center_ended: Ended | None = None
-        self._workers: list[_Worker] = []
-        self._version: int | None = None
+        self._run, self._output, self._settings = run, output, settings
+        self._center_needs, self._worker_needs = center, worker
+        self._center: list[_Task] = []  # one, if the run has a center of its own
+        self._workers: list[_Task] = []
+        self._serving = asyncio.Event()
         self._signals: list[int] = []
+        self._is_ending = False
         self._is_broken = False  # failed, apart from the workers' and center's codes
 
     def run(self) -> dict[str, Any]:
@@ -104,27 +80,26 @@ class Driver:
           128 plus its number.
 
         Raises:
-          InvalidArgumentError: another run has this name, or another driver runs it;
-            or no node has the resources of a task.
+          InvalidArgumentError: another driver runs a run of this name.
         """
         begin = time.monotonic()
         is_main = threading.current_thread() is threading.main_thread()
         main: asyncio.Task[Any] | None = None
 
-        def hear(signum: int, frame: FrameType | None) -> None:
+        def interrupt(signum: int, frame: FrameType | None) -> None:
             self._signals.append(signum)
             if main is not None:
                 main.get_loop().call_soon_threadsafe(main.cancel)
 
-        async def told() -> None:
+        async def interruptible() -> None:
             nonlocal main
             main = asyncio.current_task()
             if not self._signals:
                 await self._all()
 
-        with handled(_SIGNALS if is_main else (), hear):
+        with handled(_SIGNALS if is_main else (), interrupt):
             try:
-                asyncio.run(told())
+                asyncio.run(interruptible())
             except asyncio.CancelledError:  # by a signal
                 pass
             except RayError as error:
@@ -134,482 +109,233 @@ class Driver:
                 self._remove()
         seconds = time.monotonic() - begin
         ended = [
-            each.ended or Ended(each.name, 0, each.lives, seconds, stopped=True)
-            for each in self._workers
+            task.ended or Ended(task.name, 0, task.restarts, seconds, stopped=True)
+            for task in [*self._workers, *self._center]
         ]
-        ended += [] if self._center_ended is None else [self._center_ended]
         code = exit_code(ended, self._run) or int(self._is_broken)
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
             "seconds": seconds,
-            "version": self._version,
-            "programs": [vars(each) for each in ended],
+            "programs": [vars(outcome) for outcome in ended],
         }
 
     async def _all(self) -> None:
-        tasks = [asyncio.create_task(_ticks())]
         try:
-            await self._until_over(tasks)
+            await self._until_over()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._end()
+            self._is_ending = True
+            await self._end(self._workers)
+            await self._end(self._center)
 
-    async def _until_over(self, tasks: list[asyncio.Task[Any]]) -> None:
+    async def _until_over(self) -> None:
         """Wait until all workers have ended, or one of them or the center has failed.
 
-        A failure of a worker counts after its last restart.
+        A failure counts after the last restart.
         """
         run = self._run
-        await self._claim_name()
-        center: asyncio.Task[Any] | None = None
         if run.has_center:
-            await self._find_center()
-            center = asyncio.create_task(self._watched_center())
-            tasks.append(center)
-            if not await self._serves(center):
+            needs = self._center_needs
+            center = await self._started(CENTER, CenterActor, needs, run)
+            self._center = [center]
+            served = asyncio.create_task(self._serving.wait())
+            await _first({served, center.loop})
+            if not self._serving.is_set():
+                center.loop.result()  # raises its error
                 self._is_broken = True
                 return
-            tasks.append(asyncio.create_task(self._progress()))
-        for rank in range(run.workers):
-            self._workers.append(await self._made_worker(rank))
-        left = {asyncio.create_task(self._tend(each)) for each in self._workers}
-        tasks += left
+        for rank, name in enumerate(run.worker_names):
+            needs = self._worker_needs
+            worker = await self._started(name, WorkerActor, needs, run, rank)
+            self._workers.append(worker)
+        left = {worker.loop for worker in self._workers}
+        centers = {center.loop for center in self._center}
         while left:
-            ends = left if center is None else left | {center}
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            done = await _first(left | centers)
             left -= done
-            failed = [_is_at_fault(task.result()) for task in done]
-            if center in done:
+            codes = [loop.result().returncode for loop in done]
+            if done & centers:
                 self._is_broken = True
                 return
-            if any(failed) and not self._goes_on:
+            if any(codes) and self._settings.on_failure == "stop":
                 return
 
-    async def _claim_name(self) -> None:
-        """Claim the name of the run, which only one driver may hold."""
-        make = ray.remote(Claim).options(
-            name=f"{self._run.name}-driver",
+    # Tasks.
+
+    async def _started(
+        self, name: str, kind: type, needs: dict[str, float], *arguments: Any
+    ) -> _Task:
+        """Make an actor that Ray restarts, and run its program."""
+        own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        given = {own[key]: value for key, value in needs.items() if key in own}
+        actors: Any = ray.remote(kind).options(
+            name=f"{self._run.name}-{name}",
+            namespace=self._settings.namespace,
+            runtime_env=self._settings.runtime_env,
             max_restarts=-1,
-            **_as_options({}),
-            **self._own,
-        )
-        self._claim = await self._new(make)
-
-    # The center.
-
-    async def _find_center(self) -> None:
-        """Find the actor of the run's center, or make it.
-
-        An existing center is adopted, to be ended by this driver, only after its
-        settings have been found to be the same.
-        """
-        run = self._run
-        name, needs = f"{run.name}-{CENTER}", self._center_needs
-        try:
-            ray.get_actor(name, namespace=self._namespace)
-            is_there = True
-        except ValueError:
-            is_there = False
-        made = ray.remote(CenterActor).options(
-            name=name,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
+            max_task_retries=-1,
             max_concurrency=_THREADS,
-            **_as_options(needs),
-            **self._own,
+            resources={key: value for key, value in needs.items() if key not in own},
+            **{"num_cpus": 0, **given},
         )
-        center: Any = made.remote(run)
-        if not is_there:
-            self._center = center
-        place = await self._placed(CENTER, center, needs, is_new=not is_there)
-        command = run.serve_command(**run.durable())
-        found = await self._insist(center.command.remote)
-        if found != command:
-            raise errors.InvalidArgumentError(
-                f"a center of a run {run.name!r} exists with other settings, "
-                f"{' '.join(found[3:])}; this run's are {' '.join(command[3:])}. "
-                "Give this run another --name, or end the other one"
-            )
-        self._center, self._center_node = center, place.node
-        if is_there:
-            self._say(CENTER, "exists from an earlier launch, and goes on")
-            self._center_seen = await self._insist(center.shown.remote)
+        task = _Task(name, needs, lambda: actors.remote(*arguments))
+        task.actor = await self._made(task)
+        task.loop = asyncio.create_task(self._tend(task))
+        return task
 
-    async def _serves(self, center: asyncio.Task[Ended]) -> bool:
-        """Wait until the center serves; return False if it has ended."""
-        while not await self._insist(self._center.serve.remote, _LOOK):
-            if center.done():
-                center.result()  # raises the task's error
-                return False
-        return True
-
-    async def _watched_center(self) -> Ended:
-        """Show the center's output until it ends, even if its actor or node is lost."""
-        while True:
-            try:
-                said: Said = await self._center.look.remote(*self._center_seen, _LOOK)
-            except ActorUnavailableError:
-                self._say(CENTER, "its actor or node was lost; it comes back")
-                needs = self._center_needs
-                self._center_node = ""
-                place = await self._placed(CENTER, self._center, needs, is_new=False)
-                self._center_node = place.node
-                continue
-            self._center_seen = said.life, said.seen
-            self._show(CENTER, said)
-            if said.ended is not None:
-                self._center_ended = said.ended
-                return said.ended
-
-    async def _progress(self) -> None:
-        """Report the center's version and workers from time to time."""
-        shown = None
-        while True:
-            status = await self._insist(self._center.status.remote)
-            if status is not None:
-                self._version = status["version"]
-                there = sum(worker["connected"] for worker in status["workers"])
-                line = (
-                    f"version {self._version}, {there} of {self._run.workers} workers"
-                )
-                if line != shown:
-                    self._say(CENTER, line)
-                shown = line
-            await asyncio.sleep(_PROGRESS)
-
-    # Workers.
-
-    async def _made_worker(self, rank: int) -> _Worker:
-        """Make a worker's placement group, and in it an actor for each process."""
-        run = self._run
-        processes = run.worker_resources.processes
-        bundles = [self._worker_needs.copy() for _ in range(processes)]
-        group = placement_group(bundles, strategy=self._strategy)
-        name = run.worker_name(rank)
-        worker = _Worker(name, group)
-        try:
-            for index in range(processes):
-                more = f"-{index}" if processes > 1 else ""
-                make = ray.remote(WorkerActor).options(
-                    name=f"{run.name}-{name}{more}",
-                    max_restarts=-1,
-                    max_concurrency=_THREADS,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=index
-                    ),
-                    **_as_options(self._worker_needs),
-                    **self._own,
-                )
-                worker.actors.append(await self._new(make, run, rank))
-        except BaseException:
-            worker.remove()
-            raise
-        return worker
-
-    async def _new(self, make: Any, *arguments: Any) -> Any:
-        """Make an actor; wait while Ray removes that of a killed driver."""
+    async def _made(self, task: _Task) -> Any:
+        """Make an actor of a task; wait while Ray removes a former one of its name."""
         until = time.monotonic() + _REMOVAL
-        has_said = False
         while True:
             try:
-                return make.remote(*arguments)
+                return task.make()
             except ValueError as error:
                 if time.monotonic() > until:
                     raise errors.InvalidArgumentError(
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
-                if not has_said:
-                    self._say("ray", "another driver has this run; waits for its end")
-                has_said = True
             await asyncio.sleep(_PAUSE)
 
-    async def _tend(self, worker: _Worker) -> Ended:
-        """Run a worker until it has ended with 0, or failed after its last restart."""
-        begin, failures = time.monotonic(), 0
-        token = ""
-        if is_closed(self._run):
-            token = await self._insist(self._center.token.remote, worker.name)
-        while True:
-            places = [
-                await self._placed(
-                    worker.name,
-                    actor,
-                    self._worker_needs,
-                    is_new=not worker.lives,
-                    processes=len(worker.actors),
-                )
-                for actor in worker.actors
-            ]
-            worker.is_placed = True
-            hosts = ", ".join(place.host for place in places)
-            self._say(worker.name, f"starts on {hosts}")
-            code: int | None = None
-            try:
-                code = await self._life(worker, token)
-            except _LostError:
-                worker.is_placed = False
-                self._say(worker.name, "its actor or node was lost; it starts again")
-            if code is not None:
-                failures += code != 0
-                if not code or failures > self._run.restarts:
-                    seconds = time.monotonic() - begin
-                    worker.ended = Ended(
-                        worker.name, code, worker.lives, seconds, stopped=False
-                    )
-                    # Its resources are for workers that wait for some.
-                    await self._within(self._limit, self._ended(worker))
-                    worker.remove()
-                    return worker.ended
-                number = f"{failures} of {self._run.restarts}"
-                self._say(worker.name, f"starts again ({number})")
-            worker.lives += 1
-            await asyncio.sleep(_PAUSE)
+    async def _tend(self, task: _Task) -> Ended:
+        """Run a program until it has ended for good.
 
-    async def _life(self, worker: _Worker, token: str) -> int:
-        """Run all processes of a worker once; return 0, or the code of a failed one.
-
-        Raises:
-          _LostError: a process was lost.
+        The center also goes on after it was drained: the driver did not drain it, and
+        the workers have no other center. On a node that is being lost, the previous
+        center may still hold the journal, so failures of the next one do not count.
         """
-        run = self._run
-        told = {"AGN_OPTAX_RESTARTS": str(worker.lives)}
-        if run.has_center:
-            told["AGN_OPTAX_CENTER"] = f"file:{address_file(run)}"
-        if token:
-            told[tokens.TOKEN] = token
-        first, *others = worker.actors
-        with _lost():
-            if others:
-                told["AGN_OPTAX_COORDINATOR"] = await first.meeting.remote()
-            lives = await asyncio.gather(
-                *(
-                    actor.start.remote(**told, AGN_OPTAX_PROCESS=str(index))
-                    for index, actor in enumerate(worker.actors)
-                )
-            )
-        watches = [
-            asyncio.create_task(self._watched(worker, index, life))
-            for index, life in enumerate(lives)
-        ]
-        try:
-            for each in asyncio.as_completed(watches):
-                if code := (await each).returncode:
-                    return code  # the other processes end before the next start
-            return 0
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+        run, is_center = self._run, task.name == CENTER
+        most = run.center_restarts if is_center else run.restarts
+        begin, failures, lost_at = time.monotonic(), 0, -math.inf
+        while not self._is_ending:
+            place = await self._answered(task, task.actor.where.remote())
+            self._say(task.name, f"starts on {place.host}")
+            ended = await self._session(task)
+            has_served = self._serving.is_set()
+            if is_center:
+                self._serving.clear()
+            if ended is None:
+                lost_at = time.monotonic()
+                self._say(task.name, "its actor or node was lost; it starts again")
+            elif self._is_ending or (not ended.returncode and not is_center):
+                return self._final(task, ended, begin)
+            elif is_center and is_drained(ended, run):
+                self._say(CENTER, "drained before the run's end; it serves again")
+            elif (
+                is_center and not has_served and time.monotonic() < lost_at + _HANDOVER
+            ):
+                self._say(CENTER, "starts again")
+            else:
+                failures += 1
+                if failures > most:
+                    return self._final(task, ended, begin)
+                self._say(task.name, f"starts again ({failures} of {most})")
+            task.restarts += 1
+            await asyncio.sleep(_PAUSE)
+            if ended is None and not is_center:
+                await self._leave_room(task)
+        seconds = time.monotonic() - begin
+        return Ended(task.name, 0, task.restarts, seconds, stopped=True)
 
-    async def _watched(self, worker: _Worker, index: int, life: str) -> Ended:
-        """Show the output of a process until it has ended."""
-        actor, seen = worker.actors[index], 0
-        while True:
-            with _lost():
-                said: Said = await actor.look.remote(life, seen, _LOOK)
-            if said.life != life:
-                raise _LostError
-            worker.seen[index] = life, said.seen
-            seen = said.seen
-            self._show(worker.name, said)
-            if said.ended is not None:
-                return said.ended
+    async def _leave_room(self, task: _Task) -> None:
+        """End a restarted actor until the center, if also lost, has found room."""
+        for center in self._center:
+            is_back = asyncio.ensure_future(center.actor.where.remote())
+            if not (await asyncio.wait([is_back], timeout=_SOON))[0]:
+                ray.kill(task.actor)
+                await is_back
+                task.actor = await self._made(task)
+
+    async def _session(self, task: _Task) -> Ended | None:
+        """Run a program once, and show its output; None if it was lost."""
+        session = await task.actor.start.remote(task.restarts)
+        task.is_running = True
+        try:
+            while True:
+                new: NewOutput = await self._answered(
+                    task, task.actor.look.remote(_LOOK)
+                )
+                if new.session != session:
+                    return None
+                for line in new.lines:
+                    self._output(task.name, line)
+                    if task.name == CENTER and serving(line):
+                        self._serving.set()
+                if new.ended is not None:
+                    return new.ended
+        finally:
+            task.is_running = False
+
+    def _final(self, task: _Task, ended: Ended, begin: float) -> Ended:
+        """Return a program's final outcome, and release its resources for others."""
+        with contextlib.suppress(RayError):
+            ray.kill(task.actor)
+        seconds = time.monotonic() - begin
+        task.ended = dataclasses.replace(ended, restarts=task.restarts, seconds=seconds)
+        return task.ended
+
+    async def _answered(self, task: _Task, call: Awaitable[Any]) -> Any:
+        """Return the answer of an actor; report when it waits long for room."""
+        answer = asyncio.ensure_future(call)
+        pause = _SOON
+        while not (await asyncio.wait([answer], timeout=pause))[0]:
+            self._say(task.name, f"waits for a node with {_described(task.needs)}")
+            pause = min(2 * pause, _SELDOM)
+        return answer.result()
 
     # The end.
 
-    async def _end(self) -> None:
-        """End the workers, then the center."""
-        left = [each for each in self._workers if each.is_placed]
-        await self._within(self._limit, *map(self._ended, left))
-        if not self._center_node:
-            return
-        status = await self._within(_SOON, self._insist(self._center.status.remote))
-        if status and status[0]:
-            self._version = status[0]["version"]
-        await self._within(self._limit, self._ended_center())
-
-    async def _ended(self, worker: _Worker) -> None:
-        """End a worker, and show its last output."""
-        for index, actor in enumerate(worker.actors):
-            with contextlib.suppress(RayError):
-                await actor.stop.remote()
-                life, seen = worker.seen.get(index, ("", 0))
-                while life:
-                    said: Said = await actor.look.remote(life, seen, _LOOK)
-                    if said.life != life:
-                        break
-                    seen = said.seen
-                    self._show(worker.name, said)
-                    if said.ended is not None:
-                        break
-
-    async def _ended_center(self) -> None:
-        await self._insist(self._center.stop.remote)
-        await self._watched_center()
-
-    async def _within(self, seconds: float, *calls: Awaitable[Any]) -> list[Any]:
-        """Return the results of calls; nothing if one fails or they take too long."""
-        try:
-            return await asyncio.wait_for(asyncio.gather(*calls), seconds)
-        except (TimeoutError, RayError):
-            return []
+    async def _end(self, tasks: list[_Task]) -> None:
+        """End the programs of tasks that run, within the grace."""
+        running = [task for task in tasks if task.is_running]
+        for task in running:
+            task.actor.stop.remote()
+        if running:
+            limit = self._run.stop_grace + _MARGIN
+            await asyncio.wait([task.loop for task in running], timeout=limit)
 
     def _remove(self) -> None:
         """Remove the run from the cluster; the files in its storage stay."""
-        for worker in self._workers:
-            worker.remove()
-        for actor in (self._center, self._claim):
-            if actor is not None:
+        for task in [*self._workers, *self._center]:
+            if task.ended is None:
                 with contextlib.suppress(RayError):
-                    ray.kill(actor)
-
-    # Output, and calls of actors.
-
-    async def _placed(
-        self,
-        name: str,
-        actor: Any,
-        needs: Mapping[str, float],
-        *,
-        is_new: bool,
-        processes: int = 1,
-    ) -> ActorPlace:
-        """Return the node and process of an actor, once there is room for it.
-
-        Args:
-          name: name of the actor's task.
-          actor: the actor to wait for.
-          needs: resources that the actor needs.
-          is_new: whether the task has never run. A new task gives up after a time if no
-            node has its resources, even when idle. A task that was lost waits for a new
-            node, and the run goes on meanwhile.
-          processes: number of processes of the task, which are placed together.
-        """
-        where = f"a node with {_said(needs)}"
-        if processes > 1:
-            where = f"{processes} places ({self._strategy}), each on {where}"
-        call = asyncio.create_task(self._insist(actor.where.remote))
-        begin = hopeful = time.monotonic()
-        say_at, pause = begin + _SOON, _AGAIN
-        try:
-            while not (await asyncio.wait([call], timeout=_SOON))[0]:
-                now, why = time.monotonic(), ""
-                if self._could_hold(name, needs, processes):
-                    hopeful = now
-                else:
-                    why = ", which no node of the cluster has, even an idle one"
-                if is_new and now - hopeful >= self._give_up:
-                    raise errors.InvalidArgumentError(
-                        f"{name} has waited {now - hopeful:.0f} s (give-up in [ray]) "
-                        f"for {where}{why}: reduce its resources, or add nodes"
-                    )
-                if now >= say_at:
-                    self._say(name, f"waits for {where}{why}")
-                    say_at, pause = now + pause, min(2 * pause, _SELDOM)
-            return call.result()
-        finally:
-            call.cancel()
-
-    def _could_hold(
-        self, name: str, needs: Mapping[str, float], processes: int
-    ) -> bool:
-        """Return whether the cluster, with only the center on it, can hold a task."""
-        nodes = {
-            node["NodeID"]: dict(node["Resources"])
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        if name != CENTER and (there := nodes.get(self._center_node)):
-            for resource, amount in self._center_needs.items():
-                there[resource] = there.get(resource, 0.0) - amount
-        return can_hold(list(nodes.values()), needs, processes, self._strategy)
-
-    async def _insist(
-        self, call: Callable[..., Awaitable[Any]], *arguments: Any
-    ) -> Any:
-        """Call an actor, again as long as it is unavailable, and return its answer."""
-        while True:
-            with contextlib.suppress(ActorUnavailableError):
-                return await call(*arguments)
-            await asyncio.sleep(_TICK)
-
-    def _show(self, name: str, said: Said) -> None:
-        if said.missed:
-            self._say(name, f"{said.missed} lines came too fast to be shown")
-        for line in said.lines:
-            self._output(name, line)
+                    ray.kill(task.actor)
 
     def _say(self, name: str, event: str) -> None:
         self._output(name, f"agn-optax: {event}")
 
 
-class _Worker:
-    """The driver's record of a worker.
+@dataclasses.dataclass
+class _Task:
+    """The driver's record of the center or a worker.
 
     Attributes:
-      name: name of the worker.
-      actors: actors of the worker's processes.
-      lives: number of starts so far, without the first.
-      seen: session id and number of lines seen, for each process.
-      ended: final outcome of the worker; None before.
-      is_placed: whether its actors have been placed, and were not lost since.
+      name: name of the task.
+      needs: resources of its actor, by Ray's names.
+      make: makes an actor for the task.
+      actor: the actor that runs its program.
+      restarts: number of starts so far, without the first.
+      is_running: whether its program runs.
+      ended: final outcome of the program; None before.
+      loop: the loop that keeps the program running.
     """
 
-    def __init__(self, name: str, group: PlacementGroup) -> None:
-        self.name, self.actors = name, list[Any]()
-        self.lives = 0
-        self.seen: dict[int, tuple[str, int]] = {}
-        self.ended: Ended | None = None
-        self.is_placed, self._is_removed = False, False
-        self._group = group
-
-    def remove(self) -> None:
-        """Remove the worker's actors and its placement group."""
-        if self._is_removed:
-            return
-        self.is_placed, self._is_removed = False, True
-        with contextlib.suppress(RayError):
-            for actor in self.actors:
-                ray.kill(actor)
-            remove_placement_group(self._group)
+    name: str
+    needs: dict[str, float]
+    make: Callable[[], Any]
+    actor: Any = None
+    restarts: int = 0
+    is_running: bool = False
+    ended: Ended | None = None
+    loop: asyncio.Task[Ended] = dataclasses.field(init=False)
 
 
-class _LostError(Exception):
-    """A process of a worker was lost with its actor or node."""
+async def _first(loops: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Return those that are done, once one is."""
+    return (await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
-@contextlib.contextmanager
-def _lost() -> Iterator[None]:
-    try:
-        yield
-    except ActorUnavailableError:
-        raise _LostError from None
-
-
-async def _ticks() -> None:
-    """Wake the event loop regularly, because signals do not wake it."""
-    while True:
-        await asyncio.sleep(_TICK)
-
-
-def _as_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    """Return a bundle of resources as options of an actor."""
-    own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    custom = {name: value for name, value in needs.items() if name not in own}
-    given = {own[name]: value for name, value in needs.items() if name in own}
-    return {"num_cpus": 0, **given, "resources": custom}
-
-
-def _said(needs: Mapping[str, float]) -> str:
-    said = (
+def _described(needs: dict[str, float]) -> str:
+    described = (
         f"{value / 2**30:g} GiB" if name == "memory" else f"{value:g} {name}"
         for name, value in needs.items()
     )
-    return ", ".join(said)
-
-
-def _is_at_fault(ended: Ended) -> bool:
-    return bool(ended.returncode) and not ended.stopped
+    return ", ".join(described)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,8 +124,8 @@ class Run:
                 "workers"
             )
         if self.center is not None:
-            for each in self.center.split(","):
-                check_reachable(each.strip())
+            for address in self.center.split(","):
+                check_reachable(address.strip())
         elif not self.rule:
             raise errors.InvalidArgumentError("the run's own center needs a rule")
 
@@ -138,10 +139,16 @@ class Run:
         """True if the run's own center allows plain text beyond a machine."""
         return bool(self.serve.get("insecure"))
 
-    def connection_environment(self) -> dict[str, str]:
-        """Return the environment variables for a connection to the center."""
-        told = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
-        return told | ({INSECURE: "1"} if self.is_insecure else {})
+    @property
+    def is_closed(self) -> bool:
+        """True if the run's own center requires tokens."""
+        return self.has_center and not self.serve.get("open")
+
+    @property
+    def address_file(self) -> pathlib.Path:
+        """The file in the storage to which the run's own center writes its address."""
+        assert self.storage is not None
+        return self.storage.absolute() / "center"
 
     @property
     def worker_names(self) -> list[str]:
@@ -151,6 +158,18 @@ class Run:
     def worker_name(self, rank: int | str) -> str:
         """Return the name of a worker by its rank, or an engine's variable for it."""
         return f"worker-{rank}"
+
+    def callers(self, own: Mapping[str, str], operator: str) -> str:
+        """Return lines with the callers of the run's own center, as in its tokens file.
+
+        Args:
+          own: token of each worker by name, of which the first may be the chief.
+          operator: token of this user's other programs, which may do everything.
+        """
+        roles = ["chief", *["worker"] * (len(own) - 1)]
+        lines = [*zip(roles, own, own.values(), strict=True)]
+        lines.append(("chief,operator", "*", operator))
+        return "\n".join(map(" ".join, lines))
 
     def serve_command(self, python: str = "python", **options: Any) -> list[str]:
         """Return the command that serves the center.
@@ -164,6 +183,21 @@ class Run:
             given.setdefault("max_workers", self.workers)
         return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
 
+    def center_command(
+        self, python: str = "python", address: str | None = None, **options: Any
+    ) -> list[str]:
+        """Return the command of a center that prints where it serves, in its storage.
+
+        Args:
+          python: the interpreter on the center's machine.
+          address: the address to serve at, if the run has none.
+          **options: options of ``serve`` from the engine, which override the run's.
+        """
+        own = {} if address is None else {"address": self.serve.get("address", address)}
+        if self.storage is not None:
+            own |= {"address_file": self.address_file, **self.durable()}
+        return self.serve_command(python, json=True, **own, **options)
+
     def durable(self) -> dict[str, Any]:
         """Return the options of ``serve`` by which a center outlives its process."""
         if self.storage is None or {"journal", "snapshots"} & set(self.serve):
@@ -174,6 +208,12 @@ class Run:
         """Return the command of every worker."""
         return [python, *self.program]
 
+    def worker_line(self, rank: int, python: str, **more: str) -> str:
+        """Return environment and command of a worker as a line of a shell."""
+        environment = self.worker_environment(rank, **more).items()
+        variables = [f"{name}={shlex.quote(text)}" for name, text in environment]
+        return " ".join([*variables, shlex.join(self.worker_command(python))])
+
     def worker_environment(self, rank: int | str, **more: str) -> dict[str, str]:
         """Return the environment of a worker, without the run's own center's address.
 
@@ -182,23 +222,26 @@ class Run:
             ``$SLURM_ARRAY_TASK_ID``.
           **more: variables that only the engine knows.
         """
-        told = {
+        made = {
             **self.environment,
             "AGN_OPTAX_RANK": str(rank),
             "AGN_OPTAX_WORKERS": str(self.workers),
             "AGN_OPTAX_WORKER": self.worker_name(rank),
             "AGN_OPTAX_PROCESSES": str(self.worker_resources.processes),
-            **self.connection_environment(),
         }
+        if self.tls_ca is not None:
+            made[TLS_CA] = str(self.tls_ca)
+        if self.is_insecure:
+            made[INSECURE] = "1"
         if self.center is not None:
-            told["AGN_OPTAX_CENTER"] = self.center
+            made["AGN_OPTAX_CENTER"] = self.center
         if self.token_file is not None:
-            told[tokens.TOKEN_FILE] = str(self.token_file)
+            made[tokens.TOKEN_FILE] = str(self.token_file)
         if self.rule:
-            told[RULE] = json.dumps(dict(self.rule))
+            made[RULE] = json.dumps(dict(self.rule))
         if self.transports is not None:
-            told["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
-        return {**told, **more}
+            made["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
+        return {**made, **more}
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

@@ -23,8 +23,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import write_whole
@@ -54,6 +54,12 @@ set -eu
 mkdir -p {folder}
 cd {folder}
 mkdir -p logs states failures"""
+_WAITS = """\
+# Wait for the center's address; it has none while in the queue.
+for ((i = 0; i < {patience}; i++)); do
+    [ -s {address} ] && break
+    sleep 1
+done"""
 _TOKENS = """\
 mkdir -p -m 700 keys
 umask 077
@@ -74,8 +80,9 @@ mv keys/new-tokens keys/tokens"""
 _BEGINS = """\
 # The state of this task is in a file: the job, an exit code and a reason.
 job={job}
-state={state}
-mkdir -p {folders}
+storage={storage}
+state="$storage"/states/{name}
+mkdir -p "$storage/states" "$storage/failures"
 became() {{ echo "$job $*" > "$state.new" && mv "$state.new" "$state"; }}
 if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
     echo "$job is done, and does not run again"
@@ -87,8 +94,8 @@ _SETS_UP = """\
 # a sourced file may fail, as long as the file returns 0.
 setup_failed() {{
     [ "$2" -gt 1 ] && return
-    said="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
-    echo "$said" >&2
+    reason="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
+    echo "$reason" >&2
     {fails}
     exit "$1"
 }}
@@ -99,29 +106,29 @@ set +eu"""
 _RUNS = """\
 # The end of a job (scancel, preemption) signals script and task. A time limit signals
 # the script alone, which then signals the task.
-told= limit=
-trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
+ending= limit=
+trap 'ending=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {tell}' USR1
 {command} &
 task=$!
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done
 wait "$task"
-code=$?"""
-_QUEUED_AGAIN = """\
+code=$?
+
 # SLURM queues a job again if its node failed, or if the job was preempted. If the task
 # failed, or has work left at its time limit, the job queues itself again.
-said="exit code $code on $SLURMD_NODENAME"
-failures={failures}/$job
+reason="exit code $code on $SLURMD_NODENAME"
+failures=$storage/failures/$job
 if [ "$code" -eq 0 ]{unless}; then
     became 0 done
-elif [ "$told" ]; then
-    became "$code" "$said, when told to end"
+elif [ "$ending" ]; then
+    became "$code" "$reason, when told to end"
 elif [ "$limit" ]; then
-    became "$code" "$said, at its time limit"
+    became "$code" "$reason, at its time limit"
     {goes_on} && scontrol requeue "$job"
 else
-    became "$code" "$said"
-    echo "$said" >> "$failures"
+    became "$code" "$reason"
+    echo "$reason" >> "$failures"
     [ "$(wc -l < "$failures")" -le {restarts} ] && scontrol requeue "$job"
 fi
 exit $code"""
@@ -133,15 +140,15 @@ while true; do
     {drain}
     sleep 2
 done"""
-_SAYS = """\
+_OUTCOME = """\
 # The exit code of the run is that of the first task that failed.
 code=0
 for name in $(ls -v --ignore='*.new' {states}); do
-    read -r _ its why < {states}/"$name"
-    [ "$its" = 0 ] && continue
+    read -r _ outcome why < {states}/"$name"
+    [ "$outcome" = 0 ] && continue
     [[ $why == began* ]] && why="$why, and was lost"
     echo "failed: $name: $why"
-    [ "$code" = 0 ] && code=$its
+    [ "$code" = 0 ] && code=$outcome
 done
 [ "$code" = 0 ] && echo "all workers are done"
 exit $code"""
@@ -183,43 +190,19 @@ class SlurmSettings:
     wait: bool = False
 
 
-class _Command(NamedTuple):
-    """A command of a submission.
-
-    Attributes:
-      job: name of the job whose id the command prints; "" if it prints none.
-      words: words of the command, in which ``$NAME`` stands for an earlier job's id.
-    """
-
-    job: str
-    words: tuple[str, ...]
-
-    def words_of(self, made: Mapping[str, str]) -> list[str]:
-        """Return the words with the ids of earlier jobs."""
-        words = list(self.words)
-        for job, number in made.items():
-            words = [word.replace(f"${job}", number) for word in words]
-        return words
-
-    def shown(self) -> str:
-        """Return the command as a line of a shell."""
-        line = " ".join(_quoted(word, "$center", "$workers") for word in self.words)
-        return f"{self.job}=$({line})" if self.job else line
-
-
 @dataclasses.dataclass
 class _Jobs:
-    """The jobs of a run, as recorded in its storage."""
+    """The ids of a run's jobs, as recorded in its storage; "" for no job."""
 
-    center: str | None = None
+    center: str = ""
+    end: str = ""
     arrays: list[str] = dataclasses.field(default_factory=list)
     workers: int = 0  # number of workers that were submitted
-    end: str | None = None
 
     @property
     def ids(self) -> set[str]:
         """The ids of all jobs."""
-        return {each for each in (self.center, *self.arrays, self.end) if each}
+        return {self.center, self.end, *self.arrays} - {""}
 
 
 class Slurm(Engine):
@@ -246,7 +229,7 @@ class Slurm(Engine):
                 raise errors.InvalidArgumentError(
                     f"{name.replace('_', '-')} in [slurm] must be positive, got {value}"
                 )
-        for name in ("address_file", "journal"):
+        for name in ("address_file", "journal", "tokens"):
             if run.has_center and name in run.serve:
                 raise errors.InvalidArgumentError(
                     f"{name.replace('_', '-')} of a run on SLURM is in its storage, "
@@ -260,11 +243,7 @@ class Slurm(Engine):
                 "[center], in a network that you trust"
             )
         self._folder = run.storage.absolute()
-        self._address = self._folder / "center"
-        given = run.serve.get("tokens")
-        self._keys = pathlib.Path(given).absolute().parent if given else None
-        if not given and run.has_center and not run.serve.get("open"):
-            self._keys = self._folder / "keys"
+        self._keys = self._folder / "keys"
 
     def files(self) -> Mapping[str, str]:
         """Return the scripts; of a run in the queue, those that change as it grows."""
@@ -276,7 +255,8 @@ class Slurm(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands that submit the jobs, or a queued run's new workers."""
-        return [command.shown() for command in self._commands(self._there())]
+        commands = self._commands(self._there())
+        return [f"{job}=$({line})" if job else line for job, line in commands]
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Write scripts and tokens, submit the jobs, and wait if the settings say so.
@@ -292,76 +272,65 @@ class Slurm(Engine):
             )
         jobs = self._there()
         commands = self._commands(jobs)
-        self._check_tokens()
         files = self.files()
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_whole(self._folder / name, text, 0o644)
         made: dict[str, str] = {}
         try:
-            for command in commands:
-                said = _called(command.words_of(made), self._folder)
-                if command.job:
-                    made[command.job] = said.partition(";")[0]  # without the cluster
-                    output(command.job, f"job {made[command.job]}")
+            for job, line in commands:
+                printed = _called(line, self._folder, made)
+                if job:
+                    made[job] = printed.partition(";")[0]  # without the cluster
+                    output(job, f"job {made[job]}")
         except errors.InvalidArgumentError:
             with contextlib.suppress(errors.InvalidArgumentError):
                 if made:
-                    _called(["scancel", *made.values()])
+                    _called(shlex.join(["scancel", *made.values()]))
             raise
         jobs.center = made.get("center", jobs.center)
         jobs.end = made.get("end", jobs.end)
         jobs.arrays.append(made["workers"])
         jobs.workers = self.run.workers
-        said = json.dumps(dataclasses.asdict(jobs))
-        write_whole(self._folder / "jobs.json", said + "\n", 0o644)
+        record = json.dumps(dataclasses.asdict(jobs))
+        write_whole(self._folder / "jobs.json", record + "\n", 0o644)
         summary = {"returncode": 0, "jobs": made, "storage": str(self._folder)}
         return summary | (self._wait(output) if self.settings.wait else {})
 
     def _wait(self, output: Output) -> dict[str, Any]:
-        """Report the outcome of each task, until no job of the run is left.
+        """Wait until no job of the run is left, and report the tasks that failed.
 
         Returns:
           The exit code of the first task at fault, and why each failed task failed.
         """
-        states, is_over = self._states(), False
+        ids = " ".join(sorted(self._jobs().ids))
+        output("end", f"agn-optax: waits for the jobs; scancel {ids} ends them")
+        is_over = False
         while not is_over:
-            try:
-                time.sleep(_LOOK)
-            except KeyboardInterrupt:
-                ids = " ".join(sorted(self._jobs().ids))
-                output("end", f"agn-optax: the jobs go on; scancel {ids} ends them")
-                raise
+            time.sleep(_LOOK)
             # If SLURM does not answer, the state of the queue is unknown.
             with contextlib.suppress(errors.InvalidArgumentError):
                 is_over = not self._jobs().ids & _queued()
-            before, states = states, self._states()
-            for name, (_, why) in states.items():
-                if states[name] != before.get(name):
-                    output(name, f"agn-optax: {why}")
+        done = subprocess.run(  # noqa: S603 as at the end of end.sh
+            ["/bin/bash", "-c", self._outcome()],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         failed = {}
-        for name, (code, why) in states.items():
-            if code:
-                is_lost = why.startswith("began")
-                failed[name] = f"{why}, and was lost" if is_lost else why
+        for line in done.stdout.splitlines():
+            what, _, problem = line.partition(": ")
+            if what == "failed":
+                name, _, failed[name] = problem.partition(": ")
                 output(name, f"agn-optax: failed: {failed[name]}")
-        code = next((code for code, _ in states.values() if code), 0)
-        return {"returncode": code, "failed": failed}
+        return {"returncode": done.returncode, "failed": failed}
 
-    def _states(self) -> dict[str, tuple[int, str]]:
-        """Return exit code and reason of the center and each worker, as recorded."""
-        names = range(max(self.run.workers, self._jobs().workers))
-        made = {}
-        for name in ["center", *map(self.run.worker_name, names)]:
-            # The center's file exists once the center has begun.
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                text = (self._folder / "states" / name).read_text()
-                _, code, why = text.split(maxsplit=2)
-                made[name] = int(code), why.strip()
-        return made
+    def _commands(self, there: _Jobs) -> list[tuple[str, str]]:
+        """Return the commands that submit what is not in the queue.
 
-    def _commands(self, there: _Jobs) -> list[_Command]:
-        """Return the commands that submit what is not in the queue."""
+        Each has the name of the job whose id it prints, or "". In later commands, a
+        variable of this name stands for the id.
+        """
         last = self.run.workers - 1
         if there.workers > last:
             raise errors.InvalidArgumentError(
@@ -371,26 +340,23 @@ class Slurm(Engine):
             )
         at_once = self.settings.at_once
         most = "" if at_once is None else f"%{at_once}"
-        prepare = _Command("", ("bash", "prepare.sh"))
-        sbatch = ("sbatch", "--parsable")
-        array = f"--array={there.workers}-{last}{most}"
-        if there.workers:
-            made = [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
-            if there.end is not None:
-                others = ":".join([*there.arrays, "$workers"])
-                words = ("scontrol", "update", f"JobId={there.end}")
-                made += [_Command("", (*words, f"Dependency=afterany:{others}"))]
-            return made
-        if not self.run.has_center:
-            return [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
-        after = "--dependency=after:$center"
-        ends = "--dependency=afterany:$workers"
-        return [
-            prepare,
-            _Command("center", (*sbatch, "center.sh")),
-            _Command("workers", (*sbatch, array, after, "workers.sh")),
-            _Command("end", (*sbatch, ends, "end.sh", "$center")),
-        ]
+        sbatch = "sbatch --parsable"
+        prepare = ("", "bash prepare.sh")
+        array = f"{sbatch} --array={there.workers}-{last}{most}"
+        if self.run.has_center and not there.workers:
+            ends = '--dependency=afterany:"$workers"'
+            return [
+                prepare,
+                ("center", f"{sbatch} center.sh"),
+                ("workers", f'{array} --dependency=after:"$center" workers.sh'),
+                ("end", f'{sbatch} {ends} end.sh "$center"'),
+            ]
+        made = [prepare, ("workers", f"{array} workers.sh")]
+        if there.end:
+            arrays = ":".join([*there.arrays, '"$workers"'])
+            after = f"Dependency=afterany:{arrays}"
+            made.append(("", f"scontrol update JobId={there.end} {after}"))
+        return made
 
     def _jobs(self) -> _Jobs:
         """Return the jobs that were submitted last."""
@@ -409,21 +375,8 @@ class Slurm(Engine):
             return _Jobs()
         queued = _queued()
         jobs.arrays = [array for array in jobs.arrays if array in queued]
-        is_there = jobs.center in queued if self.run.has_center else bool(jobs.arrays)
+        is_there = jobs.center in queued if self.run.has_center else jobs.arrays
         return jobs if is_there else _Jobs()
-
-    def _check_tokens(self) -> None:
-        """Raise if the token of a caller is missing beside a given file of tokens."""
-        if self._keys is None or not self.run.serve.get("tokens"):
-            return
-        names = [*self.run.worker_names, "operator"]
-        files = [self._keys / f"{name}.token" for name in names]
-        if missing := [str(path) for path in files if not path.exists()]:
-            raise errors.InvalidArgumentError(
-                f"beside {self.run.serve['tokens']} must be a file with the token of "
-                "each caller, as `agn-optax keys` makes them, and there is no "
-                f"{', '.join(missing)}"
-            )
 
     def _prepare(self, there: int) -> str:
         """Return the script that makes folders, tokens and first states.
@@ -439,21 +392,15 @@ class Slurm(Engine):
             '    echo "- 1 did not begin" > "states/worker-$i"\n'
             "done"
         )
-        if self._keys == self._folder / "keys":
+        if run.is_closed:
             blocks.append(_TOKENS.format(chief=run.worker_name(0), workers=run.workers))
-        return _blocks(*([block] for block in blocks))
+        return _blocks(*blocks)
 
     def _center(self) -> str:
-        run, address = self.run, str(self._address)
-        options: dict[str, Any] = {
-            "address": run.serve.get("address", _EVERYWHERE),
-            "address_file": address,
-            **run.durable(),
-        }
-        if self._keys is not None:
-            options["tokens"] = self._keys / "tokens"
-        leaves = shlex.join(["rm", "-f", address])
-        command = run.serve_command(self.settings.python, json=True, **options)
+        run = self.run
+        given = {"tokens": self._keys / "tokens"} if run.is_closed else {}
+        command = run.center_command(self.settings.python, _EVERYWHERE, **given)
+        leaves = shlex.join(["rm", "-f", str(run.address_file)])
         return _blocks(
             self._head(
                 f"The center of {run.name}, which may be queued again on any node.",
@@ -462,16 +409,14 @@ class Slurm(Engine):
             ),
             self._begin(_JOB, "center"),
             self._set_up(),
-            [
-                "# Until the center serves again, workers find no address and wait.",
-                f"trap {shlex.quote(leaves)} EXIT",
-            ],
-            self._task(
-                shlex.join(command),
-                _TELL_PROCESS,
+            "# Until the center serves again, workers find no address and wait.\n"
+            f"trap {shlex.quote(leaves)} EXIT",
+            _RUNS.format(
+                command=shlex.join(command),
+                tell=_TELL_PROCESS,
                 # A center that is told to end drains, but is done only if an operator
                 # has drained it.
-                unless=' && [ -z "$told$limit" ]',
+                unless=' && [ -z "$ending$limit" ]',
                 goes_on="true",
                 restarts=run.center_restarts,
             ),
@@ -479,20 +424,17 @@ class Slurm(Engine):
 
     def _workers(self) -> str:
         run, settings = self.run, self.settings
-        more, waits = {}, []
+        more, waits = {}, ""
         if run.has_center:
-            more["AGN_OPTAX_CENTER"] = f"file:{self._address}"
-            waits = [
-                "# Wait for the center's address; it has none while in the queue.",
-                f"for ((i = 0; i < {settings.patience}; i++)); do",
-                f"    [ -s {shlex.quote(str(self._address))} ] && break",
-                "    sleep 1",
-                "done",
-            ]
-        if self._keys is not None:
+            more["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
+            waits = _WAITS.format(
+                patience=settings.patience, address=_quoted(str(run.address_file))
+            )
+        if run.is_closed:
             token = self._keys / f"{run.worker_name(_INDEX)}.token"
             more[tokens.TOKEN_FILE] = str(token)
-        told = run.worker_environment(_INDEX, **more)
+        environment = run.worker_environment(_INDEX, **more).items()
+        exports = [f"export {name}={_quoted(v, _INDEX)}" for name, v in environment]
         needs, command = run.worker_resources, run.worker_command(settings.python)
         if needs.processes > 1:
             # Steps do not inherit the number of cores of their task.
@@ -504,11 +446,12 @@ class Slurm(Engine):
             ),
             self._begin(_TASK, run.worker_name(_INDEX)),
             self._set_up(),
-            [f"export {name}={_quoted(text, _INDEX)}" for name, text in told.items()],
+            "\n".join(exports),
             waits,
-            self._task(
-                shlex.join(command),
-                _TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
+            _RUNS.format(
+                command=shlex.join(command),
+                tell=_TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
+                unless="",
                 goes_on="true" if settings.goes_on else "false",
                 restarts=run.restarts,
             ),
@@ -517,65 +460,40 @@ class Slurm(Engine):
     def _end(self) -> str:
         run = self.run
         given: dict[str, Any] = {"insecure": run.is_insecure or None}
-        if self._keys is not None:
+        if run.is_closed:
             given["token_file"] = self._keys / "operator.token"
         if run.tls_ca is not None:
             given["tls_ca"] = run.tls_ca.absolute()
         command = [self.settings.python, "-m", "agn_optax.ops.cli", "drain"]
-        drain = shlex.join([*command, f"file:{self._address}", *arguments(given)])
+        drain = shlex.join([*command, f"file:{run.address_file}", *arguments(given)])
         return _blocks(
             self._head(
                 f"Ends the center of {run.name}, job $1, after all workers.",
                 "end",
                 Resources(),
             ),
-            ["center=$1"],
+            "center=$1",
             # If setup fails, the center cannot be drained from here, but by SIGTERM.
             self._set_up('scancel --full --signal=TERM "$center"'),
-            [_DRAINED.format(drain=drain)],
-            [_SAYS.format(states=_quoted(str(self._folder / "states")))],
+            _DRAINED.format(drain=drain),
+            self._outcome(),
         )
 
-    def _begin(self, job: str, name: str) -> list[str]:
+    def _outcome(self) -> str:
+        """Return the lines that name failed tasks and set the exit code."""
+        return _OUTCOME.format(states=_quoted(str(self._folder / "states")))
+
+    def _begin(self, job: str, name: str) -> str:
         """Return the lines that name the task, and end it if it is done."""
-        states, failures = self._folder / "states", self._folder / "failures"
-        return [
-            _BEGINS.format(
-                job=job,
-                state=_quoted(str(states / name), _INDEX),
-                folders=shlex.join([str(states), str(failures)]),
-            )
-        ]
+        storage, name = _quoted(str(self._folder)), _quoted(name, _INDEX)
+        return _BEGINS.format(job=job, storage=storage, name=name)
 
-    def _set_up(self, fails: str = 'became "$1" "$said"') -> list[str]:
+    def _set_up(self, fails: str = 'became "$1" "$reason"') -> str:
         """Return the lines of setup, after a failure of which ``fails`` runs."""
-        setup = self.settings.setup
-        if not setup:
-            return []
-        return [_SETS_UP.format(setup="\n".join(setup), fails=fails)]
+        setup = "\n".join(self.settings.setup)
+        return _SETS_UP.format(setup=setup, fails=fails) if setup else ""
 
-    def _task(
-        self,
-        command: str,
-        tell: str,
-        *,
-        unless: str = "",
-        goes_on: str,
-        restarts: int,
-    ) -> list[str]:
-        """Return the lines that run a command, and queue the job again if need be."""
-        return [
-            _RUNS.format(command=command, tell=tell),
-            "",
-            _QUEUED_AGAIN.format(
-                unless=unless,
-                goes_on=goes_on,
-                restarts=restarts,
-                failures=_quoted(str(self._folder / "failures")),
-            ),
-        ]
-
-    def _head(self, what: str, job: str, needs: Resources) -> list[str]:
+    def _head(self, what: str, job: str, needs: Resources) -> str:
         """Return the head of a script: options of sbatch, of which later ones win."""
         settings = self.settings
         is_array = job == "workers"
@@ -599,40 +517,49 @@ class Slurm(Engine):
             "time": None if needs.seconds is None else _minutes(needs.seconds),
         }
         own = settings.worker_options if is_array else settings.center_options
-        said = [*map(_quoted, arguments(asked)), *settings.options, *own]
-        return ["#!/bin/bash", f"# {what}", *(f"#SBATCH {each}" for each in said)]
+        options = [*map(_quoted, arguments(asked)), *settings.options, *own]
+        lines = ["#!/bin/bash", f"# {what}"]
+        return "\n".join([*lines, *(f"#SBATCH {option}" for option in options)])
 
 
 def _queued() -> set[str]:
     """Return the ids of this user's jobs in the queue; for tasks, their array's id."""
-    return set(_called(["squeue", "--noheader", "--me", "--format=%F"]).split())
+    return set(_called("squeue --noheader --me --format=%F").split())
 
 
-def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
+def _called(
+    line: str,
+    folder: pathlib.Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> str:
     """Return the output of a command of SLURM's, or of a script.
+
+    Args:
+      line: the command as a line of a shell.
+      folder: the folder to run it in.
+      variables: variables that the shell expands in the line.
 
     Raises:
       InvalidArgumentError: the command fails.
     """
-    result = subprocess.run(  # noqa: S603 found on the user's path, as by a shell
-        words,
+    inherited = {name: v for name, v in os.environ.items() if not _OWN.match(name)}
+    result = subprocess.run(  # noqa: S603 the commands of --dry-run
+        ["/bin/bash", "-c", line],
         cwd=folder,
-        env={name: v for name, v in os.environ.items() if not _OWN.match(name)},
+        env={**inherited, **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
     if result.returncode:
-        raise errors.InvalidArgumentError(
-            f"{shlex.join(words)} failed: {result.stderr.strip()}"
-        )
+        raise errors.InvalidArgumentError(f"{line} failed: {result.stderr.strip()}")
     return result.stdout.strip()
 
 
-def _blocks(*blocks: Sequence[str]) -> str:
+def _blocks(*blocks: str) -> str:
     """Return a script of blocks of lines, without empty ones, a blank line between."""
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _quoted(text: str, *variables: str) -> str:

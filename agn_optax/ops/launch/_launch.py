@@ -114,7 +114,7 @@ def run(
     supervisor = _Supervisor(output, grace, restart_delay, on_failure, until)
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        with handled(_FORWARDED if is_main else (), supervisor.hear):
+        with handled(_FORWARDED if is_main else (), supervisor.on_signal):
             return supervisor.run(programs)
     finally:
         # Also if something else was raised: the reader of the lines may have been
@@ -138,7 +138,7 @@ class _Course:
     seconds: float = 0.0
     returncode: int = 0
     restarts: int = -1  # 0 after the first start
-    told: bool = False  # whether it was told to end
+    is_ending: bool = False  # whether it was told to end
     again_at: float = math.inf  # time of a second SIGTERM
     stopped: bool = False
 
@@ -152,7 +152,7 @@ class _Course:
 
     def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
         """Prevent further starts, and end the program within the grace if it runs."""
-        self.told = True
+        self.is_ending = True
         if twice:
             self.again_at = time.monotonic() + grace / 2
         if self.process is not None:
@@ -208,14 +208,14 @@ class _Supervisor:
             for c in self._courses
         ]
 
-    def hear(self, signum: int, frame: FrameType | None) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal, which the loop then forwards."""
         self.signals.append(signum)
 
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
         self._courses += [
-            _Course(each, now, now + each.delay, each.followers) for each in programs
+            _Course(program, now, now, program.followers) for program in programs
         ]
 
     def _loop(self) -> None:
@@ -233,10 +233,10 @@ class _Supervisor:
             going_on = [course for course in self._courses if course.going_on]
             if not going_on:
                 return
-            self._stopping |= not any(each.waited_for for each in going_on)
+            self._stopping |= not any(course.waited_for for course in going_on)
             if self._stopping and not any(c.program.waited_for for c in going_on):
                 for course in going_on:
-                    if not course.told:
+                    if not course.is_ending:
                         course.end(signal.SIGTERM, self.grace)
             for key, _ in self._selector.select(_LOOK):
                 self._read(key.data, key.data.process)
@@ -299,7 +299,7 @@ class _Supervisor:
         if has_failed and course.restarts < course.program.restarts:
             course.start_at = now + self.restart_delay
         elif not course.program.waited_for:
-            if any(each.program.waited_for and each.going_on for each in self._courses):
+            if any(c.program.waited_for and c.going_on for c in self._courses):
                 self._say(course, "has ended, so the other programs are ended")
             self._stop(signal.SIGTERM, twice=True)
         elif has_failed and self.on_failure == "stop":

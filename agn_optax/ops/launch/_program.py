@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from agn_optax import errors
@@ -21,13 +20,12 @@ class Program:
       waited_for: whether the other programs go on until this one has ended. False is
         for a server, which runs for as long as it has clients: it is ended after all
         programs that are waited for have ended, and if it ends before, they are ended.
-      delay: seconds before the first start.
       followers: called with each line of this program's output until it returns
         programs, which are then started: programs that need the output of this one.
 
     Raises:
-      InvalidArgumentError: the name or the command is empty, or ``restarts`` or
-        ``delay`` is negative.
+      InvalidArgumentError: the name or the command is empty, or ``restarts`` is
+        negative.
       InvalidTypeError: ``command`` is a str instead of a list.
     """
 
@@ -36,7 +34,6 @@ class Program:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     restarts: int = 0
     waited_for: bool = True
-    delay: float = 0.0
     followers: Callable[[str], Sequence[Program]] | None = None
 
     def __post_init__(self) -> None:
@@ -52,11 +49,6 @@ class Program:
         if self.restarts < 0:
             raise errors.InvalidArgumentError(
                 f"restarts of {self.name!r} must not be negative, got {self.restarts}"
-            )
-        if not 0 <= self.delay < math.inf:
-            raise errors.InvalidArgumentError(
-                f"delay of {self.name!r} must be a number of seconds >= 0, got "
-                f"{self.delay!r}"
             )
 
 
