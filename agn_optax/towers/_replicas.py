@@ -30,7 +30,6 @@ from agn_optax.round import (
     rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
-from agn_optax.towers._transfer import OnTheWay
 
 PyTree = Any
 
@@ -72,7 +71,7 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (CenterShards, OwnCenter, OnHost, OnTheWay, PerTower):
+    for kind in (CenterShards, OwnCenter, OnHost, PerTower):
         field = dataclasses.fields(kind)[0].name  # the field of arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -133,11 +132,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
 
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
-            kept = node.codec_state
-            if isinstance(kept, OnTheWay):
-                rows = PerTower(kept.states, kept.axes)
-                kept = dataclasses.replace(kept, states=rows)
-            return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
+            return AllReduceState(Mean(node.in_flight, of_workers=False))
         stored = node.center
         center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
@@ -418,9 +413,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards, or of a "
-            f"codec's state), and these towers have no {missing[0]!r} among "
-            f"{tuple(sizes)}: give them the axes of the towers that it was made on"
+            f"state has pieces of axes {node.axes} (of a center in shards), and these "
+            f"towers have no {missing[0]!r} among {tuple(sizes)}: give them the axes "
+            "of the towers that it was made on"
         )
     here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
@@ -428,9 +423,8 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
         if there != here:
             raise errors.TreeMismatchError(
                 f"state has pieces of axes {node.axes} and sizes {there} (of a center "
-                f"in shards, or of a codec's state); these towers have {here}. Read "
-                "the center with center_params where the state was made, and start "
-                "anew from it"
+                f"in shards); these towers have {here}. Read the center with "
+                "center_params where the state was made, and start anew from it"
             )
 
 

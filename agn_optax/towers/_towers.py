@@ -233,8 +233,7 @@ class Towers:
         """Return whether the towers of each worker have the same state, bit for bit.
 
         Leaves that differ on purpose are not compared: typed random keys, pieces of a
-        sharded center, gradients in flight (``all_reduce(delay=1)``), and the codec's
-        state for gradients.
+        sharded center, and gradients in flight (``all_reduce(delay=1)``).
 
         Args:
           state: a state that `replicate` or a step returned.
