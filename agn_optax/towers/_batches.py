@@ -57,21 +57,8 @@ def check_divisible(batch: PyTree, towers: int) -> None:
         raise errors.InvalidArgumentError(
             f"batch{keystr(path)} of shape {list(np.shape(leaf))} has {rows} rows, "
             f"which must be divisible by the number of towers, {towers}: pad them "
-            "(shard_padded) or drop the rest (shard(batch, remainder='drop'))"
+            "(shard_padded) or leave out the rest"
         )
-
-
-def cut(batch: PyTree, rows: int) -> PyTree:
-    """Return the first ``rows`` rows of a batch."""
-
-    def first(leaf: Any) -> Any:
-        if not _rows.is_rows(leaf):
-            return leaf[:rows]
-        kept = np.asarray(leaf.indices)[:, 0] < rows
-        data, indices = np.asarray(leaf.data)[kept], np.asarray(leaf.indices)[kept]
-        return type(leaf)((data, indices), shape=(rows, *leaf.shape[1:]))
-
-    return jax.tree.map(first, batch, is_leaf=_rows.is_rows)
 
 
 def fill(batch: PyTree, rows: int) -> PyTree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -306,9 +306,7 @@ class Towers:
     # Data: rows for every tower.
 
     @_mesh.on_own_mesh
-    def shard(
-        self, batch: PyTree, *, remainder: Literal["error", "drop"] = "error"
-    ) -> PyTree:
+    def shard(self, batch: PyTree) -> PyTree:
         """Distribute the rows of a batch equally over the towers.
 
         On a mesh that spans processes, each process gives the rows of its own towers,
@@ -320,15 +318,14 @@ class Towers:
             registered dataclasses, None for absent labels), and of sparse matrices
             (`jax.experimental.sparse.BCOO` with ``n_batch=0``). A step gets the rows of
             its tower, also of sparse matrices.
-          remainder: if the towers do not divide the number of rows, raise (``"error"``)
-            or drop the last rows (``"drop"``). `shard_padded` keeps them.
 
         Returns:
           The batch on the mesh.
 
         Raises:
           InvalidArgumentError: the number of rows is not divisible by the number of
-            towers, or differs between leaves, or there are no rows.
+            towers (`shard_padded` pads them), or differs between leaves, or there are
+            no rows.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -337,19 +334,6 @@ class Towers:
           >>> batch["image"].sharding.shard_shape(batch["image"].shape)
           (2, 28)
         """
-        if remainder not in ("error", "drop"):
-            raise errors.InvalidArgumentError(
-                f"remainder must be 'error' or 'drop', got {check.show(remainder)}; "
-                "shard_padded fills up instead"
-            )
-        if remainder == "drop":
-            rows, towers = _batches.rows_of(batch), self._own_towers
-            if rows < towers:
-                raise errors.InvalidArgumentError(
-                    f"batch has {rows} rows for {towers} towers, and dropping the "
-                    "remainder leaves none"
-                )
-            batch = _batches.cut(batch, rows - rows % towers)
         _batches.check_divisible(batch, self._own_towers)
         return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
 
