@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -550,13 +550,8 @@ class Towers:
         return _programs.apply(self.mesh, one_round, rows, donate=donate)
 
     @_mesh.on_own_mesh
-    def evaluate(
-        self,
-        metric_fn: Callable[..., PyTree],
-        *arguments: PyTree,
-        reduction: str | Mapping[str, str] = "mean",
-    ) -> PyTree:
-        r"""Return the metrics of a data set, in which every row counts equally.
+    def evaluate(self, metric_fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+        r"""Return the mean metrics of a data set, in which every row counts equally.
 
         .. math:: \frac{\sum_j m_j}{\sum_j 1}
 
@@ -573,8 +568,6 @@ class Towers:
             (``iter(list_of_batches)``, because a list itself is one batch). On a mesh
             that spans processes, each process gives its own data, the same number of
             batches in each.
-          reduction: ``"mean"`` or ``"sum"``, or a mapping from names of metrics to
-            these.
 
         Returns:
           The metrics as floats (or arrays if a row has several values), the same in
@@ -593,7 +586,6 @@ class Towers:
           >>> print(towers.evaluate(metrics, 1.5, batches))
           {'above': 0.75}
         """
-        _evaluate.check_reduction(reduction)
         *constant, data = _given(metric_fn, "metric_fn", arguments)
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
@@ -603,7 +595,7 @@ class Towers:
             parts.append(program(placed, padded, mask > 0))
         if not parts:
             raise errors.InvalidArgumentError("there are no batches to evaluate on")
-        return _evaluate.combine(parts, reduction)
+        return _evaluate.combine(parts)
 
     @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
