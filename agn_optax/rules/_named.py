@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import logging
 import math
-import operator
 import pathlib
+import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,17 +32,14 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
 }
-CENTER_OPTIMIZERS = {
-    **OPTIMIZERS,
-    **{
-        make.__name__: make
-        for make in (
-            center_optimizers.delayed_nesterov,
-            center_optimizers.heloco,
-            center_optimizers.momentum_lookahead,
-            center_optimizers.ordered_momentum,
-        )
-    },
+CENTER_OPTIMIZERS = OPTIMIZERS | {
+    make.__name__: make
+    for make in (
+        center_optimizers.delayed_nesterov,
+        center_optimizers.heloco,
+        center_optimizers.momentum_lookahead,
+        center_optimizers.ordered_momentum,
+    )
 }
 # All functions of that module that return a Rule, so that new rules are found by name.
 RULES: dict[str, Callable[..., Rule]] = {
@@ -104,18 +100,12 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
         of range, or unknown to this rule or optimizer.
       InvalidTypeError: ``rule_from`` is not a rule.
     """
-
-    def refuse(why: str, names: Collection[str]) -> None:
-        for name in given:
-            if name in names:
-                raise errors.InvalidArgumentError(f"{spelt(name)} {why}")
-
     if "rule_from" in given:
-        others = set(given) - {"rule_from"}
-        refuse(
-            f"does not go with {spelt('rule_from')}: the object has all settings",
-            others,
-        )
+        if others := [name for name in given if name != "rule_from"]:
+            raise errors.InvalidArgumentError(
+                f"{spelt(others[0])} does not go with {spelt('rule_from')}: the object "
+                "has all settings"
+            )
         return _load(given["rule_from"], spelt("rule_from"))
     if "rule" not in given:
         raise errors.InvalidArgumentError(
@@ -124,21 +114,27 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
             "with --config"
         )
     name = given["rule"]
+    what = f"rule {name}"
     factory = check.choose(name, RULES, spelt("rule"))
-    settings = _settings(given, factory, f"rule {name}", spelt)
+    settings = _settings(given, factory, what, spelt)
+    used = {"rule", "codec", "answers", "combine", *settings}
     center = inspect.signature(factory).parameters.get("center")
-    of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    its_own = {"rule", "codec", "answers", "combine", *settings, *of_center}
-    refuse(f"does not apply to rule {name}", set(given) - its_own)
-    if "center_optimizer" in given:
-        settings["center"] = _optimizer(given, spelt, refuse)
+    if center and "center_optimizer" in given:
+        optimizer = given["center_optimizer"]
+        what += f" with center optimizer {optimizer}"
+        make = check.choose(optimizer, CENTER_OPTIMIZERS, spelt("center_optimizer"))
+        own = _settings(given, make, f"center optimizer {optimizer}", spelt)
+        settings["center"] = make(**own)
+        used |= {"center_optimizer", *own}
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {name} needs {spelt('center_optimizer')}, one of "
             f"{', '.join(CENTER_OPTIMIZERS)}"
         )
-    else:
-        refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
+    if unused := [setting for setting in given if setting not in used]:
+        raise errors.InvalidArgumentError(
+            f"{spelt(unused[0])} does not apply to {what}"
+        )
     made = factory(**settings, codec=named_codec(given, spelt))
     if "combine" in given:
         how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
@@ -184,25 +180,6 @@ def named_codec(
     return made
 
 
-def _optimizer(
-    given: Mapping[str, Any],
-    spelt: Callable[[str], str],
-    refuse: Callable[[str, Collection[str]], None],
-) -> optax.GradientTransformation:
-    name = given["center_optimizer"]
-    factory = check.choose(name, CENTER_OPTIMIZERS, spelt("center_optimizer"))
-    settings = _settings(given, factory, f"center optimizer {name}", spelt)
-    refuse(
-        f"does not apply to center optimizer {name}, which has "
-        f"{', '.join(map(spelt, known(factory)))}",
-        set(_OF_OPTIMIZER) - set(settings),
-    )
-    for each, high in _HIGHEST.items():
-        if each in settings:
-            check.rate(settings[each], spelt(each), low=0.0, high=high)
-    return factory(**settings)
-
-
 def _settings(
     given: Mapping[str, Any],
     factory: Callable[..., Any],
@@ -212,13 +189,17 @@ def _settings(
     """Return the given settings that are arguments of ``factory``.
 
     Raises:
-      InvalidArgumentError: a required setting is missing.
+      InvalidArgumentError: a required setting is missing, or one is out of range.
     """
-    parameters = known(factory)
-    for name, parameter in parameters.items():
-        if name not in given and parameter.default is parameter.empty:
+    settings = {}
+    for name, parameter in known(factory).items():
+        if name in given:
+            settings[name] = given[name]
+        elif parameter.default is parameter.empty:
             raise errors.InvalidArgumentError(f"{what} needs {spelt(name)}")
-    return {name: given[name] for name in parameters if name in given}
+        if name in settings and name in _HIGHEST:
+            check.rate(settings[name], spelt(name), low=0.0, high=_HIGHEST[name])
+    return settings
 
 
 def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -231,19 +212,15 @@ def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _load(name: str, spelt: str) -> Rule:
-    module, _, path = name.partition(":")
-    if not (module and path):
-        raise errors.InvalidArgumentError(
-            f'{spelt} must be "module:object", got {name!r}'
-        )
     here = str(pathlib.Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise errors.InvalidArgumentError(
-            f"{spelt} {name}: {error} (looked for in {here} as well)"
+            f'{spelt} must be "module:object", got {name!r}: {error} (looked for in '
+            f"{here} as well)"
         ) from error
     made = found if isinstance(found, Rule) or not callable(found) else found()
     if not isinstance(made, Rule):
