@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -168,14 +169,9 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
     """
     check.rate(rate, "rate", low=0.0, high=float("inf"))
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        center: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def pulled(
+        updates: PyTree, params: PyTree, *, center: PyTree = None, **extra_args: Any
+    ) -> PyTree:
         del extra_args
         check.params_given(params, "elastic_pull")
         check.extra_argument_given(center, "center=center", "elastic_pull")
@@ -188,9 +184,9 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
             spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
             return (u.astype(wide) + spring).astype(u.dtype)
 
-        return jax.tree.map(pull, updates, params, center), state
+        return jax.tree.map(pull, updates, params, center)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(pulled)
 
 
 def scale_by_staleness(
@@ -235,14 +231,9 @@ def scale_by_staleness(
     check.rate(exponent, "exponent", low=0.0, high=math.inf)
     check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        staleness: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def discounted(
+        updates: PyTree, params: PyTree, *, staleness: Any = None, **extra_args: Any
+    ) -> PyTree:
         del params, extra_args
         check.extra_argument_given(staleness, "staleness=0", "scale_by_staleness")
         if not check.is_traced(staleness) and staleness < 0:
@@ -251,9 +242,27 @@ def scale_by_staleness(
             )
         late = jnp.asarray(staleness)
         if exponent == 1.0 and decay == 1.0:
-            return _divide(updates, late + 1), state
+            return _divide(updates, late + 1)
         late = late.astype(float)
-        return _divide(updates, (late + 1) ** exponent * decay**-late), state
+        return _divide(updates, (late + 1) ** exponent * decay**-late)
+
+    return stateless(discounted)
+
+
+def stateless(update: Callable[..., PyTree]) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation without state, like `optax.stateless`.
+
+    Args:
+      update: ``(updates, params, **extra_args) -> updates``.
+    """
+
+    def update_fn(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        return update(updates, params, **extra_args), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax._internal import check, trees
+from agn_optax.rules._combinators import stateless
 
 PyTree = Any
 
@@ -131,19 +132,14 @@ def scale_by_steps(
     check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
     check.rate(exponent, "exponent", low=-math.inf, high=math.inf)
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        steps: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def scaled(
+        updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
+    ) -> PyTree:
         del params, extra_args
         made = jnp.maximum(_given(steps, "steps", "scale_by_steps"), 1)
-        return trees.scaled(updates, (made / reference) ** exponent), state
+        return trees.scaled(updates, (made / reference) ** exponent)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(scaled)
 
 
 def scale_by_turnaround(
@@ -188,23 +184,21 @@ def scale_by_turnaround(
     """
     fixed = None if workers is None else check.positive_int(workers, "workers")
 
-    def update_fn(
+    def scaled(
         updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
+        params: PyTree,
         *,
         staleness: Any = None,
         workers: Any = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
+    ) -> PyTree:
         del params, extra_args
-        there = _given(
-            workers if fixed is None else fixed, "workers", "scale_by_turnaround"
-        )
+        count = workers if fixed is None else fixed
+        count = _given(count, "workers", "scale_by_turnaround")
         late = _given(staleness, "staleness", "scale_by_turnaround")
-        return trees.scaled(updates, (late + 1) / there), state
+        return trees.scaled(updates, (late + 1) / count)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(scaled)
 
 
 def _given(value: Any, name: str, who: str) -> jax.Array:

@@ -112,10 +112,7 @@ def buffered(
         )
 
     def update_fn(
-        updates: PyTree,
-        state: BufferedState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: BufferedState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, BufferedState]:
         is_full = state.held + 1 == size
         lengths: PyTree = optax.EmptyState()

@@ -82,10 +82,7 @@ def momentum_lookahead(
         return LookaheadState(optax.tree.zeros_like(params), jnp.asarray(reach, float))
 
     def update_fn(
-        updates: PyTree,
-        state: LookaheadState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LookaheadState]:
         del params, extra_args
         new = jax.tree.map(
@@ -200,10 +197,7 @@ def heloco(
         return ((own * g + added * m) / math.sqrt(messages)).astype(message.dtype)
 
     def update_fn(
-        updates: PyTree,
-        state: LookaheadState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LookaheadState]:
         corrected = jax.tree.map(correct, updates, state.momentum)
         return ahead.update(corrected, state, params, **extra_args)
