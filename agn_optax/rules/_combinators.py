@@ -274,8 +274,7 @@ def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
     """
 
     def divide(u: Any) -> jax.Array:
-        u = jnp.asarray(u)
-        wide = trees.wider(u.dtype, jnp.float32)
-        return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
+        wide = trees.widened(u)
+        return (wide / divisor.astype(wide.dtype)).astype(jnp.result_type(u))
 
     return jax.tree.map(divide, updates)

@@ -240,8 +240,8 @@ class _Displacement:
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
             if self.per_step:
-                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 cannot hold 257
-                k = (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
+                # In float32 or wider, because bfloat16 cannot hold 257.
+                k = (trees.widened(k) * steps.astype(trees.wide(k))).astype(k.dtype)
             return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
         return jax.tree.map(subtract, anchor, contribution, params)

@@ -27,9 +27,8 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def total(values: PyTree, real: jax.Array) -> Any:
         def of(v: jax.Array) -> jax.Array:
-            v = jnp.asarray(v)
-            wide = v.astype(trees.wider(v.dtype, jnp.float32))
-            mask = real.reshape(-1, *(1,) * (v.ndim - 1))
+            wide = trees.widened(v)
+            mask = real.reshape(-1, *(1,) * (wide.ndim - 1))
             own = jnp.where(mask, wide, 0).sum(axis=0)
             return collectives.psum(own, mesh.axis_names)
 

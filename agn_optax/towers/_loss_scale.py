@@ -121,8 +121,7 @@ def loss_scaling(
         finite = collectives.psum(jnp.asarray(bad, jnp.int32), axes) == 0
 
         def unscale(g: Any) -> jax.Array:
-            g = jnp.asarray(g)
-            wide = g.astype(trees.wider(g.dtype, jnp.float32))
+            wide = trees.widened(g)
             return wide / state.scale.astype(wide.dtype)
 
         unscaled = jax.tree.map(unscale, updates)

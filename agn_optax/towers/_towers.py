@@ -660,20 +660,9 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
-    """Return a function that keeps the rows that differ along ``axes``.
-
-    It turns the first dimension, of all towers, into a dimension for each of ``axes``.
-    """
-    names = mesh.axis_names
-    kept = tuple(slice(None) if name in axes else 0 for name in names)
-    order = [sorted(axes, key=names.index).index(name) for name in axes]
-
-    def cut(rows: jax.Array) -> jax.Array:
-        apart = rows.reshape(*mesh.devices.shape, *rows.shape[1:])[kept]
-        return apart.transpose(*order, *range(len(axes), apart.ndim))
-
+    """Compile `_replicas.apart` for these axes."""
     return jax.jit(
-        lambda rows: jax.tree.map(cut, rows),
+        lambda rows: _replicas.apart(rows, axes, mesh.shape),
         out_shardings=NamedSharding(mesh, PartitionSpec(*axes)),
     )
 

@@ -104,7 +104,7 @@ def delayed_nesterov(
             return -learning_rate * moved
 
         moved = jax.tree.map(move, taken, updates)
-        left = jax.tree.map(lambda d: jnp.where(is_full, jnp.zeros_like(d), d), summed)
+        left = optax.tree.where(is_full, optax.tree.zeros_like(summed), summed)
         held = jnp.where(is_full, 0, state.held + 1)
         return moved, DelayedNesterovState(taken, left, held)
 

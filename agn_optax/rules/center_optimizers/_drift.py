@@ -106,7 +106,7 @@ def scale_by_drift(
         )
 
         def scale(m: jax.Array, c: jax.Array, kept: jax.Array) -> jax.Array:
-            wide = trees.wider(m.dtype, jnp.float32)
+            wide = trees.wide(m)
             read = jax.lax.dynamic_index_in_dim(
                 kept, (now - late) % history, keepdims=False
             )

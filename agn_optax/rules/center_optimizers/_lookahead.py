@@ -177,8 +177,7 @@ def heloco(
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
-        wide = trees.wider(message.dtype, jnp.float32)
-        g, m = message.astype(wide), trusted.astype(wide)
+        g, m = trees.widened(message), trusted.astype(trees.wide(message))
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
         confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)

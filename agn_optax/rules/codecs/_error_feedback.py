@@ -73,11 +73,10 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
     check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
     def init(params: PyTree) -> ErrorFeedbackState:
-        def zeros(leaf: Any) -> jax.Array:
-            dtype = trees.wider(jnp.result_type(leaf), jnp.float32)
-            return jnp.zeros_like(leaf, dtype=dtype)
-
-        return ErrorFeedbackState(jax.tree.map(zeros, params), codec.init(params))
+        residual = jax.tree.map(
+            lambda leaf: jnp.zeros_like(leaf, dtype=trees.wide(leaf)), params
+        )
+        return ErrorFeedbackState(residual, codec.init(params))
 
     def encode(contribution: PyTree, state: ErrorFeedbackState) -> tuple[PyTree, Any]:
         old = state.residual

@@ -151,9 +151,7 @@ def quantize(
         }
 
     def encode(leaf: Any, key: Any = None) -> PyTree:
-        leaf = jnp.asarray(leaf)
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        first, *rest = whole_blocks(wide, block)
+        first, *rest = whole_blocks(trees.widened(leaf), block)
         sent = encode_blocks(first, key)
         if rest:
             own = None if key is None else jax.random.fold_in(key, 1)
