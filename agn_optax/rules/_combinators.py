@@ -69,7 +69,6 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        del params, extra_args
         check.same_tree(updates, state.sum, "updates", "the accumulated sum")
         total = jax.tree.map(
             lambda s, u: s + jnp.asarray(u, s.dtype), state.sum, updates
@@ -116,7 +115,6 @@ def normalize() -> optax.GradientTransformationExtraArgs:
     """
 
     def init_fn(params: PyTree) -> NormalizeState:
-        del params
         return NormalizeState(updates_seen=jnp.zeros((), jnp.int32))
 
     def update_fn(
@@ -127,7 +125,6 @@ def normalize() -> optax.GradientTransformationExtraArgs:
         steps: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, NormalizeState]:
-        del params, extra_args
         seen = optax.safe_increment(state.updates_seen)
         divisor = jnp.maximum(seen if steps is None else steps, 1)
         return _divide(updates, divisor), NormalizeState(seen)
@@ -172,7 +169,6 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
     def pulled(
         updates: PyTree, params: PyTree, *, center: PyTree = None, **extra_args: Any
     ) -> PyTree:
-        del extra_args
         check.params_given(params, "elastic_pull")
         check.extra_argument_given(center, "center=center", "elastic_pull")
         check.same_tree(updates, params, "updates", "params")
@@ -234,7 +230,6 @@ def scale_by_staleness(
     def discounted(
         updates: PyTree, params: PyTree, *, staleness: Any = None, **extra_args: Any
     ) -> PyTree:
-        del params, extra_args
         check.extra_argument_given(staleness, "staleness=0", "scale_by_staleness")
         if not check.is_traced(staleness) and staleness < 0:
             raise errors.InvalidArgumentError(

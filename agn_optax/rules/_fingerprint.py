@@ -64,31 +64,25 @@ def difference(theirs: Fingerprint, rule: Rule) -> str | None:
     found = {
         part: _part_difference(part, theirs[part], value)
         for part, value in mine.items()
-        if part in theirs and not _is_same(part, theirs[part], value)
+        if part in theirs
     }
-    if "name" in found:  # other differences follow from this one
+    if found.get("name"):  # other differences follow from this one
         return found["name"]
-    if "codec" in found:
-        found.pop("encoding", None)
-        found.pop("answers", None)
-    return "; ".join(found.values()) or None
+    if found.get("codec"):
+        found |= {"encoding": None, "answers": None}
+    return "; ".join(filter(None, found.values())) or None
 
 
-def _is_same(part: str, other: Any, mine: Any) -> bool:
-    if part in SETTINGS or len(mine) != len(other):
-        return bool(mine == other)
-    return not _differing(other, mine).any()
-
-
-def _differing(other: Any, mine: Any) -> np.ndarray:
-    return ~np.isclose(mine, other, rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _part_difference(part: str, other: Any, mine: Any) -> str:
+def _part_difference(part: str, other: Any, mine: Any) -> str | None:
+    """Return a text with both values, or with the first numbers that differ."""
     if part in SETTINGS:
+        if mine == other:
+            return None
         return f"its {part} is {other!r}, and here it is {mine!r}"
     if len(other) == len(mine):
-        differing = _differing(other, mine)
+        differing = ~np.isclose(mine, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+        if not differing.any():
+            return None
         other, mine = np.asarray(other)[differing], np.asarray(mine)[differing]
     what = "center optimizer" if part == "center" else part
     return (

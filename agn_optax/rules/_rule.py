@@ -222,7 +222,6 @@ class _Displacement:
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record
 
         def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
             return trees.rounded(a, x.dtype) - x.astype(a.dtype)
@@ -253,14 +252,12 @@ class _Parameters:
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record, anchor, steps
         return params
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """Return the contribution."""
-        del params, anchor, steps
         return contribution
 
 

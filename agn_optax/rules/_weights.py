@@ -66,7 +66,6 @@ def scale_by_weight(
         check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
 
     def init_fn(params: PyTree) -> Any:
-        del params
         if reference is not None:
             return optax.EmptyState()
         return WeightState(jnp.zeros((), float), jnp.zeros((), jnp.int32))
@@ -80,7 +79,6 @@ def scale_by_weight(
         steps: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        del params, extra_args
         weight = _given(weight, "weight", "scale_by_weight")
         if measure is not None:
             weight = measure(weight, _given(steps, "steps", "scale_by_weight"))
@@ -135,7 +133,6 @@ def scale_by_steps(
     def scaled(
         updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
     ) -> PyTree:
-        del params, extra_args
         made = jnp.maximum(_given(steps, "steps", "scale_by_steps"), 1)
         return trees.scaled(updates, (made / reference) ** exponent)
 
@@ -192,7 +189,6 @@ def scale_by_turnaround(
         workers: Any = None,
         **extra_args: Any,
     ) -> PyTree:
-        del params, extra_args
         count = workers if fixed is None else fixed
         count = _given(count, "workers", "scale_by_turnaround")
         late = _given(staleness, "staleness", "scale_by_turnaround")

@@ -131,7 +131,6 @@ def all_reduce(
     def update_fn(
         updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AllReduceState]:
-        del params, extra_args
         check.axis_bound(axis_name)
         _check_gradients(updates, axes)
         if delay:

@@ -90,7 +90,6 @@ def delayed_nesterov(
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, DelayedNesterovState]:
-        del params, extra_args
         is_full = state.held + 1 == delay
         summed = jax.tree.map(jnp.add, state.buffer, updates)
         taken = jax.tree.map(

@@ -92,7 +92,6 @@ def scale_by_drift(
         staleness: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, DriftState]:
-        del extra_args
         check.params_given(params, "scale_by_drift")
         check.extra_argument_given(staleness, "staleness=0", "scale_by_drift")
         now = state.applied

@@ -84,7 +84,6 @@ def momentum_lookahead(
     def update_fn(
         updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LookaheadState]:
-        del params, extra_args
         new = jax.tree.map(
             lambda m, g: (momentum * m + (1 - momentum) * g).astype(m.dtype),
             *(state.momentum, updates),
