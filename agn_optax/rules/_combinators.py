@@ -126,8 +126,7 @@ def normalize() -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[PyTree, NormalizeState]:
         seen = optax.safe_increment(state.updates_seen)
-        divisor = jnp.maximum(seen if steps is None else steps, 1)
-        return _divide(updates, divisor), NormalizeState(seen)
+        return per_step(updates, seen if steps is None else steps), NormalizeState(seen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -260,6 +259,11 @@ def stateless(update: Callable[..., PyTree]) -> optax.GradientTransformationExtr
         return update(updates, params, **extra_args), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def per_step(tree: PyTree, steps: Any) -> PyTree:
+    """Return a sum over several steps, divided by their number."""
+    return _divide(tree, jnp.maximum(steps, 1))
 
 
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:

@@ -19,7 +19,7 @@ from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
-    normalize,
+    per_step,
     scale_by_staleness,
 )
 from agn_optax.rules.codecs import Codec, check_codec, identity
@@ -227,7 +227,7 @@ class _Displacement:
             return trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
         whole = jax.tree.map(subtract, anchor, params)
-        return _per_step(whole, steps) if self.per_step else whole
+        return per_step(whole, steps) if self.per_step else whole
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
@@ -259,11 +259,6 @@ class _Parameters:
     ) -> PyTree:
         """Return the contribution."""
         return contribution
-
-
-def _per_step(tree: PyTree, steps: jax.Array) -> PyTree:
-    transformation = normalize()
-    return transformation.update(tree, transformation.init(tree), steps=steps)[0]
 
 
 def agn(
@@ -308,7 +303,7 @@ def agn(
         name="agn",
         center=center,
         record=accumulate(dtype=record_dtype),
-        contribution=lambda record, params, anchor, steps: _per_step(record.sum, steps),
+        contribution=lambda record, params, anchor, steps: per_step(record.sum, steps),
         needs_params=False,
         needs_anchor=False,
         codec=codec or identity(),

@@ -139,24 +139,17 @@ def all_reduce(
             return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
 
-        def reduce(x: jax.Array) -> jax.Array:
-            return _reduced(x, axes, algorithm, scale, dtype)
+        def reduce(x: Any) -> Any:
+            if _rows.is_rows(x):
+                return _rows.all_gather(x, axes, scale, dtype)
+            return _reduced(jnp.asarray(x), axes, algorithm, scale, dtype)
 
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
-        dense: dict[int, jax.Array] = {}
-        for i, leaf in enumerate(leaves):
-            if _rows.is_rows(leaf):
-                leaves[i] = _rows.all_gather(leaf, axes, scale, dtype)
-            else:
-                dense[i] = jnp.asarray(leaf)
         if bucket_bytes is None:
-            reduced = {i: reduce(leaf) for i, leaf in dense.items()}
-        else:
-            most_leaves = bucket_leaves or len(leaves)
-            reduced = _in_buckets(reduce, dense, bucket_bytes, most_leaves)
-        for i, leaf in reduced.items():
-            leaves[i] = leaf
-        return jax.tree.unflatten(structure, leaves), state
+            return jax.tree.map(reduce, updates, is_leaf=_rows.is_rows), state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
+        most_leaves = bucket_leaves or len(leaves)
+        reduced = _in_buckets(reduce, leaves, bucket_bytes, most_leaves)
+        return jax.tree.unflatten(structure, reduced), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -228,13 +221,10 @@ def densify() -> optax.GradientTransformationExtraArgs:
 
 
 def _in_buckets(
-    reduce: Callable[[jax.Array], jax.Array],
-    leaves: dict[int, jax.Array],
-    most_bytes: int,
-    most_leaves: int,
-) -> dict[int, jax.Array]:
-    """Return the reduced leaves; ``reduce`` gets buckets of at most ``most_bytes``."""
-    reduced: dict[int, jax.Array] = {}
+    reduce: Callable[[Any], Any], leaves: list[Any], most_bytes: int, most_leaves: int
+) -> list[Any]:
+    """Return the reduced leaves; dense ones are reduced in buckets."""
+    leaves = [reduce(x) if _rows.is_rows(x) else jnp.asarray(x) for x in leaves]
     reduce_next = _after_one_another(reduce)
     for group in _groups(leaves, most_bytes, most_leaves):
         flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
@@ -247,17 +237,18 @@ def _in_buckets(
             )
         ends = np.cumsum([leaves[i].size for i in group])
         for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
-            reduced[i] = line.reshape(leaves[i].shape)
-    return reduced
+            leaves[i] = line.reshape(leaves[i].shape)
+    return leaves
 
 
 def _groups(
-    leaves: dict[int, jax.Array], most_bytes: int, most_leaves: int
+    leaves: list[Any], most_bytes: int, most_leaves: int
 ) -> Iterator[list[int]]:
-    """Yield groups of leaves of one dtype that fit into a bucket, by their keys."""
+    """Yield groups of dense leaves of one dtype that fit into a bucket, as indices."""
     by_dtype: dict[Any, list[int]] = {}
-    for i, leaf in leaves.items():
-        by_dtype.setdefault(leaf.dtype, []).append(i)
+    for i, leaf in enumerate(leaves):
+        if not _rows.is_rows(leaf):
+            by_dtype.setdefault(leaf.dtype, []).append(i)
     for same in by_dtype.values():
         group: list[int] = []
         for i in same:
