@@ -154,8 +154,10 @@ def _center(rule: Rule) -> PyTree:
     center, made = _probe(2.0), []
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        said = {"staleness": staleness, "since": 1, "workers": 3}
-        extra_args = told(said | {"steps": 2 + staleness, "weight": 0.5 + staleness})
+        metadata = {"staleness": staleness, "since": 1, "workers": 3}
+        extra_args = told(
+            metadata | {"steps": 2 + staleness, "weight": 0.5 + staleness}
+        )
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)

@@ -82,7 +82,7 @@ _HIGHEST = {
 _OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
-def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
+def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
     """Return the rule that the settings describe.
 
     Args:
@@ -92,7 +92,7 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
         optimizer, with the settings of that optimizer. Or only ``rule_from``,
         "module:object": a rule, or a function without arguments that returns one;
         modules in the current directory are found.
-      spelt: function from the name of a setting to the name that the user knows, for
+      label: function from the name of a setting to the name that the user knows, for
         errors.
 
     Raises:
@@ -103,49 +103,49 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     if "rule_from" in given:
         if others := [name for name in given if name != "rule_from"]:
             raise errors.InvalidArgumentError(
-                f"{spelt(others[0])} does not go with {spelt('rule_from')}: the object "
+                f"{label(others[0])} does not go with {label('rule_from')}: the object "
                 "has all settings"
             )
-        return _load(given["rule_from"], spelt("rule_from"))
+        return _load(given["rule_from"], label("rule_from"))
     if "rule" not in given:
         raise errors.InvalidArgumentError(
-            f"no rule: give {spelt('rule')} NAME ({', '.join(RULES)}), or "
-            f"{spelt('rule_from')} MODULE:OBJECT, on the command line or in a file "
+            f"no rule: give {label('rule')} NAME ({', '.join(RULES)}), or "
+            f"{label('rule_from')} MODULE:OBJECT, on the command line or in a file "
             "with --config"
         )
     name = given["rule"]
     what = f"rule {name}"
-    factory = check.choose(name, RULES, spelt("rule"))
-    settings = _settings(given, factory, what, spelt)
+    factory = check.choose(name, RULES, label("rule"))
+    settings = _settings(given, factory, what, label)
     used = {"rule", "codec", "answers", "combine", *settings}
     center = inspect.signature(factory).parameters.get("center")
     if center and "center_optimizer" in given:
         optimizer = given["center_optimizer"]
         what += f" with center optimizer {optimizer}"
-        make = check.choose(optimizer, CENTER_OPTIMIZERS, spelt("center_optimizer"))
-        own = _settings(given, make, f"center optimizer {optimizer}", spelt)
+        make = check.choose(optimizer, CENTER_OPTIMIZERS, label("center_optimizer"))
+        own = _settings(given, make, f"center optimizer {optimizer}", label)
         settings["center"] = make(**own)
         used |= {"center_optimizer", *own}
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
-            f"rule {name} needs {spelt('center_optimizer')}, one of "
+            f"rule {name} needs {label('center_optimizer')}, one of "
             f"{', '.join(CENTER_OPTIMIZERS)}"
         )
     if unused := [setting for setting in given if setting not in used]:
         raise errors.InvalidArgumentError(
-            f"{spelt(unused[0])} does not apply to {what}"
+            f"{label(unused[0])} does not apply to {what}"
         )
-    made = factory(**settings, codec=named_codec(given, spelt))
+    made = factory(**settings, codec=named_codec(given, label))
     if "combine" in given:
-        how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
+        how = check.choose(given["combine"], COMBINATIONS, label("combine"))
         made = dataclasses.replace(made, combine=how)
     if given.get("codec") in _WITHOUT_MOMENTUM and _has_momentum(made.center):
         _log.warning(
             "%s %s leaves most of a contribution to later messages, and momentum at "
             "the center amplifies late parts, so rule %s learns far less. Use no "
             "momentum with it, as in rule diloco with %s sgd, %s 0.8",
-            *(spelt("codec"), given["codec"], name),
-            *(spelt("center_optimizer"), spelt("learning_rate")),
+            *(label("codec"), given["codec"], name),
+            *(label("center_optimizer"), label("learning_rate")),
         )
     return made
 
@@ -158,14 +158,14 @@ def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
 
 
 def named_codec(
-    given: Mapping[str, Any], spelt: Callable[[str], str] = str
+    given: Mapping[str, Any], label: Callable[[str], str] = str
 ) -> codecs.Codec:
     """Return the codec that the settings describe.
 
     Args:
       given: the settings by name: ``codec`` for the uplink and ``answers`` for the
         downlink; both are optional.
-      spelt: function from the name of a setting to the name that the user knows, for
+      label: function from the name of a setting to the name that the user knows, for
         errors.
 
     Raises:
@@ -173,9 +173,9 @@ def named_codec(
     """
     made = codecs.identity()
     if "codec" in given:
-        made = check.choose(given["codec"], CODECS, spelt("codec"))
+        made = check.choose(given["codec"], CODECS, label("codec"))
     if "answers" in given:
-        answers = check.choose(given["answers"], ANSWERS, spelt("answers"))
+        answers = check.choose(given["answers"], ANSWERS, label("answers"))
         made = codecs.two_way(made, answers)
     return made
 
@@ -184,7 +184,7 @@ def _settings(
     given: Mapping[str, Any],
     factory: Callable[..., Any],
     what: str,
-    spelt: Callable[[str], str],
+    label: Callable[[str], str],
 ) -> dict[str, Any]:
     """Return the given settings that are arguments of ``factory``.
 
@@ -196,9 +196,9 @@ def _settings(
         if name in given:
             settings[name] = given[name]
         elif parameter.default is parameter.empty:
-            raise errors.InvalidArgumentError(f"{what} needs {spelt(name)}")
+            raise errors.InvalidArgumentError(f"{what} needs {label(name)}")
         if name in settings and name in _HIGHEST:
-            check.rate(settings[name], spelt(name), low=0.0, high=_HIGHEST[name])
+            check.rate(settings[name], label(name), low=0.0, high=_HIGHEST[name])
     return settings
 
 
@@ -211,7 +211,7 @@ def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def _load(name: str, spelt: str) -> Rule:
+def _load(name: str, label: str) -> Rule:
     here = str(pathlib.Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -219,13 +219,13 @@ def _load(name: str, spelt: str) -> Rule:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise errors.InvalidArgumentError(
-            f'{spelt} must be "module:object", got {name!r}: {error} (looked for in '
+            f'{label} must be "module:object", got {name!r}: {error} (looked for in '
             f"{here} as well)"
         ) from error
     made = found if isinstance(found, Rule) or not callable(found) else found()
     if not isinstance(made, Rule):
         raise errors.InvalidTypeError(
-            f"{spelt} {name} must be an agn_optax.rules.Rule, or a function "
+            f"{label} {name} must be an agn_optax.rules.Rule, or a function "
             f"without arguments that returns one, got {check.show(made)}"
         )
     return made

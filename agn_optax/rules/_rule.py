@@ -168,7 +168,7 @@ def check_rule(value: Any) -> None:
 
 
 # The extra arguments of a center optimizer: default value and dtype of each.
-_TOLD = {
+_EXTRA_ARGUMENTS = {
     "staleness": (0, jnp.int32),
     "steps": (1, jnp.int32),
     "weight": (1.0, float),
@@ -177,18 +177,18 @@ _TOLD = {
 }
 
 
-def told(said: Mapping[str, Any]) -> dict[str, Any]:
+def told(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra arguments of a center optimizer for one message.
 
     Args:
-      said: metadata of the message. Missing entries get their defaults; unknown ones
-        are kept.
+      metadata: metadata of the message. Missing entries get their defaults; unknown
+        ones are kept.
     """
     own = {
-        name: jnp.asarray(said.get(name, unsaid), dtype)
-        for name, (unsaid, dtype) in _TOLD.items()
+        name: jnp.asarray(metadata.get(name, default), dtype)
+        for name, (default, dtype) in _EXTRA_ARGUMENTS.items()
     }
-    return {**said, **own}
+    return {**metadata, **own}
 
 
 def discounted(rule: Rule, message: PyTree, **extra_args: Any) -> PyTree:

@@ -197,6 +197,6 @@ def scale_by_turnaround(
     return stateless(scaled)
 
 
-def _given(value: Any, name: str, who: str) -> jax.Array:
-    check.extra_argument_given(value, f"{name}=1", who)
+def _given(value: Any, name: str, caller: str) -> jax.Array:
+    check.extra_argument_given(value, f"{name}=1", caller)
     return jnp.asarray(value, float)

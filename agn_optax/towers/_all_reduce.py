@@ -183,9 +183,8 @@ def _reduced(
 def _summed(x: jax.Array, axes: collectives.Axes, algorithm: Algorithm) -> jax.Array:
     if algorithm == "all_reduce":
         return collectives.psum(x, axes)
-    slow, fast = (), axes
-    if algorithm == "hierarchical":
-        slow, fast = axes[:-1], axes[-1:]
+    first = len(axes) - 1 if algorithm == "hierarchical" else 0
+    slow, fast = axes[:first], axes[first:]
     pieces = collectives.cut(x, collectives.size(fast))
     piece = collectives.psum(collectives.scatter(pieces.reshape(-1), fast), slow)
     whole = collectives.gather(piece, fast, same=True)

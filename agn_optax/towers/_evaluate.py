@@ -46,7 +46,7 @@ def outputs(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
 def _by_rows(
     mesh: Mesh,
     function: Callable[..., PyTree],
-    who: str,
+    what: str,
     act: Callable[[PyTree, jax.Array], Any],
     out_specs: PartitionSpec,
 ) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def _by_rows(
 
     def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
         values = function(*arguments, _rows.own_all(batch))
-        _check_rows(values, real.shape[0], who)
+        _check_rows(values, real.shape[0], what)
         return act(values, real)
 
     split = _programs.rows(mesh)
@@ -65,12 +65,12 @@ def _by_rows(
     return jax.jit(_programs.per_tower(mesh, of_one_tower, in_specs, out_specs))
 
 
-def _check_rows(values: PyTree, rows: int, who: str) -> None:
+def _check_rows(values: PyTree, rows: int, what: str) -> None:
     for path, leaf in tree_flatten_with_path(values)[0]:
         shape = jnp.shape(leaf)
         if not shape or shape[0] != rows:
             raise errors.InvalidArgumentError(
-                f"{who} gave {keystr(path) or 'an array'} of shape {list(shape)}; one "
+                f"{what} gave {keystr(path) or 'an array'} of shape {list(shape)}; one "
                 f"value for each of the {rows} rows is expected, not reduced over them"
             )
 

@@ -144,8 +144,8 @@ def checked(
     if not silent:
         return train_step(*arguments)
     traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-    heard = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
-    silent = [name for name in silent if name not in heard]
+    reduced = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
+    silent = [name for name in silent if name not in reduced]
     if silent:
         raise errors.InvalidArgumentError(
             "train_step never communicates over "

@@ -63,7 +63,7 @@ class PerTower:
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
 
-def tell_flax() -> None:
+def register_with_flax() -> None:
     """Register the state classes of towers with flax.serialization, if it is imported.
 
     Flax looks up classes in its own registry and not in JAX's.

@@ -149,7 +149,7 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
-        _replicas.tell_flax()
+        _replicas.register_with_flax()
         state = self._created(make)(*self._place(arguments))
         if make is not _replicas.own:  # whose centers are equal on all towers
             _replicas.check_centers(state)
@@ -210,7 +210,7 @@ class Towers:
           (3,)
         """
         _replicas.check_stacked(state, self.size)
-        _replicas.tell_flax()
+        _replicas.register_with_flax()
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):

@@ -85,7 +85,8 @@ def _pair(first: Codec, second: Codec) -> Codec:
 
     def decode(encoded: PyTree, like: PyTree) -> PyTree:
         sent, floating = abstract(like)
-        wanted, treedef = jax.tree.flatten(sent)
+        wanted = jax.tree.leaves(sent)
+        treedef: Any = jax.tree.structure(sent)
         pairs = list(zip(treedef.flatten_up_to(encoded), wanted, strict=True))
         parts = [part for part, leaf in pairs if _is_floating(leaf)]
         values = iter(second.decode(parts, floating))

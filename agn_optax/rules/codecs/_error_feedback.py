@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -98,15 +99,13 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         )
         return state._replace(residual=residual)
 
-    return Codec(
-        init,
-        encode,
-        codec.decode,
-        name=f"error_feedback({codec}{'' if decay == 1.0 else f', decay={decay:g}'})",
-        answers=codec.answers,
+    own_decay = "" if decay == 1.0 else f", decay={decay:g}"
+    return dataclasses.replace(
+        codec,
+        init=init,
+        encode=encode,
+        name=f"error_feedback({codec}{own_decay})",
         returned=returned,
-        of_differences=codec.of_differences,
-        is_exact=codec.is_exact,
     )
 
 

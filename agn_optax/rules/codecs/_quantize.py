@@ -167,11 +167,10 @@ def quantize(
         return numbers * sent["scales"][:, None]
 
     def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        length = block_length(size, block)
+        length = block_length(like.size, block)
         numbers = decode_blocks(sent, length).reshape(-1)
         if "rest" in sent:
-            rest = decode_blocks(sent["rest"], size % length)
+            rest = decode_blocks(sent["rest"], like.size % length)
             numbers = jnp.concatenate([numbers, rest.reshape(-1)])
         return numbers.reshape(like.shape).astype(like.dtype)
 
