@@ -18,19 +18,14 @@ from optimizer_overhead import RULES
 from traffic import traffic
 
 import agn_optax
-from agn_optax import codecs, rules
+from agn_optax import rules
 
 PyTree = Any
 TOWERS = 4  # CPU devices where there are no others
 PERIOD = 10  # steps between exchanges
-BFLOAT16 = codecs.cast("bfloat16")
 GRADIENTS: dict[str, Row] = {
     "all-reduce": {},
     "buckets of 4 MiB": {"bucket_bytes": 2**22},
-    "bfloat16, summed in float32": {"codec": BFLOAT16, "sum_dtype": "float32"},
-    "8 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(8))},
-    "4 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(4))},
-    "1 bit, error feedback": {"codec": codecs.error_feedback(codecs.sign())},
 }
 
 

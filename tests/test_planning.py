@@ -465,19 +465,6 @@ def test_plan_of_all_reduce_matches_hand_calculation():
     assert half.worker.codec_state == 0
 
 
-def test_planned_all_reduce_with_a_codec_counts_its_bytes_and_state():
-    size = 4 * 2 * 4096
-    four = dataclasses.replace(LINK, workers=4)
-    codec = codecs.error_feedback(codecs.quantize(4))
-    params = [jax.ShapeDtypeStruct((size,), "float32")]
-    cost = planning.all_reduce(params, four, inner=ADAM, codec=codec)
-    assert cost.message == 2 * 3 / 4 * (size / 2 + 4 * size / 4096)
-    assert cost.worker.codec_state == 4 * size + size
-    whole = planning.all_reduce(params, four, inner=ADAM)
-    low_rank = codecs.low_rank(2)
-    assert planning.all_reduce(params, four, inner=ADAM, codec=low_rank) == whole
-
-
 def test_built_in_rules_are_all_rules_of_the_library():
     made = planning.built_in_rules(ADAM, 8)
     assert {rule.name for rule in made} == set(rules.__all__) - {"Rule"}

@@ -192,19 +192,11 @@ COMBINATIONS = (
         "Give a codec that has no answers",
     ),
     Combination(
-        "a codec for matrices",
+        "a codec that is not a cast",
         "`all_reduce`",
-        "gradients are reduced by pieces, which are vectors, and the codec compresses "
-        "only matrices",
-        "Take a codec that works by blocks, such as `codecs.quantize(8)`",
-    ),
-    Combination(
-        "row-sparse gradients",
-        "`all_reduce` with a codec",
-        "the codec encodes whole gradients, and rows are sent as they are, or by "
-        "`codecs.cast`",
-        "Put `densify()` first, or give such gradients an `all_reduce` of their own",
-        errors.TreeMismatchError,
+        "collectives add up gradients, and a sum of codes means nothing",
+        "Take `codecs.cast`, or make the towers workers that exchange at every step by "
+        "a rule with that codec, such as `rules.agn(codec=...)` with a period of 1",
     ),
     Combination(
         "row-sparse gradients",

@@ -20,7 +20,6 @@ The public names are in `agn_optax`. The names here are for the layers above.
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
-from agn_optax.round import _messages as messages
 from agn_optax.round import _parts as parts
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import center_params as center_params
@@ -88,4 +87,4 @@ from agn_optax.round.placements import Placement as Placement
 from agn_optax.round.placements import piece_length as piece_length
 from agn_optax.round.placements import rewrapped as rewrapped
 
-__all__ = ["collectives", "elementwise", "messages", "parts"]
+__all__ = ["collectives", "elementwise", "parts"]

@@ -53,9 +53,6 @@ from agn_optax.rules._weights import WeightState as WeightState
 from agn_optax.rules._weights import scale_by_steps as scale_by_steps
 from agn_optax.rules._weights import scale_by_turnaround as scale_by_turnaround
 from agn_optax.rules._weights import scale_by_weight as scale_by_weight
-from agn_optax.rules.center_optimizers import (
-    DelayedNesterovState as DelayedNesterovState,
-)
 from agn_optax.rules.center_optimizers import delayed_nesterov as delayed_nesterov
 
 __all__ = [

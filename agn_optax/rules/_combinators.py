@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,6 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
-        del params, extra_args
         check.same_tree(updates, state.sum, "updates", "the accumulated sum")
         total = jax.tree.map(
             lambda s, u: s + jnp.asarray(u, s.dtype), state.sum, updates
@@ -115,7 +115,6 @@ def normalize() -> optax.GradientTransformationExtraArgs:
     """
 
     def init_fn(params: PyTree) -> NormalizeState:
-        del params
         return NormalizeState(updates_seen=jnp.zeros((), jnp.int32))
 
     def update_fn(
@@ -126,10 +125,8 @@ def normalize() -> optax.GradientTransformationExtraArgs:
         steps: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, NormalizeState]:
-        del params, extra_args
         seen = optax.safe_increment(state.updates_seen)
-        divisor = jnp.maximum(seen if steps is None else steps, 1)
-        return _divide(updates, divisor), NormalizeState(seen)
+        return per_step(updates, seen if steps is None else steps), NormalizeState(seen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -168,15 +165,9 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
     """
     check.rate(rate, "rate", low=0.0, high=float("inf"))
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        center: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del extra_args
+    def pulled(
+        updates: PyTree, params: PyTree, *, center: PyTree = None, **extra_args: Any
+    ) -> PyTree:
         check.params_given(params, "elastic_pull")
         check.extra_argument_given(center, "center=center", "elastic_pull")
         check.same_tree(updates, params, "updates", "params")
@@ -188,9 +179,9 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
             spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
             return (u.astype(wide) + spring).astype(u.dtype)
 
-        return jax.tree.map(pull, updates, params, center), state
+        return jax.tree.map(pull, updates, params, center)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(pulled)
 
 
 def scale_by_staleness(
@@ -235,15 +226,9 @@ def scale_by_staleness(
     check.rate(exponent, "exponent", low=0.0, high=math.inf)
     check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        staleness: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra_args
+    def discounted(
+        updates: PyTree, params: PyTree, *, staleness: Any = None, **extra_args: Any
+    ) -> PyTree:
         check.extra_argument_given(staleness, "staleness=0", "scale_by_staleness")
         if not check.is_traced(staleness) and staleness < 0:
             raise errors.InvalidArgumentError(
@@ -251,11 +236,34 @@ def scale_by_staleness(
             )
         late = jnp.asarray(staleness)
         if exponent == 1.0 and decay == 1.0:
-            return _divide(updates, late + 1), state
+            return _divide(updates, late + 1)
         late = late.astype(float)
-        return _divide(updates, (late + 1) ** exponent * decay**-late), state
+        return _divide(updates, (late + 1) ** exponent * decay**-late)
+
+    return stateless(discounted)
+
+
+def stateless(update: Callable[..., PyTree]) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation without state, like `optax.stateless`.
+
+    Args:
+      update: ``(updates, params, **extra_args) -> updates``.
+    """
+
+    def update_fn(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        return update(updates, params, **extra_args), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def per_step(tree: PyTree, steps: Any) -> PyTree:
+    """Return a sum over several steps, divided by their number."""
+    return _divide(tree, jnp.maximum(steps, 1))
 
 
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
@@ -265,8 +273,7 @@ def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
     """
 
     def divide(u: Any) -> jax.Array:
-        u = jnp.asarray(u)
-        wide = trees.wider(u.dtype, jnp.float32)
-        return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
+        wide = trees.widened(u)
+        return (wide / divisor.astype(wide.dtype)).astype(jnp.result_type(u))
 
     return jax.tree.map(divide, updates)

@@ -45,7 +45,7 @@ def fingerprint(rule: Rule) -> Fingerprint:
     return prints
 
 
-def _numbers(part: Callable[[Any], PyTree], rule: Rule | None) -> list[float]:
+def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
     values = jax.jit(functools.partial(part, rule))()
     return [float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)]
 
@@ -53,8 +53,8 @@ def _numbers(part: Callable[[Any], PyTree], rule: Rule | None) -> list[float]:
 def difference(theirs: Fingerprint, rule: Rule) -> str | None:
     """Return a text that names the differences of two rules; None if there are none.
 
-    The text names all parts that differ, with both values, or the first numbers of
-    both.
+    The text names all parts that differ, with both values, or the first numbers that
+    differ.
 
     Args:
       theirs: the fingerprint of the other rule.
@@ -64,72 +64,30 @@ def difference(theirs: Fingerprint, rule: Rule) -> str | None:
     found = {
         part: _part_difference(part, theirs[part], value)
         for part, value in mine.items()
-        if part in theirs and not _is_same(part, theirs[part], value)
+        if part in theirs
     }
-    if "name" in found:  # other differences follow from this one
+    if found.get("name"):  # other differences follow from this one
         return found["name"]
-    if "codec" in found:
-        found.pop("encoding", None)
-        found.pop("answers", None)
-    return "; ".join(found.values()) or None
+    if found.get("codec"):
+        found |= {"encoding": None, "answers": None}
+    return "; ".join(filter(None, found.values())) or None
 
 
-def _is_same(part: str, other: Any, mine: Any) -> bool:
+def _part_difference(part: str, other: Any, mine: Any) -> str | None:
+    """Return a text with both values, or with the first numbers that differ."""
     if part in SETTINGS:
-        return bool(mine == other)
-    return len(mine) == len(other) and np.allclose(
-        mine, other, rtol=1e-4, atol=1e-6, equal_nan=True
-    )
-
-
-def _part_difference(part: str, other: Any, mine: Any) -> str:
-    if part in SETTINGS:
+        if mine == other:
+            return None
         return f"its {part} is {other!r}, and here it is {mine!r}"
-    if part == "center" and len(other) == len(mine):
-        start = _numbers(lambda rule: _probe(_CENTER), None)
-        theirs, own = (
-            np.diff(np.reshape([*start, *each], (-1, len(start))), axis=0)
-            for each in (other, mine)
-        )
-        return (
-            f"its center optimizer makes steps of {_show(theirs[0])} on the probe, and "
-            f"here they are {_show(own[0])}{_guess(theirs, own)}"
-        )
-    what = {"center": "center optimizer"}.get(part, part)
-    factor = _factor(np.asarray(other), np.asarray(mine))
-    guess = "" if factor is None else f", {factor:.4g} times as much"
+    if len(other) == len(mine):
+        differing = ~np.isclose(mine, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+        if not differing.any():
+            return None
+        other, mine = np.asarray(other)[differing], np.asarray(mine)[differing]
+    what = "center optimizer" if part == "center" else part
     return (
-        f"its {what} makes {_show(other)} of the probe{guess}, and here it makes "
-        f"{_show(mine)}"
+        f"its {what} makes {_show(other)} of the probe, and here it makes {_show(mine)}"
     )
-
-
-def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
-    """Return a likely cause for the difference of two sequences of steps, or "".
-
-    Args:
-      theirs: the steps of the other rule on the probe, a row for each.
-      own: the steps of this rule.
-    """
-    if (factor := _factor(theirs, own)) is not None:
-        return (
-            f": each is {factor:.4g} times as large as here, so the rates may differ "
-            "by that factor"
-        )
-    if np.allclose(theirs[0], own[0], rtol=1e-3, atol=1e-6):
-        return ". Later steps differ: it may be the momentum, a decay or a schedule"
-    return ""
-
-
-def _factor(theirs: np.ndarray, own: np.ndarray) -> float | None:
-    """Return the factor between two arrays; None if no one factor fits or it is 1."""
-    size = float(np.sum(own * own)) if theirs.shape == own.shape else 0.0
-    if not (size > 0 and np.isfinite(size)):
-        return None
-    factor = float(np.sum(theirs * own)) / size
-    # Tolerant, because steps are differences of float32 numbers near 1.
-    is_one = np.allclose(theirs, factor * own, rtol=1e-2, atol=1e-6)
-    return factor if is_one and abs(factor - 1) > 1e-3 else None
 
 
 def _show(numbers: Any) -> str:
@@ -137,9 +95,6 @@ def _show(numbers: Any) -> str:
         return "nothing"
     shown = ", ".join(f"{number:.4g}" for number in numbers[:4])
     return f"[{shown}, ...]" if len(numbers) > 4 else f"[{shown}]"
-
-
-_CENTER = 2.0  # the seed of the probe's center
 
 
 def _probe(seed: float) -> PyTree:
@@ -196,13 +151,15 @@ def _penalty(rule: Rule) -> PyTree:
 
 
 def _center(rule: Rule) -> PyTree:
-    center, after = _probe(_CENTER), []
+    center, made = _probe(2.0), []
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        said = {"staleness": staleness, "since": 1, "workers": 3}
-        extra_args = told(said | {"steps": 2 + staleness, "weight": 0.5 + staleness})
+        metadata = {"staleness": staleness, "since": 1, "workers": 3}
+        extra_args = told(
+            metadata | {"steps": 2 + staleness, "weight": 0.5 + staleness}
+        )
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)
-        after.append(center)
-    return after
+        made.append(updates)
+    return made

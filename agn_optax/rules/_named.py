@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import logging
 import math
-import operator
 import pathlib
+import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,17 +32,14 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
 }
-CENTER_OPTIMIZERS = {
-    **OPTIMIZERS,
-    **{
-        make.__name__: make
-        for make in (
-            center_optimizers.delayed_nesterov,
-            center_optimizers.heloco,
-            center_optimizers.momentum_lookahead,
-            center_optimizers.ordered_momentum,
-        )
-    },
+CENTER_OPTIMIZERS = OPTIMIZERS | {
+    make.__name__: make
+    for make in (
+        center_optimizers.delayed_nesterov,
+        center_optimizers.heloco,
+        center_optimizers.momentum_lookahead,
+        center_optimizers.ordered_momentum,
+    )
 }
 # All functions of that module that return a Rule, so that new rules are found by name.
 RULES: dict[str, Callable[..., Rule]] = {
@@ -86,7 +82,7 @@ _HIGHEST = {
 _OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
-def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
+def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
     """Return the rule that the settings describe.
 
     Args:
@@ -96,7 +92,7 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
         optimizer, with the settings of that optimizer. Or only ``rule_from``,
         "module:object": a rule, or a function without arguments that returns one;
         modules in the current directory are found.
-      spelt: function from the name of a setting to the name that the user knows, for
+      label: function from the name of a setting to the name that the user knows, for
         errors.
 
     Raises:
@@ -104,52 +100,52 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
         of range, or unknown to this rule or optimizer.
       InvalidTypeError: ``rule_from`` is not a rule.
     """
-
-    def refuse(why: str, names: Collection[str]) -> None:
-        for name in given:
-            if name in names:
-                raise errors.InvalidArgumentError(f"{spelt(name)} {why}")
-
     if "rule_from" in given:
-        others = set(given) - {"rule_from"}
-        refuse(
-            f"does not go with {spelt('rule_from')}: the object has all settings",
-            others,
-        )
-        return _load(given["rule_from"], spelt("rule_from"))
+        if others := [name for name in given if name != "rule_from"]:
+            raise errors.InvalidArgumentError(
+                f"{label(others[0])} does not go with {label('rule_from')}: the object "
+                "has all settings"
+            )
+        return _load(given["rule_from"], label("rule_from"))
     if "rule" not in given:
         raise errors.InvalidArgumentError(
-            f"no rule: give {spelt('rule')} NAME ({', '.join(RULES)}), or "
-            f"{spelt('rule_from')} MODULE:OBJECT, on the command line or in a file "
+            f"no rule: give {label('rule')} NAME ({', '.join(RULES)}), or "
+            f"{label('rule_from')} MODULE:OBJECT, on the command line or in a file "
             "with --config"
         )
     name = given["rule"]
-    factory = check.choose(name, RULES, spelt("rule"))
-    settings = _settings(given, factory, f"rule {name}", spelt)
+    what = f"rule {name}"
+    factory = check.choose(name, RULES, label("rule"))
+    settings = _settings(given, factory, what, label)
+    used = {"rule", "codec", "answers", "combine", *settings}
     center = inspect.signature(factory).parameters.get("center")
-    of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    its_own = {"rule", "codec", "answers", "combine", *settings, *of_center}
-    refuse(f"does not apply to rule {name}", set(given) - its_own)
-    if "center_optimizer" in given:
-        settings["center"] = _optimizer(given, spelt, refuse)
+    if center and "center_optimizer" in given:
+        optimizer = given["center_optimizer"]
+        what += f" with center optimizer {optimizer}"
+        make = check.choose(optimizer, CENTER_OPTIMIZERS, label("center_optimizer"))
+        own = _settings(given, make, f"center optimizer {optimizer}", label)
+        settings["center"] = make(**own)
+        used |= {"center_optimizer", *own}
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
-            f"rule {name} needs {spelt('center_optimizer')}, one of "
+            f"rule {name} needs {label('center_optimizer')}, one of "
             f"{', '.join(CENTER_OPTIMIZERS)}"
         )
-    else:
-        refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
-    made = factory(**settings, codec=named_codec(given, spelt))
+    if unused := [setting for setting in given if setting not in used]:
+        raise errors.InvalidArgumentError(
+            f"{label(unused[0])} does not apply to {what}"
+        )
+    made = factory(**settings, codec=named_codec(given, label))
     if "combine" in given:
-        how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
+        how = check.choose(given["combine"], COMBINATIONS, label("combine"))
         made = dataclasses.replace(made, combine=how)
     if given.get("codec") in _WITHOUT_MOMENTUM and _has_momentum(made.center):
         _log.warning(
             "%s %s leaves most of a contribution to later messages, and momentum at "
             "the center amplifies late parts, so rule %s learns far less. Use no "
             "momentum with it, as in rule diloco with %s sgd, %s 0.8",
-            *(spelt("codec"), given["codec"], name),
-            *(spelt("center_optimizer"), spelt("learning_rate")),
+            *(label("codec"), given["codec"], name),
+            *(label("center_optimizer"), label("learning_rate")),
         )
     return made
 
@@ -162,14 +158,14 @@ def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
 
 
 def named_codec(
-    given: Mapping[str, Any], spelt: Callable[[str], str] = str
+    given: Mapping[str, Any], label: Callable[[str], str] = str
 ) -> codecs.Codec:
     """Return the codec that the settings describe.
 
     Args:
       given: the settings by name: ``codec`` for the uplink and ``answers`` for the
         downlink; both are optional.
-      spelt: function from the name of a setting to the name that the user knows, for
+      label: function from the name of a setting to the name that the user knows, for
         errors.
 
     Raises:
@@ -177,48 +173,33 @@ def named_codec(
     """
     made = codecs.identity()
     if "codec" in given:
-        made = check.choose(given["codec"], CODECS, spelt("codec"))
+        made = check.choose(given["codec"], CODECS, label("codec"))
     if "answers" in given:
-        answers = check.choose(given["answers"], ANSWERS, spelt("answers"))
+        answers = check.choose(given["answers"], ANSWERS, label("answers"))
         made = codecs.two_way(made, answers)
     return made
-
-
-def _optimizer(
-    given: Mapping[str, Any],
-    spelt: Callable[[str], str],
-    refuse: Callable[[str, Collection[str]], None],
-) -> optax.GradientTransformation:
-    name = given["center_optimizer"]
-    factory = check.choose(name, CENTER_OPTIMIZERS, spelt("center_optimizer"))
-    settings = _settings(given, factory, f"center optimizer {name}", spelt)
-    refuse(
-        f"does not apply to center optimizer {name}, which has "
-        f"{', '.join(map(spelt, known(factory)))}",
-        set(_OF_OPTIMIZER) - set(settings),
-    )
-    for each, high in _HIGHEST.items():
-        if each in settings:
-            check.rate(settings[each], spelt(each), low=0.0, high=high)
-    return factory(**settings)
 
 
 def _settings(
     given: Mapping[str, Any],
     factory: Callable[..., Any],
     what: str,
-    spelt: Callable[[str], str],
+    label: Callable[[str], str],
 ) -> dict[str, Any]:
     """Return the given settings that are arguments of ``factory``.
 
     Raises:
-      InvalidArgumentError: a required setting is missing.
+      InvalidArgumentError: a required setting is missing, or one is out of range.
     """
-    parameters = known(factory)
-    for name, parameter in parameters.items():
-        if name not in given and parameter.default is parameter.empty:
-            raise errors.InvalidArgumentError(f"{what} needs {spelt(name)}")
-    return {name: given[name] for name in parameters if name in given}
+    settings = {}
+    for name, parameter in known(factory).items():
+        if name in given:
+            settings[name] = given[name]
+        elif parameter.default is parameter.empty:
+            raise errors.InvalidArgumentError(f"{what} needs {label(name)}")
+        if name in settings and name in _HIGHEST:
+            check.rate(settings[name], label(name), low=0.0, high=_HIGHEST[name])
+    return settings
 
 
 def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -230,25 +211,21 @@ def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def _load(name: str, spelt: str) -> Rule:
-    module, _, path = name.partition(":")
-    if not (module and path):
-        raise errors.InvalidArgumentError(
-            f'{spelt} must be "module:object", got {name!r}'
-        )
+def _load(name: str, label: str) -> Rule:
     here = str(pathlib.Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise errors.InvalidArgumentError(
-            f"{spelt} {name}: {error} (looked for in {here} as well)"
+            f'{label} must be "module:object", got {name!r}: {error} (looked for in '
+            f"{here} as well)"
         ) from error
     made = found if isinstance(found, Rule) or not callable(found) else found()
     if not isinstance(made, Rule):
         raise errors.InvalidTypeError(
-            f"{spelt} {name} must be an agn_optax.rules.Rule, or a function "
+            f"{label} {name} must be an agn_optax.rules.Rule, or a function "
             f"without arguments that returns one, got {check.show(made)}"
         )
     return made

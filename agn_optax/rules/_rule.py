@@ -19,7 +19,7 @@ from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
-    normalize,
+    per_step,
     scale_by_staleness,
 )
 from agn_optax.rules.codecs import Codec, check_codec, identity
@@ -168,7 +168,7 @@ def check_rule(value: Any) -> None:
 
 
 # The extra arguments of a center optimizer: default value and dtype of each.
-_TOLD = {
+_EXTRA_ARGUMENTS = {
     "staleness": (0, jnp.int32),
     "steps": (1, jnp.int32),
     "weight": (1.0, float),
@@ -177,18 +177,18 @@ _TOLD = {
 }
 
 
-def told(said: Mapping[str, Any]) -> dict[str, Any]:
+def told(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra arguments of a center optimizer for one message.
 
     Args:
-      said: metadata of the message. Missing entries get their defaults; unknown ones
-        are kept.
+      metadata: metadata of the message. Missing entries get their defaults; unknown
+        ones are kept.
     """
     own = {
-        name: jnp.asarray(said.get(name, unsaid), dtype)
-        for name, (unsaid, dtype) in _TOLD.items()
+        name: jnp.asarray(metadata.get(name, default), dtype)
+        for name, (default, dtype) in _EXTRA_ARGUMENTS.items()
     }
-    return {**said, **own}
+    return {**metadata, **own}
 
 
 def discounted(rule: Rule, message: PyTree, **extra_args: Any) -> PyTree:
@@ -222,13 +222,12 @@ class _Displacement:
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record
 
         def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
             return trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
         whole = jax.tree.map(subtract, anchor, params)
-        return _per_step(whole, steps) if self.per_step else whole
+        return per_step(whole, steps) if self.per_step else whole
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
@@ -240,8 +239,8 @@ class _Displacement:
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
             if self.per_step:
-                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 cannot hold 257
-                k = (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
+                # In float32 or wider, because bfloat16 cannot hold 257.
+                k = (trees.widened(k) * steps.astype(trees.wide(k))).astype(k.dtype)
             return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
         return jax.tree.map(subtract, anchor, contribution, params)
@@ -253,20 +252,13 @@ class _Parameters:
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record, anchor, steps
         return params
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """Return the contribution."""
-        del params, anchor, steps
         return contribution
-
-
-def _per_step(tree: PyTree, steps: jax.Array) -> PyTree:
-    transformation = normalize()
-    return transformation.update(tree, transformation.init(tree), steps=steps)[0]
 
 
 def agn(
@@ -311,7 +303,7 @@ def agn(
         name="agn",
         center=center,
         record=accumulate(dtype=record_dtype),
-        contribution=lambda record, params, anchor, steps: _per_step(record.sum, steps),
+        contribution=lambda record, params, anchor, steps: per_step(record.sum, steps),
         needs_params=False,
         needs_anchor=False,
         codec=codec or identity(),

@@ -22,9 +22,8 @@ def _scheduled() -> tuple[type, ...]:
 
     Adam's state is not one of them: its count is for the bias correction.
     """
-    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 0.1)
-    state = jax.eval_shape(sgd.init, ())
-    return optax.ScaleByScheduleState, type(state.hyperparams_states["learning_rate"])
+    wrapped = optax.schedules.WrappedSchedule(lambda count: 0.1)
+    return optax.ScaleByScheduleState, type(jax.eval_shape(wrapped.init))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax._internal import check, trees
+from agn_optax.rules._combinators import stateless
 
 PyTree = Any
 
@@ -65,7 +66,6 @@ def scale_by_weight(
         check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
 
     def init_fn(params: PyTree) -> Any:
-        del params
         if reference is not None:
             return optax.EmptyState()
         return WeightState(jnp.zeros((), float), jnp.zeros((), jnp.int32))
@@ -79,7 +79,6 @@ def scale_by_weight(
         steps: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        del params, extra_args
         weight = _given(weight, "weight", "scale_by_weight")
         if measure is not None:
             weight = measure(weight, _given(steps, "steps", "scale_by_weight"))
@@ -131,19 +130,13 @@ def scale_by_steps(
     check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
     check.rate(exponent, "exponent", low=-math.inf, high=math.inf)
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        *,
-        steps: Any = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra_args
+    def scaled(
+        updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
+    ) -> PyTree:
         made = jnp.maximum(_given(steps, "steps", "scale_by_steps"), 1)
-        return trees.scaled(updates, (made / reference) ** exponent), state
+        return trees.scaled(updates, (made / reference) ** exponent)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(scaled)
 
 
 def scale_by_turnaround(
@@ -188,25 +181,22 @@ def scale_by_turnaround(
     """
     fixed = None if workers is None else check.positive_int(workers, "workers")
 
-    def update_fn(
+    def scaled(
         updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
+        params: PyTree,
         *,
         staleness: Any = None,
         workers: Any = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra_args
-        there = _given(
-            workers if fixed is None else fixed, "workers", "scale_by_turnaround"
-        )
+    ) -> PyTree:
+        count = workers if fixed is None else fixed
+        count = _given(count, "workers", "scale_by_turnaround")
         late = _given(staleness, "staleness", "scale_by_turnaround")
-        return trees.scaled(updates, (late + 1) / there), state
+        return trees.scaled(updates, (late + 1) / count)
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return stateless(scaled)
 
 
-def _given(value: Any, name: str, who: str) -> jax.Array:
-    check.extra_argument_given(value, f"{name}=1", who)
+def _given(value: Any, name: str, caller: str) -> jax.Array:
+    check.extra_argument_given(value, f"{name}=1", caller)
     return jnp.asarray(value, float)

@@ -153,11 +153,7 @@ def trimmed_mean(share: float = 0.25) -> Combine:
       Dong Yin, Yudong Chen, Kannan Ramchandran, Peter Bartlett, *Byzantine-Robust
       Distributed Learning: Towards Optimal Statistical Rates*, 2018.
     """
-    check.rate(share, "share", low=0.0, high=0.5, low_open=True)
-    if share == 0.5:
-        raise errors.InvalidArgumentError(
-            "share must be less than 0.5, or no message is left; median() is its limit"
-        )
+    check.rate(share, "share", low=0.0, high=0.5, low_open=True, high_open=True)
     name = f"trimmed_mean({share:g})"
 
     def of_leaf(messages: jax.Array) -> jax.Array:

@@ -1,13 +1,13 @@
 """`all_reduce` of the gradients of a worker's towers, like TowerOptimizer.
 
 Gradients are reduced in *buckets* (one leaf, several small leaves, or a piece of a
-large leaf), each by one run of the chosen algorithm. `_transfer` has the algorithms.
+large leaf), each by one run of the chosen algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,15 @@ from agn_optax._internal import check, combinations
 from agn_optax.round import collectives
 from agn_optax.rules import codecs
 from agn_optax.towers import _rows
-from agn_optax.towers._transfer import Algorithm, OnTheWay, Transfer, check_transfer
 
 PyTree = Any
+Algorithm = Literal["all_reduce", "reduce_scatter", "hierarchical"]
 
 
 class AllReduceState(NamedTuple):
     """State of `all_reduce`."""
 
     in_flight: PyTree  # with delay=1, this tower's unreduced gradients; else None
-    codec_state: PyTree = None  # the codec's state on this tower; None without state
 
 
 def all_reduce(
@@ -40,7 +39,6 @@ def all_reduce(
     bucket_bytes: int | None = None,
     bucket_leaves: int | None = None,
     codec: codecs.Codec | None = None,
-    sum_dtype: Any = None,
     delay: Literal[0, 1] = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Reduce the gradients of all towers of an axis; put it first in a chain.
@@ -58,7 +56,7 @@ def all_reduce(
     Args:
       axis_name: the axis of the towers, or a tuple of axes, bound by shard_map, pmap or
         vmap around ``update``. (Nested vmaps over a tuple of axes support neither
-        "reduce_scatter" nor ``sum_dtype`` nor row-sparse gradients.)
+        "reduce_scatter" nor row-sparse gradients.)
       reduction: ``"mean"`` of the towers' gradients, for losses that are means over a
         tower's examples (and for `reduce_loss`); ``"sum"`` for losses that are sums.
       algorithm: ``"all_reduce"`` leaves the algorithm to XLA. ``"reduce_scatter"`` sums
@@ -72,27 +70,10 @@ def all_reduce(
         separately, and XLA may merge them.
       bucket_leaves: maximum number of gradients merged into one bucket; None for no
         limit.
-      codec: how gradients are encoded, one of `agn_optax.codecs`; the results have the
-        gradients' own dtypes. None sends them unchanged.
-
-        With ``cast(dtype)``, the collectives have that dtype. A mean is divided before
+      codec: a `codecs.cast`, whose dtype the collectives have; None sends gradients
+        unchanged. The results have the gradients' own dtypes. A mean is divided before
         a cast to 16 bits, so that float16 does not overflow in the sum. Some backends
-        (XLA's CPU) widen 16-bit sums on the wire; ``sum_dtype`` prevents this.
-
-        Collectives cannot sum the output of any other codec. Each bucket, or gradient,
-        is cut into as many pieces as there are towers, and each piece is encoded
-        separately (blocks do not span pieces). Each tower owns one piece: it receives
-        this piece from all towers (all-to-all), decodes and sums it. Then it encodes
-        the sum, or mean, and all towers gather the pieces and decode the same numbers.
-        Both directions are encoded, and both are lossy: with `error_feedback`, every
-        tower keeps a residual of all pieces that it sends, and one of the piece that it
-        owns, which is added to its next sum. With "hierarchical", pieces are encoded
-        between groups only, on the slow axes.
-
-        The state of a codec, such as `error_feedback`, differs between towers: create
-        it inside the mesh, with ``towers.create(tx.init, params)``.
-      sum_dtype: floating dtype in which towers sum encoded pieces. None is float32 or
-        wider; for a cast, None sums by a collective in the dtype of the cast.
+        (XLA's CPU) widen 16-bit sums on the wire.
       delay: 1 applies the gradients of the previous step (zeros in the first step), so
         that their reduction runs while this step computes. Waiting gradients have the
         dtypes of the parameters. Not for row-sparse gradients.
@@ -102,15 +83,13 @@ def all_reduce(
 
     Raises:
       InvalidArgumentError: an option is not one of the above, or "hierarchical" has
-        only one axis; or the codec makes only matrices smaller (`low_rank`), but pieces
-        are vectors.
+        only one axis; or ``codec`` is not a cast, because collectives cannot sum what
+        other codecs send.
       InvalidTypeError: ``codec`` is not a codec.
-      UnboundAxisError: ``axis_name`` is not bound around ``update``, or around ``init``
-        of a codec with state.
-      TreeMismatchError: a gradient is not a real floating array, or is row-sparse with
-        a codec that is not a cast; or, in a shard_map that checks varying axes, it is
-        equal on all towers already, because JAX itself sums the gradients of replicated
-        parameters.
+      UnboundAxisError: ``axis_name`` is not bound around ``update``.
+      TreeMismatchError: a gradient is not a real floating array; or, in a shard_map
+        that checks varying axes, it is equal on all towers already, because JAX itself
+        sums the gradients of replicated parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -119,30 +98,24 @@ def all_reduce(
       >>> print(jax.vmap(step, axis_name="towers")(jnp.array([1.0, 2.0, 6.0])))
       [-3. -3. -3.]
 
-      In 8 bits, with the losses kept in the state:
-
-      >>> codec = agn_optax.codecs.error_feedback(agn_optax.codecs.quantize(8))
-      >>> tx = agn_optax.all_reduce("towers", codec=codec)
-      >>> towers = agn_optax.Towers(4)
-      >>> state = towers.create(tx.init, jnp.zeros(10))
-      >>> sender, owner = state.codec_state.states[0]
-      >>> sender.residual.shape, owner.residual.shape  # of every tower
-      ((4, 4, 3), (4, 3))
-
     References:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
-      Hanlin Tang et al., *1-bit Adam: Communication Efficient Large-Scale Training with
-      Adam's Convergence Speed*, 2021, for error feedback in both directions.
     """
     axes = collectives.names(axis_name)
     check.one_of(reduction, "reduction", ("mean", "sum"))
     check.one_of(delay, "delay", (0, 1))
+    check.one_of(algorithm, "algorithm", get_args(Algorithm))
     if not axes:
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
         )
-    transfer = check_transfer(axes, algorithm, codec, sum_dtype)
+    if algorithm == "hierarchical" and len(axes) < 2:
+        raise errors.InvalidArgumentError(
+            "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
+            f"{axes[0]!r}"
+        )
+    dtype = None if codec is None else _dtype_of(codec)
     if bucket_bytes is not None:
         check.positive_int(bucket_bytes, "bucket_bytes")
     if bucket_leaves is not None:
@@ -152,91 +125,70 @@ def all_reduce(
             f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
         )
 
-    def through(updates: PyTree, reduce: Callable[[jax.Array], jax.Array]) -> PyTree:
-        """Apply ``reduce`` to each bucket or gradient; keep row-sparse gradients."""
-        if bucket_bytes is None:
-            return jax.tree.map(
-                lambda leaf: leaf if _rows.is_rows(leaf) else reduce(leaf),
-                updates,
-                is_leaf=_rows.is_rows,
-            )
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
-        reduce = _after_one_another(reduce)
-        for group in _groups(leaves, bucket_bytes, bucket_leaves or len(leaves)):
-            flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
-            if flat.size:
-                pieces = -(-flat.nbytes // bucket_bytes)
-                length = -(-flat.size // pieces)
-                starts = range(0, flat.size, length)
-                flat = jnp.concatenate(
-                    [reduce(flat[start : start + length]) for start in starts]
-                )
-            ends = np.cumsum([leaves[i].size for i in group])
-            for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
-                leaves[i] = line.reshape(leaves[i].shape)
-        return jax.tree.unflatten(structure, leaves)
-
-    def first_states(params: PyTree) -> OnTheWay:
-        states: list[PyTree] = []
-
-        def begin(x: jax.Array) -> jax.Array:
-            states.append(transfer.init(x))
-            return x
-
-        through(jax.tree.map(jnp.zeros_like, params), begin)
-        return OnTheWay(states, axes)
-
     def init_fn(params: PyTree) -> AllReduceState:
-        codec_state = None
-        if transfer.has_state:
-            check.axis_bound(
-                axis_name,
-                f"{codec} has another state on every tower, which must be made inside "
-                "the mesh: towers.create(tx.init, params)",
-            )
-            codec_state = first_states(params)
-        in_flight = optax.tree.zeros_like(params) if delay else None
-        return AllReduceState(in_flight, codec_state)
+        return AllReduceState(optax.tree.zeros_like(params) if delay else None)
 
     def update_fn(
         updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AllReduceState]:
-        del params, extra_args
         check.axis_bound(axis_name)
-        _check_gradients(updates, axes, transfer)
+        _check_gradients(updates, axes)
         if delay:
             updates, state = _delayed(updates, state)
         if collectives.size(axes) == 1 and not collectives.checked(axes):
             return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
-        updates = jax.tree.map(
-            lambda leaf: (
-                _rows.all_gather(leaf, axes, scale, transfer.dtype)
-                if _rows.is_rows(leaf)
-                else jnp.asarray(leaf)
-            ),
-            updates,
-            is_leaf=_rows.is_rows,
-        )
-        old = iter(())
-        if transfer.has_state:
-            expected = jax.eval_shape(first_states, updates)
-            what = "state.codec_state", "the codec state of these gradients"
-            check.same_tree(state.codec_state, expected, *what)
-            old = iter(state.codec_state.states)
-        states: list[PyTree] = []
 
-        def reduce(x: jax.Array) -> jax.Array:
-            reduced, kept = transfer.reduce(x, scale, next(old, None))
-            states.append(kept)
-            return reduced
+        def reduce(x: Any) -> Any:
+            if _rows.is_rows(x):
+                return _rows.all_gather(x, axes, scale, dtype)
+            return _reduced(jnp.asarray(x), axes, algorithm, scale, dtype)
 
-        updates = through(updates, reduce)
-        if transfer.has_state:
-            state = state._replace(codec_state=OnTheWay(states, axes))
-        return updates, state
+        if bucket_bytes is None:
+            return jax.tree.map(reduce, updates, is_leaf=_rows.is_rows), state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
+        most_leaves = bucket_leaves or len(leaves)
+        reduced = _in_buckets(reduce, leaves, bucket_bytes, most_leaves)
+        return jax.tree.unflatten(structure, reduced), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _dtype_of(codec: codecs.Codec) -> Any:
+    """Return the dtype of a cast, or None for the identity; raise for other codecs."""
+    codecs.check_codec(codec, "codec")
+    dtype = codecs.cast_dtype(codec)
+    if dtype is None and not codec.is_identity:
+        combinations.refuse(
+            "a codec that is not a cast", "all_reduce", f"codec={codec}"
+        )
+    return dtype
+
+
+def _reduced(
+    x: jax.Array, axes: collectives.Axes, algorithm: Algorithm, scale: float, dtype: Any
+) -> jax.Array:
+    """Return the sum over all towers times ``scale``, sent as ``dtype`` if it is given.
+
+    Sums in 16 bits are scaled before, because a sum in float16 could overflow.
+    """
+    if not x.size:
+        return collectives.psum(x, axes)
+    wire, factor = dtype or x.dtype, jnp.asarray(scale, x.dtype)
+    if jnp.finfo(wire).bits > 16:
+        return _summed(x.astype(wire), axes, algorithm).astype(x.dtype) * factor
+    return _summed((x * factor).astype(wire), axes, algorithm).astype(x.dtype)
+
+
+def _summed(x: jax.Array, axes: collectives.Axes, algorithm: Algorithm) -> jax.Array:
+    if algorithm == "all_reduce":
+        return collectives.psum(x, axes)
+    first = len(axes) - 1 if algorithm == "hierarchical" else 0
+    slow, fast = axes[:first], axes[first:]
+    pieces = collectives.cut(x, collectives.size(fast))
+    piece = collectives.psum(collectives.scatter(pieces.reshape(-1), fast), slow)
+    whole = collectives.gather(piece, fast, same=True)
+    return whole[: x.size].reshape(x.shape)
 
 
 def densify() -> optax.GradientTransformationExtraArgs:
@@ -265,6 +217,27 @@ def densify() -> optax.GradientTransformationExtraArgs:
         return _rows.map_rows(lambda rows: rows.todense(), updates)
 
     return optax.with_extra_args_support(optax.stateless(dense))
+
+
+def _in_buckets(
+    reduce: Callable[[Any], Any], leaves: list[Any], most_bytes: int, most_leaves: int
+) -> list[Any]:
+    """Return the reduced leaves; dense ones are reduced in buckets."""
+    leaves = [reduce(x) if _rows.is_rows(x) else jnp.asarray(x) for x in leaves]
+    reduce_next = _after_one_another(reduce)
+    for group in _groups(leaves, most_bytes, most_leaves):
+        flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
+        if flat.size:
+            pieces = -(-flat.nbytes // most_bytes)
+            length = -(-flat.size // pieces)
+            starts = range(0, flat.size, length)
+            flat = jnp.concatenate(
+                [reduce_next(flat[start : start + length]) for start in starts]
+            )
+        ends = np.cumsum([leaves[i].size for i in group])
+        for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
+            leaves[i] = line.reshape(leaves[i].shape)
+    return leaves
 
 
 def _groups(
@@ -318,9 +291,7 @@ def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceS
     return before, state._replace(in_flight=waiting)
 
 
-def _check_gradients(
-    updates: PyTree, axes: collectives.Axes, transfer: Transfer
-) -> None:
+def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
@@ -328,12 +299,6 @@ def _check_gradients(
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
-            if transfer.codec is not None and transfer.dtype is None:
-                combinations.refuse(
-                    "row-sparse gradients",
-                    "all_reduce with a codec",
-                    f"updates{keystr(path)}, codec {transfer.codec}",
-                )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")
         if checked and (alike := set(axes) - collectives.varying(jnp.asarray(leaf))):

@@ -57,21 +57,8 @@ def check_divisible(batch: PyTree, towers: int) -> None:
         raise errors.InvalidArgumentError(
             f"batch{keystr(path)} of shape {list(np.shape(leaf))} has {rows} rows, "
             f"which must be divisible by the number of towers, {towers}: pad them "
-            "(shard_padded) or drop the rest (shard(batch, remainder='drop'))"
+            "(shard_padded) or leave out the rest"
         )
-
-
-def cut(batch: PyTree, rows: int) -> PyTree:
-    """Return the first ``rows`` rows of a batch."""
-
-    def first(leaf: Any) -> Any:
-        if not _rows.is_rows(leaf):
-            return leaf[:rows]
-        kept = np.asarray(leaf.indices)[:, 0] < rows
-        data, indices = np.asarray(leaf.data)[kept], np.asarray(leaf.indices)[kept]
-        return type(leaf)((data, indices), shape=(rows, *leaf.shape[1:]))
-
-    return jax.tree.map(first, batch, is_leaf=_rows.is_rows)
 
 
 def fill(batch: PyTree, rows: int) -> PyTree:
@@ -158,20 +145,19 @@ def check_alike(batches: list[PyTree]) -> None:
     """Raise unless all batches have the same structure, shapes and number of rows."""
     if not batches:
         raise errors.InvalidArgumentError("a round needs at least one batch, got none")
-    structures = [_structure(batch) for batch in batches]
-    rows = [rows_of(batch) for batch in batches]
-    dense = [_rows.map_rows(lambda _: None, batch) for batch in batches]
-    for i, (structure, count) in enumerate(zip(structures, rows, strict=True)):
-        if structure != structures[0]:
+    structure, rows = _structure(batches[0]), rows_of(batches[0])
+    for i, batch in enumerate(batches):
+        if _structure(batch) != structure:
             raise errors.TreeMismatchError(
-                f"batches[{i}] is another tree than batches[0]: {structure} and "
-                f"{structures[0]}"
+                f"batches[{i}] is another tree than batches[0]: {_structure(batch)} "
+                f"and {structure}"
             )
-        if count != rows[0]:
+        if (count := rows_of(batch)) != rows:
             raise errors.InvalidArgumentError(
-                f"batches[{i}] has {count} rows, but batches[0] has {rows[0]}"
+                f"batches[{i}] has {count} rows, but batches[0] has {rows}"
             )
-        check.same_tree(dense[i], dense[0], f"batches[{i}]", "batches[0]")
+        dense, first = (_rows.map_rows(lambda _: None, x) for x in (batch, batches[0]))
+        check.same_tree(dense, first, f"batches[{i}]", "batches[0]")
 
 
 def stack(batches: list[PyTree]) -> PyTree:

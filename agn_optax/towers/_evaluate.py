@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import trees
 from agn_optax.round import collectives
 from agn_optax.towers import _programs, _rows
 
@@ -27,9 +27,8 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def total(values: PyTree, real: jax.Array) -> Any:
         def of(v: jax.Array) -> jax.Array:
-            v = jnp.asarray(v)
-            wide = v.astype(trees.wider(v.dtype, jnp.float32))
-            mask = real.reshape(-1, *(1,) * (v.ndim - 1))
+            wide = trees.widened(v)
+            mask = real.reshape(-1, *(1,) * (wide.ndim - 1))
             own = jnp.where(mask, wide, 0).sum(axis=0)
             return collectives.psum(own, mesh.axis_names)
 
@@ -47,7 +46,7 @@ def outputs(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
 def _by_rows(
     mesh: Mesh,
     function: Callable[..., PyTree],
-    who: str,
+    what: str,
     act: Callable[[PyTree, jax.Array], Any],
     out_specs: PartitionSpec,
 ) -> Callable[..., Any]:
@@ -58,7 +57,7 @@ def _by_rows(
 
     def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
         values = function(*arguments, _rows.own_all(batch))
-        _check_rows(values, real.shape[0], who)
+        _check_rows(values, real.shape[0], what)
         return act(values, real)
 
     split = _programs.rows(mesh)
@@ -66,55 +65,28 @@ def _by_rows(
     return jax.jit(_programs.per_tower(mesh, of_one_tower, in_specs, out_specs))
 
 
-def _check_rows(values: PyTree, rows: int, who: str) -> None:
+def _check_rows(values: PyTree, rows: int, what: str) -> None:
     for path, leaf in tree_flatten_with_path(values)[0]:
         shape = jnp.shape(leaf)
         if not shape or shape[0] != rows:
             raise errors.InvalidArgumentError(
-                f"{who} gave {keystr(path) or 'an array'} of shape {list(shape)}; one "
+                f"{what} gave {keystr(path) or 'an array'} of shape {list(shape)}; one "
                 f"value for each of the {rows} rows is expected, not reduced over them"
             )
 
 
-def combine(
-    parts: list[tuple[PyTree, Any]], reduction: str | Mapping[str, str]
-) -> PyTree:
+def combine(parts: list[tuple[PyTree, Any]]) -> PyTree:
     """Return the metrics of all batches from their sums and row counts, on the host."""
     # This is the first wait for the devices, so batches run without gaps.
     counts = sum(int(count) for _, count in parts)
-    total = jax.tree.map(
-        lambda *leaves: sum(map(_widest, leaves)), *(sums for sums, _ in parts)
-    )
 
-    def reduced(path: Any, value: Any) -> Any:
-        value = value / counts if _reduction_of(path, reduction) == "mean" else value
+    def mean(*leaves: Any) -> Any:
+        value = sum(map(_widest, leaves)) / counts
         return value.item() if np.ndim(value) == 0 else value
 
-    return jax.tree_util.tree_map_with_path(reduced, total)
+    return jax.tree.map(mean, *(sums for sums, _ in parts))
 
 
 def _widest(leaf: Any) -> Any:
     leaf = np.asarray(leaf)
     return leaf.astype(np.result_type(leaf.dtype, np.float64))
-
-
-def check_reduction(reduction: Any) -> None:
-    named = reduction.values() if isinstance(reduction, Mapping) else [reduction]
-    for value in named:
-        if value not in ("mean", "sum"):
-            raise errors.InvalidArgumentError(
-                "reduction must be 'mean' or 'sum', or a mapping of metric names to "
-                f"them, got {check.show(value)}"
-            )
-
-
-def _reduction_of(path: Any, reduction: str | Mapping[str, str]) -> str:
-    if isinstance(reduction, str):
-        return reduction
-    name = keystr(path[:1], simple=True)
-    if name not in reduction:
-        raise errors.InvalidArgumentError(
-            f"reduction must name every metric, got none for {name!r}, only for "
-            f"{', '.join(map(repr, reduction))}"
-        )
-    return reduction[name]

@@ -121,8 +121,7 @@ def loss_scaling(
         finite = collectives.psum(jnp.asarray(bad, jnp.int32), axes) == 0
 
         def unscale(g: Any) -> jax.Array:
-            g = jnp.asarray(g)
-            wide = g.astype(trees.wider(g.dtype, jnp.float32))
+            wide = trees.widened(g)
             return wide / state.scale.astype(wide.dtype)
 
         unscaled = jax.tree.map(unscale, updates)
@@ -132,7 +131,9 @@ def loss_scaling(
             _, before = carry
             updates, after = inner.update(unscaled, before, params, **extra_args)
             # Wide gradients make some optimizers widen their state; keep its dtypes.
-            after = jax.tree.map(_as_before, after, before)
+            after = jax.tree.map(
+                lambda new, old: jnp.asarray(new, jnp.result_type(old)), after, before
+            )
             return optax.tree.cast_like(updates, like), after
 
         _check_together(step, (unscaled, state.inner_state), axes)
@@ -166,10 +167,6 @@ def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
             "forever: name that axis in loss_scaling(..., axis_name=...), got "
             f"{axes or None}"
         )
-
-
-def _as_before(new: Any, old: Any) -> jax.Array:
-    return jnp.asarray(new).astype(jnp.result_type(old))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import collectives
-from agn_optax.towers import _loss, _mesh, _replicas
+from agn_optax.towers import _loss, _replicas
 
 PyTree = Any
 
@@ -24,14 +24,11 @@ class MeshProgram:
     """A compiled program of a state, and in some cases a batch.
 
     Attributes:
-      mesh: the mesh that the program runs on.
       jitted: the function that `jax.jit` returned.
     """
 
-    mesh: Mesh
     jitted: Any
 
-    @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
         """Run the program; raise if the state was donated, or a CPU would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
@@ -42,7 +39,6 @@ class MeshProgram:
                 )
         return self.jitted(state, *batch)
 
-    @_mesh.on_own_mesh
     def lower(self, *arguments: Any) -> Any:
         """Lower the program, like the ``lower`` of a jitted function."""
         return self.jitted.lower(*arguments)
@@ -120,7 +116,7 @@ def apply(
             _check_batch(batch, len(spec) - 1, mesh.size)
         return mapped(state, *batches)
 
-    return MeshProgram(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+    return MeshProgram(jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
@@ -148,8 +144,8 @@ def checked(
     if not silent:
         return train_step(*arguments)
     traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-    heard = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
-    silent = [name for name in silent if name not in heard]
+    reduced = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
+    silent = [name for name in silent if name not in reduced]
     if silent:
         raise errors.InvalidArgumentError(
             "train_step never communicates over "

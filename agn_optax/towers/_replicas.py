@@ -30,7 +30,6 @@ from agn_optax.round import (
     rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
-from agn_optax.towers._transfer import OnTheWay
 
 PyTree = Any
 
@@ -64,7 +63,7 @@ class PerTower:
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
 
-def tell_flax() -> None:
+def register_with_flax() -> None:
     """Register the state classes of towers with flax.serialization, if it is imported.
 
     Flax looks up classes in its own registry and not in JAX's.
@@ -72,7 +71,7 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (CenterShards, OwnCenter, OnHost, OnTheWay, PerTower):
+    for kind in (CenterShards, OwnCenter, OnHost, PerTower):
         field = dataclasses.fields(kind)[0].name  # the field of arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -133,11 +132,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
 
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
-            kept = node.codec_state
-            if isinstance(kept, OnTheWay):
-                rows = PerTower(kept.states, kept.axes)
-                kept = dataclasses.replace(kept, states=rows)
-            return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
+            return AllReduceState(Mean(node.in_flight, of_workers=False))
         stored = node.center
         center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
@@ -246,24 +241,35 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
       state: stacked state.
       sizes: the sizes of the mesh's axes, by name and in order.
     """
-    names, shape = tuple(sizes), tuple(sizes.values())
 
     def first(node: Any) -> Any:
         if isinstance(node, Mean):
-            counted = node.counted(math.prod(shape), shape[0])
+            towers, workers = math.prod(sizes.values()), next(iter(sizes.values()))
+            counted = node.counted(towers, workers)
             return jax.tree.map(np.asarray, mean_of_rows(counted))
-        if not isinstance(node, PerTower):
-            return node[0]
-        kept = tuple(slice(None) if name in node.axes else 0 for name in names)
-        order = [sorted(node.axes, key=names.index).index(name) for name in node.axes]
-
-        def apart(rows: Any) -> Any:
-            own = rows.reshape(*shape, *rows.shape[1:])[kept]
-            return own.transpose(*order, *range(len(order), own.ndim))
-
-        return PerTower(jax.tree.map(apart, node.rows), node.axes)
+        if isinstance(node, PerTower):
+            return PerTower(apart(node.rows, node.axes, sizes), node.axes)
+        return node[0]
 
     return jax.tree.map(first, marked(state), is_leaf=is_marked)
+
+
+def apart(rows: PyTree, axes: collectives.Axes, sizes: Mapping[str, int]) -> PyTree:
+    """Return the rows that differ along ``axes``, with a dimension for each axis.
+
+    Args:
+      rows: rows of all towers, along the first dimension.
+      axes: the axes.
+      sizes: the sizes of the mesh's axes, by name and in order.
+    """
+    kept = tuple(slice(None) if name in axes else 0 for name in sizes)
+    order = [[name for name in sizes if name in axes].index(name) for name in axes]
+
+    def cut(leaf: Any) -> Any:
+        own = leaf.reshape(*sizes.values(), *leaf.shape[1:])[kept]
+        return own.transpose(*order, *range(len(order), own.ndim))
+
+    return jax.tree.map(cut, rows)
 
 
 def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
@@ -304,55 +310,46 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         if there <= {here} or 0 in here or far:
             return node  # if the pieces do not fit, `check_pieces` raises
         counts = _counts(center, sizes)
-        old, new = _Cut(*center.cut, center), _Cut(*counts, center)
-        local = node.local._replace(
-            record=_recut(node.local.record, old.parts, new.parts, sizes),
-            codec_state=_recut(node.local.codec_state, old.parts, new.parts, sizes),
+        paths = [path for path, _ in tree_flatten_with_path(center.pieces.rows)[0]]
+        shapes = dict(zip(paths, center.shapes, strict=True))
+        recut_node = functools.partial(
+            _recut, shapes=shapes, old=center.cut, new=counts, sizes=sizes
         )
         before = HOST_SHAPE if on_host else ()
-        pieces = _recut(center.pieces, old.pieces, new.pieces, sizes, before=before)
+        pieces = recut_node(center.pieces, _piece, before=before)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
             center=rewrapped(center, node.center),
-            center_state=_recut(
-                *(node.center_state, old.pieces, new.pieces, sizes),
-                mode="edge",
-                before=before,
+            center_state=recut_node(
+                node.center_state, _piece, mode="edge", before=before
             ),
-            local=local,
+            local=node.local._replace(
+                record=recut_node(node.local.record, _part),
+                codec_state=recut_node(node.local.codec_state, _part),
+            ),
         )
 
     return trees.map_nodes(cut, state, ExchangeState)
 
 
-class _Cut:
-    """The cut of a center's leaves into pieces, and of its record into larger parts.
-
-    Attributes:
-      pieces: by the path of a leaf, its shape and the number of elements of a piece;
-        None for a leaf that stays whole.
-      parts: the same for the parts of the record that a worker's towers keep; a part
-        has the elements of several pieces.
-    """
-
-    def __init__(self, within: int, across: int, center: CenterShards) -> None:
-        leaves = tree_flatten_with_path(center.pieces.rows)[0]
-        self.pieces: _Lengths = {}
-        self.parts: _Lengths = {}
-        for (path, _), shape in zip(leaves, center.shapes, strict=True):
-            length = piece_length(shape, within * across)
-            part = None if length is None or within == 1 else length * across
-            self.pieces[path] = shape, length
-            self.parts[path] = shape, part
+def _piece(shape: tuple[int, ...], within: int, across: int) -> int | None:
+    """Return the elements of a piece of a center's leaf; None if it stays whole."""
+    return piece_length(shape, within * across)
 
 
-_Lengths = dict[Any, tuple[tuple[int, ...], int | None]]
+def _part(shape: tuple[int, ...], within: int, across: int) -> int | None:
+    """Return the elements of a tower's part of the record, those of several pieces."""
+    length = _piece(shape, within, across)
+    return None if length is None or within == 1 else length * across
 
 
 def _recut(
     node: PerTower,
-    old: _Lengths,
-    new: _Lengths,
+    length_of: Callable[..., int | None],
+    *,
+    shapes: Mapping[Any, tuple[int, ...]],
+    old: tuple[int, int],
+    new: tuple[int, int],
     sizes: Mapping[str, int],
     mode: Literal["constant", "edge"] = "constant",
     before: tuple[int, ...] = (),
@@ -361,8 +358,10 @@ def _recut(
 
     Args:
       node: the pieces along some axes.
-      old: the shapes and lengths of the leaves' pieces so far.
-      new: the shapes and lengths of the new pieces.
+      length_of: `_piece` or `_part`.
+      shapes: the shapes of the parameters, by their paths.
+      old: the numbers of pieces so far, within workers and across them.
+      new: the new numbers of pieces.
       sizes: the sizes of the axes, by name.
       mode: how `numpy.pad` fills the last piece.
       before: dimensions of size 1 that each leaf has before its own.
@@ -374,16 +373,15 @@ def _recut(
         towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(before) :])
         # An optimizer's state contains trees like the parameters, so the end of a path
         # is the path of a parameter.
-        known = next(
-            (own for n in range(len(path) + 1) if (own := path[n:]) in old), None
-        )
-        shape, length = old.get(known, (None, None))
+        ends = (path[n:] for n in range(len(path) + 1))
+        shape = next((shapes[end] for end in ends if end in shapes), None)
+        length = None if shape is None else length_of(shape, *old)
         if shape is None or towers.shape[1:] != _cut_shape(shape, length):
             # It belongs to no parameter, like a counter.
             return _repeated(towers[0].reshape((*before, *towers.shape[1:])), counts)
         flat = towers[0] if length is None else towers
         flat = flat.reshape(-1)[: math.prod(shape)]
-        length = new[known][1]
+        length = length_of(shape, *new)
         if length is None:
             return _repeated(flat.reshape((*before, *shape)), counts)
         missing = math.prod(counts) * length - flat.size
@@ -408,8 +406,7 @@ def mean_of_rows(tree: PyTree) -> PyTree:
     def mean(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf[0]
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        return wide.mean(axis=0).astype(leaf.dtype)
+        return trees.widened(leaf).mean(axis=0).astype(leaf.dtype)
 
     return jax.tree.map(mean, tree)
 
@@ -418,9 +415,9 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards, or of a "
-            f"codec's state), and these towers have no {missing[0]!r} among "
-            f"{tuple(sizes)}: give them the axes of the towers that it was made on"
+            f"state has pieces of axes {node.axes} (of a center in shards), and these "
+            f"towers have no {missing[0]!r} among {tuple(sizes)}: give them the axes "
+            "of the towers that it was made on"
         )
     here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
@@ -428,9 +425,8 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
         if there != here:
             raise errors.TreeMismatchError(
                 f"state has pieces of axes {node.axes} and sizes {there} (of a center "
-                f"in shards, or of a codec's state); these towers have {here}. Read "
-                "the center with center_params where the state was made, and start "
-                "anew from it"
+                f"in shards); these towers have {here}. Read the center with "
+                "center_params where the state was made, and start anew from it"
             )
 
 

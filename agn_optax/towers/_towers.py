@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ class Towers:
         Towers()                # data parallel: one worker of all devices
         Towers(workers=8)       # independent: each of 8 devices is a worker
         Towers(workers=2)       # islands: 2 workers of 4 towers each
+
+    Call its methods and programs outside of `jax.set_mesh`.
 
     Collectives over an axis of one member are not compiled. State has one replica per
     tower, stacked along a new first dimension, so that every device holds one replica.
@@ -121,7 +123,6 @@ class Towers:
 
     # State: one replica per tower.
 
-    @_mesh.on_own_mesh
     def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Create state on every tower, with the axes of the mesh bound.
 
@@ -148,7 +149,7 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
-        _replicas.tell_flax()
+        _replicas.register_with_flax()
         state = self._created(make)(*self._place(arguments))
         if make is not _replicas.own:  # whose centers are equal on all towers
             _replicas.check_centers(state)
@@ -180,7 +181,6 @@ class Towers:
         state = _replicas.recut(state, self.mesh.shape)
         return self.create(_replicas.own, state)
 
-    @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
         """Return the values of tower 0, which is the state to save.
 
@@ -210,7 +210,7 @@ class Towers:
           (3,)
         """
         _replicas.check_stacked(state, self.size)
-        _replicas.tell_flax()
+        _replicas.register_with_flax()
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
@@ -228,13 +228,11 @@ class Towers:
 
         return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
 
-    @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Return whether the towers of each worker have the same state, bit for bit.
 
         Leaves that differ on purpose are not compared: typed random keys, pieces of a
-        sharded center, gradients in flight (``all_reduce(delay=1)``), and the codec's
-        state for gradients.
+        sharded center, and gradients in flight (``all_reduce(delay=1)``).
 
         Args:
           state: a state that `replicate` or a step returned.
@@ -257,7 +255,6 @@ class Towers:
         _replicas.check_stacked(state, self.size)
         return _replicas.agreement(state, self.workers)
 
-    @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
         """Return the mean over all towers, for metrics or batch statistics.
 
@@ -279,7 +276,6 @@ class Towers:
         _replicas.check_stacked(tree, self.size)
         return self._means(tree)
 
-    @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
         """Return the whole center from an optimizer state with a replica per tower.
 
@@ -306,10 +302,7 @@ class Towers:
 
     # Data: rows for every tower.
 
-    @_mesh.on_own_mesh
-    def shard(
-        self, batch: PyTree, *, remainder: Literal["error", "drop"] = "error"
-    ) -> PyTree:
+    def shard(self, batch: PyTree) -> PyTree:
         """Distribute the rows of a batch equally over the towers.
 
         On a mesh that spans processes, each process gives the rows of its own towers,
@@ -321,15 +314,14 @@ class Towers:
             registered dataclasses, None for absent labels), and of sparse matrices
             (`jax.experimental.sparse.BCOO` with ``n_batch=0``). A step gets the rows of
             its tower, also of sparse matrices.
-          remainder: if the towers do not divide the number of rows, raise (``"error"``)
-            or drop the last rows (``"drop"``). `shard_padded` keeps them.
 
         Returns:
           The batch on the mesh.
 
         Raises:
           InvalidArgumentError: the number of rows is not divisible by the number of
-            towers, or differs between leaves, or there are no rows.
+            towers (`shard_padded` pads them), or differs between leaves, or there are
+            no rows.
 
         Example:
           >>> import numpy as np, agn_optax
@@ -338,23 +330,9 @@ class Towers:
           >>> batch["image"].sharding.shard_shape(batch["image"].shape)
           (2, 28)
         """
-        if remainder not in ("error", "drop"):
-            raise errors.InvalidArgumentError(
-                f"remainder must be 'error' or 'drop', got {check.show(remainder)}; "
-                "shard_padded fills up instead"
-            )
-        if remainder == "drop":
-            rows, towers = _batches.rows_of(batch), self._own_towers
-            if rows < towers:
-                raise errors.InvalidArgumentError(
-                    f"batch has {rows} rows for {towers} towers, and dropping the "
-                    "remainder leaves none"
-                )
-            batch = _batches.cut(batch, rows - rows % towers)
         _batches.check_divisible(batch, self._own_towers)
         return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
 
-    @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
         """Pad a batch of any number of rows and `shard` it, with a mask of real rows.
 
@@ -385,7 +363,6 @@ class Towers:
         batch = self.shard(_batches.fill(batch, padded))
         return batch, _batches.lay(mask, self.mesh)
 
-    @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
         """Distribute the batches of a round over the towers, for `round`.
 
@@ -566,14 +543,8 @@ class Towers:
         rows = _programs.rows(self.mesh, dimension=1)
         return _programs.apply(self.mesh, one_round, rows, donate=donate)
 
-    @_mesh.on_own_mesh
-    def evaluate(
-        self,
-        metric_fn: Callable[..., PyTree],
-        *arguments: PyTree,
-        reduction: str | Mapping[str, str] = "mean",
-    ) -> PyTree:
-        r"""Return the metrics of a data set, in which every row counts equally.
+    def evaluate(self, metric_fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+        r"""Return the mean metrics of a data set, in which every row counts equally.
 
         .. math:: \frac{\sum_j m_j}{\sum_j 1}
 
@@ -590,8 +561,6 @@ class Towers:
             (``iter(list_of_batches)``, because a list itself is one batch). On a mesh
             that spans processes, each process gives its own data, the same number of
             batches in each.
-          reduction: ``"mean"`` or ``"sum"``, or a mapping from names of metrics to
-            these.
 
         Returns:
           The metrics as floats (or arrays if a row has several values), the same in
@@ -610,7 +579,6 @@ class Towers:
           >>> print(towers.evaluate(metrics, 1.5, batches))
           {'above': 0.75}
         """
-        _evaluate.check_reduction(reduction)
         *constant, data = _given(metric_fn, "metric_fn", arguments)
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
@@ -620,9 +588,8 @@ class Towers:
             parts.append(program(placed, padded, mask > 0))
         if not parts:
             raise errors.InvalidArgumentError("there are no batches to evaluate on")
-        return _evaluate.combine(parts, reduction)
+        return _evaluate.combine(parts)
 
-    @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Compute outputs for every row of a batch, in order, on all towers.
 
@@ -685,20 +652,9 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
-    """Return a function that keeps the rows that differ along ``axes``.
-
-    It turns the first dimension, of all towers, into a dimension for each of ``axes``.
-    """
-    names = mesh.axis_names
-    kept = tuple(slice(None) if name in axes else 0 for name in names)
-    order = [sorted(axes, key=names.index).index(name) for name in axes]
-
-    def cut(rows: jax.Array) -> jax.Array:
-        apart = rows.reshape(*mesh.devices.shape, *rows.shape[1:])[kept]
-        return apart.transpose(*order, *range(len(axes), apart.ndim))
-
+    """Compile `_replicas.apart` for these axes."""
     return jax.jit(
-        lambda rows: jax.tree.map(cut, rows),
+        lambda rows: _replicas.apart(rows, axes, mesh.shape),
         out_shardings=NamedSharding(mesh, PartitionSpec(*axes)),
     )
 

@@ -390,3 +390,14 @@ def test_sign_needs_error_feedback():
 def test_invalid_codec_settings_are_rejected(make, said):
     with pytest.raises(errors.InvalidArgumentError, match=said):
         make()
+
+
+def test_equal_casts_compare_equal():
+    assert codecs.cast("bfloat16") == codecs.cast(jnp.bfloat16)
+    assert codecs.cast_dtype(codecs.cast("bfloat16")) == jnp.bfloat16
+    for other in (
+        codecs.identity(),
+        codecs.quantize(4),
+        codecs.error_feedback(codecs.cast("float16")),
+    ):
+        assert codecs.cast_dtype(other) is None

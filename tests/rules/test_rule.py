@@ -214,20 +214,20 @@ def momentum(rate, momentum):
         (
             momentum(0.7, 0.9),
             momentum(0.35, 0.9),
-            ["center optimizer makes steps of", "2 times as large", "the rates may"],
+            ["its center optimizer makes [", "of the probe, and here it makes ["],
             ["message", ";"],
         ),
         (
             rules.diloco(optax.sgd(0.7, momentum=0.9)),
             rules.diloco(optax.sgd(0.7, momentum=0.5)),
-            ["center optimizer makes steps of", "may be the momentum, a decay"],
-            ["times as large"],
+            ["its center optimizer makes ["],
+            ["message", ";"],
         ),
         (
             rules.agn(optax.adam(1e-3)),
             rules.agn(optax.sgd(0.1)),
-            ["steps of"],
-            ["rate"],
+            ["its center optimizer makes ["],
+            ["message", ";"],
         ),
         (
             rules.diloco(codec=codecs.quantize(8)),
@@ -238,13 +238,13 @@ def momentum(rate, momentum):
         (
             rules.diloco(optax.sgd(0.2), codec=codecs.quantize(8)),
             rules.diloco(optax.sgd(0.1)),
-            ["its codec is 'quantize(8", "; its center optimizer", "2 times as large"],
+            ["its codec is 'quantize(8", "; its center optimizer"],
             [],
         ),
         (
             rules.easgd(0.5),
             rules.easgd(0.25),
-            ["its adopt makes", "; its center optimizer", "2 times as large"],
+            ["its adopt makes", "; its center optimizer"],
             [],
         ),
         (rules.downpour(), rules.average(), ["name is 'downpour'"], ["combine", ";"]),

@@ -57,17 +57,9 @@ WAYS = {
     "scattered buckets": {"bucket_bytes": 100, "algorithm": "reduce_scatter"},
     "half": {"codec": HALF},
     "float16": {"codec": codecs.cast("float16"), "algorithm": "reduce_scatter"},
-    "half, summed wide": {"codec": codecs.cast(jnp.bfloat16), "sum_dtype": "float32"},
     "half buckets": {
         "codec": HALF,
-        "sum_dtype": "float32",
         "bucket_bytes": 64,
-        "algorithm": "reduce_scatter",
-    },
-    "8 bits": {"codec": codecs.quantize(8)},
-    "8 bits in buckets": {"codec": codecs.quantize(8), "bucket_bytes": 100},
-    "8 bits, kept": {
-        "codec": codecs.error_feedback(codecs.quantize(8)),
         "algorithm": "reduce_scatter",
     },
 }
@@ -78,7 +70,7 @@ WAYS = {
     ("way", "reduction"),
     [
         *((way, "mean") for way in WAYS),
-        *((way, "sum") for way in ("buckets", "scattered buckets", "half", "8 bits")),
+        *((way, "sum") for way in ("buckets", "scattered buckets", "half")),
     ],
 )
 def test_every_method_gives_the_same_numbers(way, reduction):
@@ -86,7 +78,7 @@ def test_every_method_gives_the_same_numbers(way, reduction):
     options, grads = WAYS[way], gradients(3)
     tx = agn_optax.all_reduce("towers", reduction=reduction, **options)
     reduced = program(tx, mesh((3,)))(grads)
-    tolerance = 0.1 if "8 bits" in way else 2e-2 if "codec" in options else 1e-6
+    tolerance = 2e-2 if "codec" in options else 1e-6
     for name, grad in grads.items():
         expected = getattr(np, reduction)(np.asarray(grad), axis=0)
         for row in np.asarray(reduced[name]):
@@ -95,16 +87,14 @@ def test_every_method_gives_the_same_numbers(way, reduction):
         assert all((np.asarray(reduced[name]) == reduced[name][0]).ravel())
 
 
-@pytest.mark.parametrize(
-    "wide", [{}, {"codec": codecs.cast("float16"), "sum_dtype": "float32"}]
-)
-def test_hierarchical_reduction_equals_a_flat_one(wide):
+@pytest.mark.parametrize("half", [{}, {"codec": codecs.cast("float16")}])
+def test_hierarchical_reduction_equals_a_flat_one(half):
     both = ("hosts", "towers")
     grads = gradients(6)
     flat = program(agn_optax.all_reduce(both), mesh((2, 3), both))(grads)
-    tx = agn_optax.all_reduce(both, algorithm="hierarchical", bucket_bytes=1000, **wide)
+    tx = agn_optax.all_reduce(both, algorithm="hierarchical", bucket_bytes=1000, **half)
     tiered = program(tx, mesh((2, 3), both))(grads)
-    support.assert_close(tiered, flat, tolerance=5e-3 if wide else 1e-6)
+    support.assert_close(tiered, flat, tolerance=5e-3 if half else 1e-6)
 
 
 def test_hierarchical_reduction_sends_each_element_once_on_slow_links():
@@ -158,37 +148,6 @@ def test_pieces_of_a_bucketed_leaf_are_equal():
     )  # 205 or 204 elements, padded
     plain = traffic(compiled(agn_optax.all_reduce("towers"), mesh(), grads))
     assert plain.bytes_sent == 2 * 7 / 8 * 4 * 1024
-
-
-@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_half_precision_messages_are_summed_in_float32(algorithm):
-    grads = gradients(8, shapes=[(1024,)])
-    tx = agn_optax.all_reduce(
-        "towers", algorithm=algorithm, codec=HALF, sum_dtype="float32"
-    )
-    sent = traffic(compiled(tx, mesh(), grads))
-    assert sent.bytes_sent == 2 * 7 / 8 * 2 * 1024
-    # The sum is more exact than one in bfloat16.
-    ones = {"g": jnp.ones((8, 1024)).at[0].set(256.0)}  # 256 + 1 is 256 in bfloat16
-    tx = agn_optax.all_reduce(
-        "towers", reduction="sum", codec=HALF, sum_dtype="float32"
-    )
-    np.testing.assert_array_equal(program(tx, mesh())(ones)["g"], 264.0)
-
-
-@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
-def test_sum_has_the_requested_dtype(algorithm):
-    with jax.enable_x64(True):
-        terms = jnp.array([1e9, 1, 1, 1, -1e9, 1, 1, 1], jnp.float32)
-        tx = agn_optax.all_reduce(
-            "towers",
-            reduction="sum",
-            algorithm=algorithm,
-            codec=codecs.cast("float32"),
-            sum_dtype="float64",
-        )
-        reduced = program(tx, mesh())({"g": jnp.broadcast_to(terms[:, None], (8, 5))})
-        np.testing.assert_array_equal(reduced["g"], np.full((8, 5), 6.0))
 
 
 def test_mean_sent_in_float16_does_not_overflow():
@@ -293,17 +252,7 @@ def test_reduced_sparse_rows_are_unique(towers):
         (("t",), {"delay": True}, "delay must be one of"),
         (("t",), {"bucket_bytes": 0}, "bucket_bytes must be a positive int"),
         (("t",), {"bucket_leaves": 3}, "give both"),
-        (("t",), {"sum_dtype": "float32"}, "give both"),
-        (
-            ("t",),
-            {"codec": codecs.low_rank(2)},
-            r"got low_rank\(2\): gradients",
-        ),
-        (
-            ("t",),
-            {"codec": codecs.error_feedback(codecs.low_rank(2))},
-            "quantize",
-        ),
+        (("t",), {"codec": codecs.quantize(8)}, "got codec=quantize.*agn"),
         ((None,), {}, "axis_name must name the axis"),
     ],
 )
@@ -346,9 +295,7 @@ def test_mean_of_float16_gradients_does_not_overflow():
 
 
 def test_constant_gradients_are_reduced_under_vmap():
-    tx = agn_optax.all_reduce(
-        "towers", codec=HALF, sum_dtype="float32", reduction="sum"
-    )
+    tx = agn_optax.all_reduce("towers", codec=HALF, reduction="sum")
 
     def update(x):
         grads = {"used": x * jnp.ones(6), "unused": jnp.full((2, 3), 2.0)}

@@ -87,18 +87,6 @@ def test_invalid_batches_are_rejected(batch, message):
         agn_optax.Towers(4).shard(batch)
 
 
-def test_remaining_rows_are_dropped():
-    towers = agn_optax.Towers(4)
-    batch = {"x": np.arange(11.0), "rows": bcoo_from_dense(np.eye(11))}
-    kept = towers.shard(batch, remainder="drop")
-    np.testing.assert_array_equal(kept["x"], np.arange(8.0))
-    assert kept["rows"].shape == (4, 2, 11)
-    with pytest.raises(errors.InvalidArgumentError, match="leaves none"):
-        towers.shard(np.zeros(3), remainder="drop")
-    with pytest.raises(errors.InvalidArgumentError, match="'error' or 'drop'"):
-        towers.shard(np.zeros(3), remainder="pad")
-
-
 @pytest.mark.parametrize("rows", [1, 9, 15])
 def test_padding_does_not_change_the_gradient(rows):
     """The gradient is right even if a tower has fewer real rows or none."""

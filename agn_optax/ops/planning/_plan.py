@@ -226,7 +226,7 @@ def all_reduce(
     r"""Return the cost of plain data parallelism: an all-reduce at every step.
 
     .. math::
-        m = b = 2 \frac{n - 1}{n} \text{ of the encoded gradients}; \qquad
+        m = b = 2 \frac{n - 1}{n} \text{ of the gradients}; \qquad
         e = (n - 1) \text{ latency} + m / B
 
     for :math:`n` workers with links of :math:`B` bytes per second. This is the bound of
@@ -237,8 +237,8 @@ def all_reduce(
       params: as for `plan`.
       cluster: the workers and their links; there is no center.
       inner: the optimizer.
-      codec: codec of the gradients, as `agn_optax.all_reduce` takes it; None for none.
-        A codec that sends vectors whole (`low_rank`) sends all of them.
+      codec: a cast of the gradients, as `agn_optax.all_reduce` takes it. With any other
+        codec, or None, gradients are sent as they are.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
@@ -264,12 +264,8 @@ def all_reduce(
     inner = check.optimizer(inner, "inner")
     codec = codecs.identity() if codec is None else codec
     codecs.check_codec(codec, "codec")
-    others, kept = cluster.workers - 1, 0
-    dtype = codecs.cast_dtype(codec)
-    if codec.is_identity or dtype is not None:
-        gradients = trees.nbytes(params, dtype)
-    else:
-        gradients, kept = _encoded(codec, params, cluster.workers)
+    others = cluster.workers - 1
+    gradients = trees.nbytes(params, codecs.cast_dtype(codec))
     sent = 2 * others * gradients // cluster.workers
     waiting, moving = others * cluster.latency, sent / cluster.bandwidth
     exchange, step = waiting + moving, cluster.step_time
@@ -288,22 +284,11 @@ def all_reduce(
         worker=WorkerMemory(
             params=trees.nbytes(params),
             inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
-            codec_state=kept,
+            codec_state=0,
         ),
         center=CenterMemory(),
         bottleneck="nothing" if exchange <= step else limit,
     )
-
-
-def _encoded(codec: codecs.Codec, params: PyTree, pieces: int) -> tuple[int, int]:
-    """Return bytes of encoded gradients, and of the codec's state in one tower."""
-    own = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((-(-x.size // pieces),), x.dtype), params
-    )
-    state = jax.eval_shape(codec.init, own)
-    sent, _ = jax.eval_shape(codec.encode, own, state)
-    # A tower keeps a state for every piece that it sends, and one for its answer.
-    return pieces * trees.nbytes(sent), (pieces + 1) * trees.nbytes(state)
 
 
 def abstract(parameters: float, dtype: Any = "float32") -> PyTree:

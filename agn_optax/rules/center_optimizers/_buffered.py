@@ -112,10 +112,7 @@ def buffered(
         )
 
     def update_fn(
-        updates: PyTree,
-        state: BufferedState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: BufferedState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, BufferedState]:
         is_full = state.held + 1 == size
         lengths: PyTree = optax.EmptyState()
@@ -133,18 +130,11 @@ def buffered(
             one, state.inner_state, params, **extra_args
         )
 
-        def emptied(tree: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda x: jnp.where(is_full, jnp.zeros_like(x), x), tree
-            )
-
-        def if_full(new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(is_full, n, o), new, old)
-
-        return if_full(moved, optax.tree.zeros_like(moved)), BufferedState(
-            if_full(inner_state, state.inner_state),
-            emptied(total),
-            emptied(lengths),
+        zeros = optax.tree.zeros_like
+        return optax.tree.where(is_full, moved, zeros(moved)), BufferedState(
+            optax.tree.where(is_full, inner_state, state.inner_state),
+            optax.tree.where(is_full, zeros(total), total),
+            optax.tree.where(is_full, zeros(lengths), lengths),
             jnp.where(is_full, 0, state.held + 1),
         )
 

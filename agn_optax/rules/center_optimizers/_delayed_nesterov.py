@@ -90,7 +90,6 @@ def delayed_nesterov(
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, DelayedNesterovState]:
-        del params, extra_args
         is_full = state.held + 1 == delay
         summed = jax.tree.map(jnp.add, state.buffer, updates)
         taken = jax.tree.map(
@@ -104,7 +103,7 @@ def delayed_nesterov(
             return -learning_rate * moved
 
         moved = jax.tree.map(move, taken, updates)
-        left = jax.tree.map(lambda d: jnp.where(is_full, jnp.zeros_like(d), d), summed)
+        left = optax.tree.where(is_full, optax.tree.zeros_like(summed), summed)
         held = jnp.where(is_full, 0, state.held + 1)
         return moved, DelayedNesterovState(taken, left, held)
 

@@ -92,7 +92,6 @@ def scale_by_drift(
         staleness: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, DriftState]:
-        del extra_args
         check.params_given(params, "scale_by_drift")
         check.extra_argument_given(staleness, "staleness=0", "scale_by_drift")
         now = state.applied
@@ -106,7 +105,7 @@ def scale_by_drift(
         )
 
         def scale(m: jax.Array, c: jax.Array, kept: jax.Array) -> jax.Array:
-            wide = trees.wider(m.dtype, jnp.float32)
+            wide = trees.wide(m)
             read = jax.lax.dynamic_index_in_dim(
                 kept, (now - late) % history, keepdims=False
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
@@ -63,17 +62,15 @@ def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
     if isinstance(state, optax.contrib.ScheduleFreeState):
         return optax.contrib.schedule_free_eval_params(state, center)
 
-    def base(c: jax.Array, m: jax.Array) -> jax.Array:
-        wide = trees.wider(c.dtype, jnp.float32)
-        ahead = state.reach.astype(wide) * m.astype(wide)
-        return (c.astype(wide) + ahead).astype(c.dtype)
+    is_ahead = isinstance(state, LookaheadState)
 
-    def average(c: jax.Array, z: jax.Array) -> jax.Array:
-        wide = trees.wider(c.dtype, jnp.float32)
-        c_wide, z_wide = c.astype(wide), z.astype(wide)
-        part = state.interpolation.astype(wide)
-        return (z_wide + (c_wide - z_wide) / part).astype(c.dtype)
+    def point(c: jax.Array, other: jax.Array) -> jax.Array:
+        wide = trees.wide(c)
+        begin, other = c.astype(wide), other.astype(wide)
+        if is_ahead:  # of a base point, by a part of the momentum
+            found = begin + state.reach.astype(wide) * other
+        else:  # between z and the average
+            found = other + (begin - other) / state.interpolation.astype(wide)
+        return found.astype(c.dtype)
 
-    if isinstance(state, LookaheadState):
-        return jax.tree.map(base, center, state.momentum)
-    return jax.tree.map(average, center, state.z)
+    return jax.tree.map(point, center, state.momentum if is_ahead else state.z)

@@ -82,12 +82,8 @@ def momentum_lookahead(
         return LookaheadState(optax.tree.zeros_like(params), jnp.asarray(reach, float))
 
     def update_fn(
-        updates: PyTree,
-        state: LookaheadState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LookaheadState]:
-        del params, extra_args
         new = jax.tree.map(
             lambda m, g: (momentum * m + (1 - momentum) * g).astype(m.dtype),
             *(state.momentum, updates),
@@ -180,8 +176,7 @@ def heloco(
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
-        wide = trees.wider(message.dtype, jnp.float32)
-        g, m = message.astype(wide), trusted.astype(wide)
+        g, m = trees.widened(message), trusted.astype(trees.wide(message))
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
         confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)
@@ -200,10 +195,7 @@ def heloco(
         return ((own * g + added * m) / math.sqrt(messages)).astype(message.dtype)
 
     def update_fn(
-        updates: PyTree,
-        state: LookaheadState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LookaheadState]:
         corrected = jax.tree.map(correct, updates, state.momentum)
         return ahead.update(corrected, state, params, **extra_args)

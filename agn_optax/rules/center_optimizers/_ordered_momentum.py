@@ -101,7 +101,6 @@ def ordered_momentum(
         staleness: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, OrderedMomentumState]:
-        del params, extra_args
         check.extra_argument_given(staleness, "staleness=0", "ordered_momentum")
         now = state.applied
         begun = jnp.maximum(now - jnp.asarray(staleness, jnp.int32), 0)

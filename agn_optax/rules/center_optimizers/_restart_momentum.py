@@ -68,10 +68,7 @@ def restart_momentum(
         return RestartState(optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: PyTree,
-        state: RestartState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: RestartState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, RestartState]:
         check.params_given(params, "restart_momentum")
         begins = state.held == every

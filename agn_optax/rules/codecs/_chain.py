@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -51,20 +53,11 @@ def chain_codecs(*codecs: Codec) -> Codec:
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
             combinations.refuse("error_feedback", "a chain around it", f"{codec}")
-    first, *others = codecs
-    made = first
-    for other in others:
-        made = _pair(made, other)
-    name = f"chain_codecs({', '.join(map(str, codecs))})"
-    answers = next(
-        (codec.answers for codec in codecs if codec.answers is not None), None
-    )
-    return Codec(
-        made.init,
-        made.encode,
-        made.decode,
-        name=name,
-        answers=answers,
+    answers = [codec.answers for codec in codecs if codec.answers is not None]
+    return dataclasses.replace(
+        functools.reduce(_pair, codecs),
+        name=f"chain_codecs({', '.join(map(str, codecs))})",
+        answers=answers[0] if answers else None,
         of_differences=any(codec.of_differences for codec in codecs),
         is_exact=all(codec.is_exact for codec in codecs),
     )
@@ -92,15 +85,11 @@ def _pair(first: Codec, second: Codec) -> Codec:
 
     def decode(encoded: PyTree, like: PyTree) -> PyTree:
         sent, floating = abstract(like)
-        wanted, treedef = jax.tree.flatten(sent)
-        parts: list[PyTree] = []
-        jax.tree.map(lambda leaf, part: parts.append(part), sent, encoded)
-        pairs = list(zip(parts, wanted, strict=True))
-        values = iter(
-            second.decode(
-                [part for part, leaf in pairs if _is_floating(leaf)], floating
-            )
-        )
+        wanted = jax.tree.leaves(sent)
+        treedef: Any = jax.tree.structure(sent)
+        pairs = list(zip(treedef.flatten_up_to(encoded), wanted, strict=True))
+        parts = [part for part, leaf in pairs if _is_floating(leaf)]
+        values = iter(second.decode(parts, floating))
         leaves = [next(values) if _is_floating(leaf) else part for part, leaf in pairs]
         return first.decode(jax.tree.unflatten(treedef, leaves), like)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -73,11 +74,10 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
     check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
     def init(params: PyTree) -> ErrorFeedbackState:
-        def zeros(leaf: Any) -> jax.Array:
-            dtype = trees.wider(jnp.result_type(leaf), jnp.float32)
-            return jnp.zeros_like(leaf, dtype=dtype)
-
-        return ErrorFeedbackState(jax.tree.map(zeros, params), codec.init(params))
+        residual = jax.tree.map(
+            lambda leaf: jnp.zeros_like(leaf, dtype=trees.wide(leaf)), params
+        )
+        return ErrorFeedbackState(residual, codec.init(params))
 
     def encode(contribution: PyTree, state: ErrorFeedbackState) -> tuple[PyTree, Any]:
         old = state.residual
@@ -99,15 +99,13 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         )
         return state._replace(residual=residual)
 
-    return Codec(
-        init,
-        encode,
-        codec.decode,
-        name=f"error_feedback({codec}{'' if decay == 1.0 else f', decay={decay:g}'})",
-        answers=codec.answers,
+    own_decay = "" if decay == 1.0 else f", decay={decay:g}"
+    return dataclasses.replace(
+        codec,
+        init=init,
+        encode=encode,
+        name=f"error_feedback({codec}{own_decay})",
         returned=returned,
-        of_differences=codec.of_differences,
-        is_exact=codec.is_exact,
     )
 
 

@@ -66,7 +66,7 @@ def low_rank(rank: int = 4) -> Codec:
 
     def init(params: PyTree) -> LowRankState:
         def right(leaf: Any) -> jax.Array:
-            dtype = trees.wider(jnp.result_type(leaf), jnp.float32)
+            dtype = trees.wide(leaf)
             if (shape := _factors(jnp.shape(leaf), rank)) is None:
                 return jnp.zeros(0, dtype)
             key = jax.random.key(0, impl="threefry2x32")

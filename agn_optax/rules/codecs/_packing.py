@@ -23,6 +23,11 @@ def blocks_of(leaf: jax.Array, block: int) -> jax.Array:
     return rows(leaf, min(block, max(leaf.size, 1)))
 
 
+def unblocked(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a leaf like ``like`` from rows of blocks, without their padding."""
+    return blocks.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
+
+
 @functools.lru_cache(maxsize=1024)
 def block_length(size: int, block: int) -> int:
     """Return the length of the blocks of a leaf, at most ``block``.

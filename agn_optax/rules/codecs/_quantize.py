@@ -151,9 +151,7 @@ def quantize(
         }
 
     def encode(leaf: Any, key: Any = None) -> PyTree:
-        leaf = jnp.asarray(leaf)
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        first, *rest = whole_blocks(wide, block)
+        first, *rest = whole_blocks(trees.widened(leaf), block)
         sent = encode_blocks(first, key)
         if rest:
             own = None if key is None else jax.random.fold_in(key, 1)
@@ -169,11 +167,10 @@ def quantize(
         return numbers * sent["scales"][:, None]
 
     def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        length = block_length(size, block)
+        length = block_length(like.size, block)
         numbers = decode_blocks(sent, length).reshape(-1)
         if "rest" in sent:
-            rest = decode_blocks(sent["rest"], size % length)
+            rest = decode_blocks(sent["rest"], like.size % length)
             numbers = jnp.concatenate([numbers, rest.reshape(-1)])
         return numbers.reshape(like.shape).astype(like.dtype)
 

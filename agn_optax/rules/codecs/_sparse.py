@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from agn_optax.rules.codecs._packing import (
     blocks_of,
     packed,
     peaks_of,
+    unblocked,
     unpacked,
 )
 
@@ -72,15 +72,12 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
         }
 
     def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        count, length, kept = _sizes(size, block, k)
+        count, length, kept = _sizes(like.size, block, k)
         indices = unpacked(sent["indices"], _bits(length), count * kept)
         at = jnp.arange(count)[:, None], indices.astype(jnp.int32).reshape(count, kept)
-        blocks = jnp.zeros((count, length), like.dtype)
-        blocks = blocks.at[at].set(
-            sent["values"].reshape(count, kept).astype(like.dtype)
-        )
-        return blocks.reshape(-1)[:size].reshape(like.shape)
+        values = sent["values"].reshape(count, kept).astype(like.dtype)
+        blocks = jnp.zeros((count, length), like.dtype).at[at].set(values)
+        return unblocked(blocks, like)
 
     name = f"top_k({k}, block={block})"
     return of_leaves(name, encode, decode, of_differences=True)
@@ -136,12 +133,11 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
         }
 
     def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        count, length, kept = _sizes(size, block, k)
+        count, length, kept = _sizes(like.size, block, k)
         positions = unpacked(sent["positions"], _bits(length), kept).astype(jnp.int32)
         values = sent["values"].reshape(count, kept).astype(like.dtype)
         blocks = jnp.zeros((count, length), like.dtype).at[:, positions].set(values)
-        return blocks.reshape(-1)[:size].reshape(like.shape)
+        return unblocked(blocks, like)
 
     name = f"random_k({k}, block={block})"
     return of_random_leaves(name, encode, decode, of_differences=True)
@@ -196,10 +192,8 @@ def sign(*, block: int = 4096) -> Codec:
         }
 
     def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        signs = unpacked(sent["signs"], 1, size).astype(jnp.float32) * 2 - 1
-        blocks = blocks_of(signs, block) * sent["scales"][:, None]
-        return blocks.reshape(-1)[:size].reshape(like.shape).astype(like.dtype)
+        signs = unpacked(sent["signs"], 1, like.size).astype(jnp.float32) * 2 - 1
+        return unblocked(blocks_of(signs, block) * sent["scales"][:, None], like)
 
     name = f"sign(block={block})"
     return of_leaves(name, encode, decode, of_differences=True)
