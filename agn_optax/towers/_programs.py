@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import collectives
-from agn_optax.towers import _loss, _replicas
+from agn_optax.towers import _loss, _mesh, _replicas
 
 PyTree = Any
 
@@ -24,11 +24,14 @@ class MeshProgram:
     """A compiled program of a state, and in some cases a batch.
 
     Attributes:
+      mesh: the mesh that the program runs on.
       jitted: the function that `jax.jit` returned.
     """
 
+    mesh: Mesh
     jitted: Any
 
+    @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
         """Run the program; raise if the state was donated, or a CPU would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
@@ -39,6 +42,7 @@ class MeshProgram:
                 )
         return self.jitted(state, *batch)
 
+    @_mesh.on_own_mesh
     def lower(self, *arguments: Any) -> Any:
         """Lower the program, like the ``lower`` of a jitted function."""
         return self.jitted.lower(*arguments)
@@ -116,7 +120,7 @@ def apply(
             _check_batch(batch, len(spec) - 1, mesh.size)
         return mapped(state, *batches)
 
-    return MeshProgram(jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+    return MeshProgram(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:

@@ -35,8 +35,6 @@ class Towers:
         Towers(workers=8)       # independent: each of 8 devices is a worker
         Towers(workers=2)       # islands: 2 workers of 4 towers each
 
-    Call its methods and programs outside of `jax.set_mesh`.
-
     Collectives over an axis of one member are not compiled. State has one replica per
     tower, stacked along a new first dimension, so that every device holds one replica.
 
@@ -123,6 +121,7 @@ class Towers:
 
     # State: one replica per tower.
 
+    @_mesh.on_own_mesh
     def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Create state on every tower, with the axes of the mesh bound.
 
@@ -181,6 +180,7 @@ class Towers:
         state = _replicas.recut(state, self.mesh.shape)
         return self.create(_replicas.own, state)
 
+    @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
         """Return the values of tower 0, which is the state to save.
 
@@ -228,6 +228,7 @@ class Towers:
 
         return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
 
+    @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Return whether the towers of each worker have the same state, bit for bit.
 
@@ -255,6 +256,7 @@ class Towers:
         _replicas.check_stacked(state, self.size)
         return _replicas.agreement(state, self.workers)
 
+    @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
         """Return the mean over all towers, for metrics or batch statistics.
 
@@ -276,6 +278,7 @@ class Towers:
         _replicas.check_stacked(tree, self.size)
         return self._means(tree)
 
+    @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
         """Return the whole center from an optimizer state with a replica per tower.
 
@@ -302,6 +305,7 @@ class Towers:
 
     # Data: rows for every tower.
 
+    @_mesh.on_own_mesh
     def shard(self, batch: PyTree) -> PyTree:
         """Distribute the rows of a batch equally over the towers.
 
@@ -333,6 +337,7 @@ class Towers:
         _batches.check_divisible(batch, self._own_towers)
         return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
 
+    @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
         """Pad a batch of any number of rows and `shard` it, with a mask of real rows.
 
@@ -363,6 +368,7 @@ class Towers:
         batch = self.shard(_batches.fill(batch, padded))
         return batch, _batches.lay(mask, self.mesh)
 
+    @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
         """Distribute the batches of a round over the towers, for `round`.
 
@@ -543,6 +549,7 @@ class Towers:
         rows = _programs.rows(self.mesh, dimension=1)
         return _programs.apply(self.mesh, one_round, rows, donate=donate)
 
+    @_mesh.on_own_mesh
     def evaluate(self, metric_fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         r"""Return the mean metrics of a data set, in which every row counts equally.
 
@@ -590,6 +597,7 @@ class Towers:
             raise errors.InvalidArgumentError("there are no batches to evaluate on")
         return _evaluate.combine(parts)
 
+    @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Compute outputs for every row of a batch, in order, on all towers.
 
