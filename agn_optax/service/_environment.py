@@ -79,8 +79,8 @@ def environment() -> Environment:
 
     The variables are ``AGN_OPTAX_CENTER``, ``AGN_OPTAX_RANK``, ``AGN_OPTAX_WORKERS``,
     ``AGN_OPTAX_WORKER`` (default ``worker-RANK``) and ``AGN_OPTAX_RESTARTS`` (default
-    ``SLURM_RESTART_COUNT`` or 0). `agn-optax launch` sets them on every engine; without it, set them by those of
-    the engine, such as ``AGN_OPTAX_RANK=$SLURM_ARRAY_TASK_ID``.
+    ``SLURM_RESTART_COUNT`` or 0). `agn-optax launch` sets them on every engine; without
+    it, set them by those of the engine, as ``AGN_OPTAX_RANK=$SLURM_ARRAY_TASK_ID``.
 
     A worker with several processes also has ``AGN_OPTAX_PROCESSES``, and for each
     process ``AGN_OPTAX_PROCESS`` (0, 1, ...) and ``AGN_OPTAX_COORDINATOR``
