@@ -260,13 +260,6 @@ COMBINATIONS = (
         "the center is saved with its only worker",
         "Give the center `durability=agn_optax.center.Journal(...)`",
     ),
-    # The service.
-    Combination(
-        "`tls`",
-        "`credentials`",
-        "gRPC's credentials are made from `tls`",
-        "Give one of them, not both",
-    ),
 )
 
 

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import logging
 import socket
 import ssl
 
-import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,33 +153,6 @@ def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
         assert not listener._accepted
 
 
-@pytest.mark.slow
-def test_grpc_credentials_disable_direct_connections(pem, caplog):
-    caplog.set_level(logging.INFO, "agn_optax")
-    certificate, key = (path.read_bytes() for path in pem)
-    credentials = grpc.ssl_server_credentials([(key, certificate)])
-    with service.serve(
-        RULE, params(), security=service.Security(credentials=credentials)
-    ) as server:
-        assert "cannot encrypt" in caplog.text
-        assert server.direct_address is None
-        theirs = grpc.ssl_channel_credentials(certificate)
-        settings = {"credentials": theirs}
-        for names, expected in ((("socket", "grpc"), "grpc"), (("grpc",), "grpc")):
-            assert exchanged(server, None, *names, **settings)[1] == expected
-        with (
-            connected(server, None, "socket", timeout=3.5, **settings) as center,
-            pytest.raises(errors.CenterUnreachableError, match="give tls="),
-        ):
-            center.join("anna")
-    with pytest.raises(errors.InvalidArgumentError, match="direct_address needs tls"):
-        service.serve(
-            RULE,
-            security=service.Security(credentials=credentials),
-            direct_address="127.0.0.1:0",
-        )
-
-
 def test_certificates_can_be_given_as_bytes(pem):
     certificate, key = (path.read_bytes() for path in pem)
     tls = Tls(certificate, certificate, key)
@@ -212,7 +183,6 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
         ({"tls": Tls(None, "no such file", "k")}, "cannot read"),
         ({"tls": Tls(None, b"abc", b"def")}, "no PEM file"),
         ({"tls": True}, "tls must be a Tls"),
-        ({"tls": Tls(), "credentials": object()}, "not both"),
     ],
 )
 def test_bad_settings_are_rejected(settings, message):

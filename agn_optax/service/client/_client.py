@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import grpc
 import jax
 
 from agn_optax import errors
@@ -45,7 +44,6 @@ def connect(
     timeout: float = 30.0,
     like: PyTree = None,
     tls: Tls | None = None,
-    credentials: grpc.ChannelCredentials | None = None,
     insecure: bool = False,
     token: _token.Token = None,
     transports: Sequence[str] | None = None,
@@ -73,8 +71,6 @@ def connect(
         files that ``AGN_OPTAX_TLS_CA``, ``AGN_OPTAX_TLS_CERTIFICATE`` and
         ``AGN_OPTAX_TLS_KEY`` name, or, without these, plain text, which is only allowed
         within this machine.
-      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
-        have; they encrypt only gRPC.
       insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
       token: the token that authenticates this worker at the center, or the path of a
         file with the token, which is read again when it changes. None uses
@@ -123,7 +119,7 @@ def connect(
     check_rule(rule)
     if transports is None and (said := os.environ.get(_TRANSPORTS)):
         transports = said.split(",")
-    if tls is None and credentials is None:
+    if tls is None:
         tls = _tls.of_environment()
         insecure = insecure or os.environ.get(INSECURE) == "1"
     if isinstance(address, str):
@@ -141,7 +137,7 @@ def connect(
     with contextlib.ExitStack() as made:
         centers = []
         for each in addresses:
-            connection = Connection(each, timeout, tls, credentials, insecure, token)
+            connection = Connection(each, timeout, tls, insecure, token)
             made.callback(connection.close)
             remote = Remote(connection, rule, ways)
             centers.append(RemoteCenter(remote, like if is_whole else None))

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import grpc
 from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
@@ -37,8 +36,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
       tls: the certificate authorities that the center's certificate is checked against,
         and a certificate and key of this end if the center asks for them; None for
         plain text, which is only allowed within this machine.
-      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
-        have.
       insecure: allows plain text beyond this machine.
       token: as in `connect`.
 
@@ -61,13 +58,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         *,
         timeout: float = 5.0,
         tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
-        self._connection = Connection(
-            address, timeout, tls, credentials, insecure, token
-        )
+        self._connection = Connection(address, timeout, tls, insecure, token)
 
     @property
     def address(self) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import grpc
 
 from agn_optax import errors
-from agn_optax._internal import combinations
 from agn_optax.service import _address
 from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, Reread
@@ -204,30 +203,26 @@ def of_environment() -> Tls | None:
     return tls(*named) if any(named) else None
 
 
-def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
+def check(tls: Any, insecure: bool, *addresses: str) -> None:
     """Check the security settings of one end.
 
     Args:
       tls: the TLS settings or None.
-      credentials: gRPC credentials or None.
       insecure: whether plain text may leave this machine.
       *addresses: the addresses that are listened at or connected to.
 
     Raises:
-      InvalidArgumentError: both ``tls`` and ``credentials`` were given, or plain text
-        would leave this machine without ``insecure``.
+      InvalidArgumentError: plain text would leave this machine without ``insecure``.
       InvalidTypeError: ``tls`` is not a `Tls`.
     """
     if tls is not None and not isinstance(tls, Tls):
         raise errors.InvalidTypeError(f"tls must be a Tls, got {tls!r}")
-    if tls is not None and credentials is not None:
-        combinations.refuse("tls", "credentials", "both")
-    if tls is not None or credentials is not None or insecure:
+    if tls is not None or insecure:
         return
     for address in addresses:
         if not _address.is_local(address):
             raise errors.InvalidArgumentError(
-                f"{address} is not for this machine only, and without credentials "
+                f"{address} is not for this machine only, and without certificates "
                 "everything would travel in plain text, which can be read and changed "
                 "on the network: give tls= (--tls-...), or insecure=True (--insecure) "
                 "in a network that you trust"

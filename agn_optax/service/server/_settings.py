@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import grpc
-
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center import Center
@@ -70,8 +68,6 @@ class Security:
       tls: the center's certificate and key, and the certificate authorities that
         workers' certificates are checked against if they must have any; None for plain
         text, which is only allowed within this machine.
-      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
-        have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
       insecure: allow plain text beyond this machine, and unauthenticated callers, in a
         network that you trust.
       access: access control: the callers and their roles. None admits everybody on this
@@ -82,7 +78,6 @@ class Security:
 
     Raises:
       InvalidTypeError: ``tls`` is not a `Tls`, or ``access`` not an `Access`.
-      InvalidArgumentError: both ``tls`` and ``credentials`` were given.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -99,30 +94,16 @@ class Security:
     """
 
     tls: Tls | None = None
-    credentials: grpc.ServerCredentials | None = None
     insecure: bool = False
     access: Access | None = None
     reflection: bool | None = None
 
     def __post_init__(self) -> None:
-        _tls.check(self.tls, self.credentials, self.insecure)
+        _tls.check(self.tls, self.insecure)
         if not isinstance(self.access, Access | None):
             raise errors.InvalidTypeError(
                 f"access must be an Access, got {self.access!r}"
             )
-
-    def check(self, *addresses: str, by_grpc: bool = True) -> None:
-        """Check that no plain text leaves this machine, unless ``insecure`` says so.
-
-        Args:
-          *addresses: the addresses that are listened at.
-          by_grpc: whether gRPC is spoken there, which ``credentials`` can encrypt.
-
-        Raises:
-          InvalidArgumentError: plain text would leave this machine.
-        """
-        credentials = self.credentials if by_grpc else None
-        _tls.check(self.tls, credentials, self.insecure, *addresses)
 
     def admitted(self, *, is_local: bool) -> Access | None:
         """Return the access control of a server; None to admit everybody.

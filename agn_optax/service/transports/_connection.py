@@ -58,8 +58,7 @@ class Connection:
     Args:
       address: the center's address, or ``file:PATH`` with a file that holds it.
       timeout: seconds without any response after which a call gives up.
-      tls: the TLS settings; None for plain text or ``credentials``.
-      credentials: gRPC credentials instead of ``tls``.
+      tls: the TLS settings; None for plain text.
       insecure: allows plain text beyond this machine.
       token: the token of this end, see `_token.of`.
 
@@ -74,15 +73,14 @@ class Connection:
         address: str,
         timeout: float,
         tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
         self._file = _published.path_of(_published.check_reachable(address))
-        self._check = functools.partial(_tls.check, tls, credentials, insecure)
+        self._check = functools.partial(_tls.check, tls, insecure)
         self._check(*([address] if self._file is None else []))
         self._credentials: Callable[[], grpc.ChannelCredentials | None]
-        self._credentials = lambda: credentials
+        self._credentials = lambda: None
         if tls is not None:
             self._credentials = Reread(tls.files, tls.client_credentials)
         self.address = address
@@ -100,7 +98,7 @@ class Connection:
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """The gRPC credentials, made of ``tls`` or given; None for plain text."""
+        """The gRPC credentials, made of ``tls``; None for plain text."""
         return self._credentials()
 
     @property
@@ -410,8 +408,6 @@ class Connection:
         if self.credentials is not self._shown:  # certificates have changed meanwhile
             self._let_go()
             return None
-        if self.tls is None and self.credentials is not None:
-            return None  # gRPC's credentials are opaque
         reason = _handshake.why_not(self.address, self.tls)
         if not reason:
             return None

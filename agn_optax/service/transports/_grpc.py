@@ -236,10 +236,9 @@ class HealthListener(_OfServer):
 
 def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
-    address, credentials = place.address, place.credentials
+    address = place.address
     _check_free(address)
-    if place.tls is not None:
-        credentials = place.tls.server_credentials()
+    credentials = None if place.tls is None else place.tls.server_credentials()
     try:
         if credentials is None:
             port = server.add_insecure_port(address)

@@ -611,14 +611,6 @@ def _listen(
     servicer: Servicer, place: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
-    if place.credentials is not None and place.tls is None:
-        if place.direct_address is not None:
-            raise errors.InvalidArgumentError(
-                "direct_address needs tls= instead of credentials=: credentials of "
-                "gRPC cannot encrypt any other connection"
-            )
-        _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
-        return None
     context = None if place.tls is None else place.tls.serving_context()
     if not place.address.startswith("unix:"):
         return SocketListener(servicer, listening_at(place), context)
@@ -634,10 +626,7 @@ def _listen(
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connect to the center, with a handshake."""
-    tls = target.connection.tls
-    if target.connection.credentials is not None and tls is None:
-        raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
-    return SocketLink(dialled(target, tls), target.buffers)
+    return SocketLink(dialled(target, target.connection.tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-import grpc
-
 from agn_optax import errors
 from agn_optax._internal import in_background, keep_running
 from agn_optax.service import center_pb2 as pb
@@ -37,7 +35,6 @@ class ListenSettings(NamedTuple):
       address: address for gRPC.
       direct_address: "host:port" for sockets; None for a free port.
       tls: TLS settings of sockets and gRPC.
-      credentials: server credentials for gRPC alone.
       reflection: whether gRPC serves reflection and channelz.
       page: "host:port" of the page; None for none.
       health: "host:port" of health checks without authentication; None for none.
@@ -46,7 +43,6 @@ class ListenSettings(NamedTuple):
     address: str
     direct_address: str | None = None
     tls: Tls | None = None
-    credentials: grpc.ServerCredentials | None = None
     reflection: bool = True
     page: str | None = None
     health: str | None = None
