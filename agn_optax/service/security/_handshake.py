@@ -61,8 +61,9 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
         if not isinstance(error, ConnectionError | ssl.SSLError):
             return ""
         if not is_greeted:
-            is_other = tls is not None and isinstance(error, ssl.SSLError)
-            return f"{_NO_TLS} ({error.reason})" if is_other else ""
+            if tls is None or not isinstance(error, ssl.SSLError):
+                return ""
+            return f"{_NO_TLS} ({error.reason})"
     return (
         "the center requires a certificate of this end that an authority which it "
         f"trusts (its own ca) has issued, got {tls}: give --tls-certificate and "

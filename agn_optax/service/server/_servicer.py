@@ -660,7 +660,7 @@ class Servicer:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")
         self.is_drained = True
-        _log.warning("draining, as requested by %s", caller.said)
+        _log.warning("draining, as requested by %s", caller.description)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
@@ -698,12 +698,11 @@ class Servicer:
             it then receives the `NotAllowedError`.
         """
         try:
-            now = self.door.again(caller)
-            if now is not caller:
-                now.check("Exchange", worker)
+            caller = self.door.caller(caller.token, caller.certificate, caller.host)
+            caller.check("Exchange", worker)
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
-        return now
+        return caller
 
     @functools.cached_property
     def _schema_bytes(self) -> bytes:
