@@ -245,20 +245,16 @@ class Servicer:
                 "that moves many bytes counts as several; try again"
             )
 
-    def admit_host(self, host: str) -> None:
-        """Apply the rate limit of watching to the host of an unknown caller."""
-        self._admit(("watch", host), SPARE)
-
-    def admit_probe(self, host: str) -> None:
-        """Apply the rate limit of health checks to a host."""
-        self._admit(("probe", host), SPARE)
+    def admit_host(self, host: str, what: str = "watch") -> None:
+        """Apply a rate limit of its own to what the host of an unknown caller does."""
+        self._admit((what, host), SPARE)
 
     def pace(self, port: Hashable) -> None:
         """Wait until a port may accept another connection, from any host."""
         self._ports.take(port, self._most_newcomers, patience=math.inf)
 
     def lets_in(self, host: Hashable) -> bool:
-        """Return whether a host may begin another unauthenticated connection.
+        """Return whether a host may begin another unauthenticated connection or call.
 
         This takes a token, which `came_in` gives back.
         """
@@ -272,20 +268,10 @@ class Servicer:
     def _most_newcomers(self) -> float:
         return max(NEWCOMERS, 2.0 * self.workers)
 
-    def refusal(
-        self, error: errors.NotAllowedError, host: str
-    ) -> errors.NotAllowedError:
-        """Rate-limit and report an authentication failure; return the error to raise.
-
-        Raises:
-          CenterBusyError: the host has failed too often.
-        """
-        self._admit(("refused", host), SPARE)
-        self.tell("refused", "", error, host)
-        return error
-
     def known(self, authorization: str, certificate: bytes, host: str) -> Caller:
         """Return the caller with the credentials of a call.
+
+        Failures are rate-limited and reported.
 
         Args:
           authorization: ``Bearer`` and a token; "" for none.
@@ -294,28 +280,29 @@ class Servicer:
 
         Raises:
           NotAllowedError: the caller is unknown.
+          CenterBusyError: the host has failed too often.
         """
-        if self.door.access is None:
-            return self.door.caller(host=host)
         kind, _, token = authorization.partition(" ")
-        if authorization and kind.lower() != "bearer":
-            error = errors.NotAllowedError("authorization must be `Bearer` and a token")
-            raise self.refusal(error, host)
         try:
+            if self.door.access is None:
+                return self.door.caller(host=host)
+            if authorization and kind.lower() != "bearer":
+                raise errors.NotAllowedError(
+                    "authorization must be `Bearer` and a token"
+                )
             return self.door.caller(token.strip().encode(), certificate, host)
         except errors.NotAllowedError as error:
-            raise self.refusal(error, host) from None
+            self.admit_host(host, "refused")
+            self.tell("refused", "", error, host)
+            raise
 
-    def introduced(
-        self, cut: Callable[[], None], *, hurry: bool = False
-    ) -> AbstractContextManager[object]:
+    def introduced(self, cut: Callable[[], None]) -> AbstractContextManager[object]:
         """Limit the time in which a caller authenticates, or receives an error.
 
         Args:
           cut: ends the connection, from any thread.
-          hurry: whether the time is short, because the host has too many connections.
         """
-        return self.transfers.under_way(cut, 0, _HURRY if hurry else _UNKNOWN)
+        return self.transfers.under_way(cut, 0, _UNKNOWN)
 
     @contextmanager
     def hearing(self, cut: Callable[[], None], caller: Hashable) -> Iterator[None]:
@@ -329,11 +316,11 @@ class Servicer:
           caller: key of the caller.
         """
         silent = ("silent", caller)
-        in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
-        with self.introduced(cut, hurry=not in_time):
+        in_time = self.lets_in(silent)
+        with self.transfers.under_way(cut, 0, _UNKNOWN if in_time else _HURRY):
             yield
         if in_time:
-            self._limiter.give_back(silent)
+            self.came_in(silent)
 
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """Return the center's description."""

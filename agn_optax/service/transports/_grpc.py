@@ -214,7 +214,7 @@ class HealthListener(_OfServer):
 
         def let_in(context: Any) -> Hashable:
             host = _host(context)
-            servicer.admit_probe(host)
+            servicer.admit_host(host, "probe")
             return host
 
         self._server = grpc.server(
