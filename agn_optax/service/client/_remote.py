@@ -93,8 +93,7 @@ class Remote:
         """Check and store a description.
 
         Raises:
-          ProtocolError: the center speaks another version of the protocol, or its
-            schema does not match its hash.
+          ProtocolError: the center speaks another version of the protocol.
           RuleMismatchError: the center runs another rule.
           InvalidArgumentError: the timeout is too short for this center.
         """
@@ -118,12 +117,6 @@ class Remote:
             known = self.travelling
             if known is None or said.schema_hash != known.center.hash:
                 schema = _trees.from_bytes(said.schema)
-                if schema.hash != said.schema_hash:
-                    raise errors.ProtocolError(
-                        f"the tree that the center at {self.address} describes must "
-                        f"have the hash {said.schema_hash.hex()}, got "
-                        f"{schema.hash.hex()}"
-                    )
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
                 self._known = {}
@@ -196,23 +189,27 @@ class Remote:
             )
 
     def answer_in(
-        self, said: pb.Frame, link: Link
+        self, said: pb.Frame, link: Link, submission: Submission
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """Return the metadata and the arrays of a received answer."""
-        travels = self.travels()
+        """Return the metadata and the arrays of a received answer to a submission."""
+        travels, snapshot = self.travels(), said.snapshot
         schema = travels.answer
-        if said.snapshot.HasField("differences"):
-            count = said.snapshot.differences
-            if travels.differences is None:
+        if snapshot.HasField("differences"):
+            if travels.differences is None or submission.anchor is None:
                 raise errors.ProtocolError(
                     "the center sent differences, but the whole center was asked for"
                 )
-            least = max(1, trees.nbytes(travels.difference))
-            if count * least > schema.size:
+            most = schema.size // max(1, trees.nbytes(travels.difference))
+            if snapshot.differences > most:
                 raise errors.ProtocolError(
-                    f"{count} differences are larger than the whole center"
+                    f"expected at most {most} differences, got {snapshot.differences}"
                 )
-            schema = travels.differences(count)
+            schema = travels.differences(snapshot.differences)
+        if snapshot.sequence != submission.sequence:
+            raise errors.ProtocolError(
+                f"expected an answer to exchange {submission.sequence}, got one to "
+                f"{snapshot.sequence}"
+            )
         return _version_in(said, link, schema, self.address)
 
     def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
@@ -307,7 +304,11 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info("%s: transports that failed: %s", self.address, failed)
+                    _log.info(
+                        "%s: transports that failed: %s",
+                        self.address,
+                        failed,
+                    )
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers

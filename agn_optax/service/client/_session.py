@@ -228,17 +228,7 @@ class RemoteSession(Session):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            answer = self._remote.answer_in(said, link)
-            own, theirs = submission.sequence, answer[0].sequence
-            if theirs != own:
-                raise errors.ProtocolError(
-                    f"expected an answer to exchange {own}, got one to {theirs}"
-                )
-            if answer[0].HasField("differences") and submission.anchor is None:
-                raise errors.ProtocolError(
-                    "the center sent differences, but the whole center was asked for"
-                )
-        return answer
+            return self._remote.answer_in(said, link, submission)
 
     @contextlib.contextmanager
     def _watching(

@@ -69,7 +69,7 @@ from agn_optax.service.wire._submission import snapshot_of, submission_of
 from agn_optax.service.wire._versions import installed
 
 PyTree = Any
-T = TypeVar("T", pb.Join, pb.Start)
+T = TypeVar("T", pb.DescribeRequest, pb.Join, pb.Start)
 _log = logging.getLogger("agn_optax")
 _LEAST_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 _SILENT_BEATS = 3  # heartbeats that may be missed
@@ -180,7 +180,7 @@ class Servicer:
         self.stop: Callable[[], object] = nothing  # stops the whole service
         self.is_drained = False  # whether an operator has drained the service
         # Reports an event to the monitor: its kind and its details. Must not block.
-        self.tell: Callable[..., object] = _unheard
+        self.tell: Callable[..., object] = lambda *event: None
         # The offers of all transports without gRPC, still without a key.
         self.offers: list[pb.Offer] = []
         # The addresses of gRPC, of direct connections and of the page, for the status.
@@ -325,7 +325,7 @@ class Servicer:
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """Return the center's description."""
         caller.check("Describe")
-        _check_protocol(request.protocol)
+        _of_our_protocol(request)
         schema = self.schema()
         said = pb.Description(
             protocol=PROTOCOL,
@@ -353,52 +353,42 @@ class Servicer:
     def initialize(
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        """Initialize the center with the chief's parameters."""
+        """Initialize the center with the chief's parameters.
+
+        An initialized center checks only the hash of the chief's schema, and reads
+        neither the schema nor the parameters.
+        """
         caller.check("Initialize")
         with self._receiving(reader, context.cancel, _STALLED_CHIEF):
             start = _of_our_protocol(self._next(reader, context).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
-            if (version := self._initialized(start)) is not None:
-                return pb.Initialized(version=version)
             # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
                 "another worker is initializing this center; try again"
             )
             with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
-                return self._initialize(start, reader, context, caller)
-
-    def _initialized(self, start: pb.Start) -> int | None:
-        """Return the version of an initialized center; None if it is not initialized.
-
-        An initialized center checks only the hash of the chief's schema, and reads
-        neither the schema nor the parameters.
-
-        Raises:
-          AlreadyInitializedError: another worker has initialized the center.
-          TreeMismatchError: the chief's parameters are of another model.
-        """
-        own = self.schema()
-        if own is None:
-            return None
-        version = self.core.initialize((), worker=start.worker)
-        if start.schema_hash != own.hash:
+                own = self.schema()
+                params = ()
+                if own is None:
+                    params = self._sent(start, reader, context, caller)
+                version = self.core.initialize(params, worker=start.worker)
+        if own is not None and start.schema_hash != own.hash:
             raise errors.TreeMismatchError(
                 f"another model: the parameters of worker {start.worker!r} have other "
                 "paths, dtypes or shapes than this center's"
             )
-        return version
+        return pb.Initialized(version=version)
 
     def _next(self, reader: Reader, context: Any) -> pb.Frame:
         """Return the control part of a chief's next frame, received with a timeout."""
         with self.transfers.under_way(context.cancel, 0, _STALLED_CHIEF):
             return _control(reader)
 
-    def _initialize(
+    def _sent(
         self, start: pb.Start, reader: Reader, context: Any, caller: Caller
-    ) -> pb.Initialized:
-        if (version := self._initialized(start)) is not None:
-            return pb.Initialized(version=version)
+    ) -> PyTree:
+        """Receive a chief's schema and parameters."""
         if start.schema_size > _trees.MOST_SCHEMA:
             raise errors.ProtocolError(_trees.why_too_large(0, start.schema_size, ""))
         self.admit(caller, "Initialize", start.schema_size / PARSED)
@@ -418,31 +408,25 @@ class Servicer:
         if not self._next(reader, context).HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
         buffer = reader.buffer(schema, "the parameters")
-        params = _trees.build(schema, schema.views(buffer))
-        return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
+        return _trees.build(schema, schema.views(buffer))
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """Send the current version of the center."""
         caller.check("Pull")
         many = errors.CenterBusyError("too many pulls are already waiting; try again")
-        with self._pulling.one(caller.key, many):
-            yield from self._pull(request, caller)
-
-    def _pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         end = time.monotonic() + min(request.wait, _LONGEST_WAIT)
-        while self.schema() is None and (left := end - time.monotonic()) > 0:
-            self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
-            yield _WAITING
-        self.admit(caller, "Pull", self._size / MOVED)
-        while not self._pulls.take(caller.key, WAITING_INTERVAL):
-            yield _WAITING
-        try:
-            with self.core.reading(kept=True) as version:
-                pulled, schema = Snapshot(None, version.number), self._travels.center
-                # The version is held until it is sent: the arrays are views of it.
-                yield self._parcel(version, pulled, schema, public=request.public)
-        finally:
-            self._pulls.give_back(caller.key)
+        with self._pulling.one(caller.key, many), ExitStack() as taken:
+            while self.schema() is None and (left := end - time.monotonic()) > 0:
+                self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
+                yield _WAITING
+            self.admit(caller, "Pull", self._size / MOVED)
+            while not self._pulls.take(caller.key, WAITING_INTERVAL):
+                yield _WAITING
+            taken.callback(self._pulls.give_back, caller.key)
+            version = taken.enter_context(self.core.reading(kept=True))
+            pulled, schema = Snapshot(None, version.number), self._travels.center
+            # The version is held until it is sent: the arrays are views of it.
+            yield self._parcel(version, pulled, schema, public=request.public)
 
     def exchange(
         self, reader: Reader, context: Any, caller: Caller, transport: str
@@ -956,10 +940,6 @@ def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
     }
 
 
-def _unheard(*said: object) -> None:
-    """Ignore an event, because there is no monitor."""
-
-
 def _check_name(name: str, least: int = 1) -> None:
     """Check the length of a worker's name or of a session id."""
     if not least <= len(name.encode()) <= _MOST_NAME:
@@ -981,10 +961,14 @@ def _control(reader: Reader) -> pb.Frame:
     return control
 
 
-def _of_our_protocol(said: T) -> T:
-    """Check the protocol version in the first frame of a call, and return it."""
-    _check_protocol(said.protocol)
-    return said
+def _of_our_protocol(request: T) -> T:
+    """Check the protocol version in the first frame of a call, and return the frame."""
+    if request.protocol != PROTOCOL:
+        raise errors.ProtocolError(
+            f"this center speaks version {PROTOCOL} of the protocol, got "
+            f"{request.protocol}; run the same release of agn_optax on both sides"
+        )
+    return request
 
 
 def _seen_from_here(serves_at: str, caller: Caller) -> str:
@@ -1000,11 +984,3 @@ def _seen_from_here(serves_at: str, caller: Caller) -> str:
         return serves_at
     host = host_of(caller.host)
     return f"{host}:{serves_at.rpartition(':')[2]}" if host else serves_at
-
-
-def _check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
-        raise errors.ProtocolError(
-            f"this center speaks version {PROTOCOL} of the protocol, got {protocol}; "
-            "run the same release of agn_optax on both sides"
-        )
