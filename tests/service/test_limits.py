@@ -271,37 +271,6 @@ def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
         center._connection.unary("Alive", pb.AliveRequest(lives=lives), pb.AliveReply)
 
 
-def test_worker_beyond_the_memory_limit_is_rejected():
-    """With memory for the center and two messages, two workers can exchange."""
-    size = START.nbytes
-    memory = (2 + 4 + 2) * size + 3 * _servicer._OVERHEAD
-    with (
-        service.serve(RULE, START, limits=service.Limits(memory=memory)) as server,
-        service.connect(server.address, RULE) as center,
-    ):
-        ones = np.ones(SIZE, np.float32)
-        joined = [center.join(name) for name in ("anna", "bert")]
-        with pytest.raises(errors.CenterFullError, match="for 2 workers, and 2 are"):
-            center.join("carl")
-        for session in joined:
-            assert session.exchange(Submission(1, ones, anchor_version=0)).applied
-        joined[0].leave()
-        assert (
-            center.join("carl").exchange(Submission(1, ones, anchor_version=2)).applied
-        )
-
-
-def test_parameters_beyond_the_memory_limit_are_not_sent():
-    with (
-        service.serve(RULE, limits=service.Limits(memory=SIZE)) as server,
-        service.connect(server.address, RULE) as center,
-    ):
-        with pytest.raises(errors.CenterFullError, match=f"{4 * SIZE} bytes"):
-            center.initialize(START, worker="chief")
-        small = np.zeros(10, np.float32)
-        assert center.initialize(small, worker="chief").version == 0
-
-
 def start(schema, worker="a", schema_hash=b""):
     said = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
     said.schema_hash = schema_hash

@@ -321,7 +321,6 @@ def test_settings_of_another_type_are_rejected(settings, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda own: service.Limits(memory=0), "memory must be .* >= 1, got 0"),
         (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
         (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
         (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),

@@ -99,7 +99,6 @@ _MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # waiting pulls, in addition to one for each worker
 _LONGEST_WAIT = 60.0  # s that a pull may wait for the first parameters
 _MANY = 1024  # maximum number of workers if none is set
-_OVERHEAD = 4 << 20  # bytes of memory of a connection, without its message
 _GRACE = 30.0  # minimum s of the grace by default
 LONGEST_GRACE = 600.0  # maximum s of the grace by default
 
@@ -400,11 +399,6 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        if self.limits.memory is not None and schema.size > self.limits.memory:
-            raise errors.CenterFullError(
-                f"the parameters have {schema.size} bytes, and this center may use "
-                f"{self.limits.memory}: serve it with more memory="
-            )
         if not self._next(reader, context).HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
         buffer = reader.buffer(schema, "the parameters")
@@ -516,7 +510,6 @@ class Servicer:
             back=bool(join.center),
             silence=self._silence,
             cut=context.cancel,
-            room=self._room(),
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
@@ -694,23 +687,6 @@ class Servicer:
     def schema(self) -> Schema | None:
         """Return the schema of the center; None if it has no parameters yet."""
         return self._travels.center if self.core.is_initialized else None
-
-    def _room(self) -> int | None:
-        """Return the number of workers that fit in memory; None if there is no limit.
-
-        Memory is needed for the center, its optimizer's state, the next version, one
-        version for each pull, and one message for each worker, over which its answer is
-        written. If answers are differences, a version is as large as two centers, and
-        the recent differences together are smaller than one center.
-        """
-        if self.limits.memory is None or not self.core.is_initialized:
-            return None
-        versions = (2 + _MOST_PULLS) * self._travels.center.size
-        if self._travels.differences is not None:  # plus the broadcast parameters
-            versions = 2 * versions + self._travels.center.size
-        taken = versions + self.core.store.state_bytes
-        each = self._travels.message.size + _OVERHEAD
-        return max(0, (self.limits.memory - taken) // each)
 
     @contextmanager
     def _receiving(
