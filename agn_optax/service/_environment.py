@@ -6,6 +6,7 @@ also be numbered by the cluster engine that has started them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -61,12 +62,9 @@ class Environment(NamedTuple):
                 f"{RULE} is not set: `agn-optax launch --rule ...` sets it only if it "
                 "starts the center itself. Make the rule of the center in this program"
             )
-        try:
+        settings = None
+        with contextlib.suppress(ValueError):
             settings = json.loads(text)
-        except ValueError as error:
-            raise errors.InvalidArgumentError(
-                f"{RULE} must be a JSON object, got {text!r}: {error}"
-            ) from None
         if not isinstance(settings, dict):
             raise errors.InvalidArgumentError(
                 f"{RULE} must be a JSON object, got {text!r}"

@@ -1086,8 +1086,7 @@ def test_addresses_of_one_host_are_grouped(address, of):
     ],
 )
 def test_parent_derives_the_address_of_a_site(said, host, seen):
-    caller = service.Caller("a site", service.EVERYBODY.calls, host=host)
-    assert _servicer._seen_from_here(said, caller) == seen
+    assert _address.seen_from(said, host) == seen
 
 
 def test_center_that_sends_single_bytes_is_unreachable(monkeypatch):

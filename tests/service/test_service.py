@@ -335,7 +335,7 @@ def test_invalid_groups_of_settings_are_rejected(call, message):
 
 def test_local_center_rejects_limits_of_a_service():
     with pytest.raises(errors.InvalidTypeError, match=r"must be agn_optax.center.Lim"):
-        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(memory=1))
+        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(calls=1.0))
 
 
 @pytest.mark.parametrize(

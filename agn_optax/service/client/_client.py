@@ -168,7 +168,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._like = like
         self._connection = remote.connection
         self._remote = remote
-        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by worker
+        self._sessions: dict[str, RemoteSession] = {}  # by worker
         # Guards the sessions; reentrant because a signal handler may call `close` while
         # it is held.
         self._lock = threading.RLock()
@@ -201,10 +201,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
-        if (old := self._sessions.get(worker)) is not None:
+        old = self._sessions.get(worker)
+        if old is not None and not old.left:
             old.leave()  # this process no longer uses it
-        forget = functools.partial(_forget, weakref.ref(self))
-        session = RemoteSession(self._remote, worker, self._like, life, left=forget)
+        session = RemoteSession(self._remote, worker, self._like, life)
         with self._lock:
             self._sessions[worker] = session
         try:
@@ -269,7 +269,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         _open_centers.discard(self)
         end = time.monotonic() + 2.0
         try:
-            for session in list(self._sessions.values()):
+            for session in [s for s in list(self._sessions.values()) if not s.left]:
                 session.leave(max(0.1, min(1.0, end - time.monotonic())))
         finally:
             self._connection.close()
@@ -280,8 +280,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self.close()
 
     def __repr__(self) -> str:
-        by = {name: each.transport for name, each in list(self._sessions.items())}
-        workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
+        workers = [
+            f", {name!r} by {session.transport}"
+            for name, session in sorted(self._sessions.items())
+            if session.transport and not session.left
+        ]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float, *, public: bool) -> Snapshot:
@@ -295,21 +298,16 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def _give_signs_of_life(self) -> float:
         """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
-        there = [each for each in list(self._sessions.values()) if not each.left]
+        with self._lock:  # sessions that have left may hold a contribution
+            for session in [each for each in self._sessions.values() if each.left]:
+                del self._sessions[session.worker]
+            there = list(self._sessions.values())
         if there:
             lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
             request = pb.AliveRequest(lives=lives)
             with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval
-
-
-def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
-    """Drop a session that has left, together with the contribution that it holds."""
-    if (known := center()) is not None:
-        with known._lock:
-            if known._sessions.get(session.worker) is session:
-                del known._sessions[session.worker]
 
 
 def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:

@@ -166,7 +166,6 @@ class Access:
             Reread(
                 () if isinstance(each, bytes) else (each,),
                 functools.partial(_grants_in, each),
-                dict,
             )
             for each in tokens
         ]
@@ -211,8 +210,9 @@ class Access:
 
         The time that it takes to look up a hash reveals nothing about the token.
         """
-        key, parts = _hash(token), [source() for source in self._sources]
-        found = {part[key] for part in parts if key in part}
+        key = _hash(token)
+        parts = [(source(), source.is_outdated) for source in self._sources]
+        found = {part[key] for part, is_old in parts if key in part and not is_old}
         if len(found) != 1:
             raise _unknown("this center does not know that token")
         return found.pop()

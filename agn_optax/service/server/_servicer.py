@@ -34,10 +34,8 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
     PROTOCOL,
     WAITING_INTERVAL,
-    host_of,
-    is_everywhere,
+    seen_from,
 )
-from agn_optax.service._address import check as check_address
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.security._access import Caller, Door
 from agn_optax.service.security._rate_limits import (
@@ -504,17 +502,17 @@ class Servicer:
             )
         if not context.is_active():
             return  # the worker may already be back in another call
+        is_back = bool(join.center)
         session = self.core.join(
             join.worker,
             join.incarnation,
-            back=bool(join.center),
+            back=is_back,
             silence=self._silence,
             cut=context.cancel,
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
-        traffic.serves_at = _seen_from_here(join.serves_at, caller)
-        is_back = bool(join.center)
+        traffic.serves_at = seen_from(join.serves_at, caller.host)
         self.tell("joined", join.worker, join.incarnation, is_back, transport)
         # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
@@ -574,7 +572,6 @@ class Servicer:
         """Return the center's status."""
         caller.check("Status")
         version, members, waiting = self.core.members()
-        now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         is_there = self.core.is_initialized
         room = self.core.room
@@ -582,7 +579,7 @@ class Servicer:
             version=version,
             rule=self.core.rule.name,
             mode=repr(self.core.ledger.mode),
-            uptime=now - self._started,
+            uptime=time.monotonic() - self._started,
             parameters=self._sizes[0] if is_there else 0,
             parameter_bytes=self._sizes[1] if is_there else 0,
             bytes_received=self._total.bytes_received,
@@ -597,19 +594,7 @@ class Servicer:
             disk_needed=None if room is None else room.needed,
             center=self.core.life,
             workers=[
-                pb.WorkerStatus(
-                    name=name,
-                    connected=member.connected,
-                    exchanges=member.exchanges,
-                    dropped=member.dropped,
-                    staleness=member.staleness,
-                    joined=now - member.joined,
-                    seen=now - member.seen,
-                    waits=name in waiting,
-                    refused=member.refused,
-                    **_lately(member, now, waits=name in waiting),
-                    **traffic.get(name, {}),
-                )
+                _status_of(name, member, name in waiting, traffic.get(name, {}))
                 for name, member in sorted(members.items())
             ],
         )
@@ -905,15 +890,28 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
 
 
-def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
-    """Return the fields of a worker's status with its rates and a stall."""
-    rates = member.recent.rates(now) or (None, None)
+def _status_of(
+    name: str, member: Member, waits: bool, traffic: dict[str, Any]
+) -> pb.WorkerStatus:
+    """Return the status of a worker; it has not stalled while the center waits."""
+    now = time.monotonic()
+    exchanges, steps = member.recent.rates(now) or (None, None)
     is_awaited = member.connected and not waits
-    return {
-        "exchanges_per_second": rates[0],
-        "steps_per_second": rates[1],
-        "stalled": member.recent.overdue(now) if is_awaited else None,
-    }
+    return pb.WorkerStatus(
+        name=name,
+        connected=member.connected,
+        exchanges=member.exchanges,
+        dropped=member.dropped,
+        staleness=member.staleness,
+        joined=now - member.joined,
+        seen=now - member.seen,
+        waits=waits,
+        refused=member.refused,
+        exchanges_per_second=exchanges,
+        steps_per_second=steps,
+        stalled=member.recent.overdue(now) if is_awaited else None,
+        **traffic,
+    )
 
 
 def _check_name(name: str, least: int = 1) -> None:
@@ -945,18 +943,3 @@ def _of_our_protocol(request: T) -> T:
             f"{request.protocol}; run the same release of agn_optax on both sides"
         )
     return request
-
-
-def _seen_from_here(serves_at: str, caller: Caller) -> str:
-    """Return the address at which a worker serves as a center; "" if none is valid.
-
-    If the worker listens on all networks, the address that it calls from is returned.
-    """
-    try:
-        is_any = serves_at and is_everywhere(check_address(serves_at))
-    except errors.AgnOptaxError:  # not an address, so it is not shown
-        return ""
-    if not is_any:
-        return serves_at
-    host = host_of(caller.host)
-    return f"{host}:{serves_at.rpartition(':')[2]}" if host else serves_at
