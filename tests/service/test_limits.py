@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from helpers import sessions, shared
-from helpers.waiting import in_background, returned, wait_until
+from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Journal, Submission
@@ -25,7 +25,7 @@ from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security import _access, _rate_limits
-from agn_optax.service.server import _server, _servicer
+from agn_optax.service.server import _servicer
 from agn_optax.service.transports import GrpcLink, Target, _connection, _grpc, _socket
 from agn_optax.service.wire import _packets, _status, _trees
 from agn_optax.service.wire._buffers import Buffers
@@ -195,41 +195,6 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
         wait_until(lambda: not large_server._servicer._talking)
         # Nothing is lost: the worker asks again.
         assert anna.collect(1, timeout=LIMIT).version == 1
-
-
-@pytest.mark.slow
-def test_slow_reader_gets_its_answer_before_the_center_stops(monkeypatch):
-    """The default grace is as long as answers have taken."""
-    monkeypatch.setattr(_servicer, "_GRACE", 0.1)
-    monkeypatch.setattr(_server, "_LAST", 0.1)
-    large = np.zeros(8 * SIZE, np.float32)
-    with (
-        service.serve(RULE, large) as server,
-        service.connect(server.address, RULE) as center,
-        Peer(center, "socket") as peer,
-    ):
-        peer.join()
-
-        def exchange(sequence):
-            peer.say(message(server, sequence) + large.tobytes())
-            wait_until(lambda: server.center.version == sequence)
-
-        def read():
-            """Read an answer in about 32 pieces, for more than a second and a half."""
-            link, left = peer.link, large.nbytes
-            assert link.control().HasField("snapshot")
-            link._follows = 0  # bytes that the link would read by itself
-            while left and (got := len(link._end.recv(min(left, 1 << 20)))):
-                left -= got
-                time.sleep(0.05)  # as a slow reader
-            return left
-
-        exchange(1)
-        assert not read()
-        exchange(2)
-        reading = in_background(read, "a slow reader")
-        server.stop()
-        assert not reading.result(LIMIT)
 
 
 @transports

@@ -20,7 +20,7 @@ from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
 from agn_optax.service.security import _tls
 from agn_optax.service.security._access import Door
-from agn_optax.service.server._servicer import Servicer
+from agn_optax.service.server._servicer import LONGEST_GRACE, Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
 from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
 from agn_optax.worker import Uplink
@@ -102,17 +102,16 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
           grace: seconds for the exchanges that are running, and for those that are
-            still owed to the parent. None for 30, or for twice the longest duration of
-            the last answers' transfers if that is more, but at most 600. A worker that
-            receives nothing of its answer for two seconds is cut off earlier. One
-            second after the grace, everything has ended in any case.
+            still owed to the parent; None for 30. A worker that receives nothing of its
+            answer for two seconds is cut off earlier. One second after the grace,
+            everything has ended in any case.
         """
         with self._stopping:
             if self._is_stopping or self._stopped.is_set():
                 return
             self._is_stopping = True
             try:
-                self._stop(self._servicer.stop_grace if grace is None else grace)
+                self._stop(LONGEST_GRACE if grace is None else grace)
             finally:  # if it raises, as by Ctrl-C, the next call starts over
                 self._is_stopping = False
 

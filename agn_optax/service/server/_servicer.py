@@ -97,8 +97,7 @@ _MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # waiting pulls, in addition to one for each worker
 _LONGEST_WAIT = 60.0  # s that a pull may wait for the first parameters
 _MANY = 1024  # maximum number of workers if none is set
-_GRACE = 30.0  # minimum s of the grace by default
-LONGEST_GRACE = 600.0  # maximum s of the grace by default
+LONGEST_GRACE = 30.0  # s of the grace by default
 
 
 @dataclasses.dataclass
@@ -183,11 +182,6 @@ class Servicer:
         # The addresses of gRPC, of direct connections and of the page, for the status.
         self.listens_at, self.direct_address, self.page_address = "", "", ""
 
-    @property
-    def stop_grace(self) -> float:
-        """Default of the grace in which the service ends, in seconds."""
-        return min(max(_GRACE, 2 * self.transfers.longest), LONGEST_GRACE)
-
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no exchange is being applied or answered; False if one still is.
 
@@ -210,10 +204,7 @@ class Servicer:
         Yields:
           A callable, to be called whenever a part of the frame was sent.
         """
-        is_answer = parcel.control.snapshot.sequence > 0
-        with self.transfers.under_way(
-            cancel, parcel.nbytes, _STALLED, counts=is_answer
-        ) as transfer:
+        with self.transfers.under_way(cancel, parcel.nbytes, _STALLED) as transfer:
             yield transfer.went
 
     def admit(self, caller: Caller, call: str, tokens: float = 1.0) -> None:
@@ -340,7 +331,7 @@ class Servicer:
             offers=self._offers_to(caller),
             versions=installed(),
             grace=self.core.ledger.mode.round_grace,
-            stop_grace=self.stop_grace,
+            stop_grace=LONGEST_GRACE,
         )
         return pb.Described(
             description=said.SerializeToString(),
