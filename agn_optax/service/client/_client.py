@@ -117,8 +117,8 @@ def connect(
       >>> center.close(); server.stop()
     """
     check_rule(rule)
-    if transports is None and (said := os.environ.get(_TRANSPORTS)):
-        transports = said.split(",")
+    if transports is None and (names := os.environ.get(_TRANSPORTS)):
+        transports = names.split(",")
     if tls is None:
         tls = _tls.of_environment()
         insecure = insecure or os.environ.get(INSECURE) == "1"
@@ -288,12 +288,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float, *, public: bool) -> Snapshot:
-        said, arrays = self._connection.retry(
+        snapshot, arrays = self._connection.retry(
             lambda: self._remote.pull(wait, public=public)
         )
         # A pull is too rare to compile a program for it, as `to_device` would.
         leaves = jax.device_put(arrays)
-        return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
+        return Snapshot(self._remote.as_tree(leaves, self._like), snapshot.version)
 
     def _give_signs_of_life(self) -> float:
         """Send a heartbeat of all joined workers; return seconds until the next one."""

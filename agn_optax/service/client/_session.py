@@ -120,16 +120,16 @@ class RemoteSession(Session):
             )
             if answer is None:
                 return None
-            said, arrays = answer
-            if said.HasField("differences"):
+            snapshot, arrays = answer
+            if snapshot.HasField("differences"):
                 submission, _ = self._in_flight
                 params = self._remote.followed(
-                    submission.anchor, said.differences, arrays
+                    submission.anchor, snapshot.differences, arrays
                 )
             else:
                 leaves = to_device(self._remote.widened(arrays))
                 params = self._remote.as_tree(leaves, self._like)
-            return answer_of(said, params, sum(array.nbytes for array in arrays))
+            return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge an answer: see `Session.acknowledge`.
@@ -185,17 +185,17 @@ class RemoteSession(Session):
         )
         with self._watching(link, until, FIRST_WORD):
             link.send(Parcel(pb.Frame(join=join)))
-            if (said := link.control()).HasField("waiting"):
+            if (frame := link.control()).HasField("waiting"):
                 _log.warning(
                     "worker %r waits at the center at %s until enough workers for its "
                     "barrier have joined",
                     self.worker,
                     remote.address,
                 )
-            while said.HasField("waiting"):
-                said = link.control()
-        self._life, before = said.joined.center, said.joined.before
-        self.before = (before, said.joined.settled) if before else None
+            while frame.HasField("waiting"):
+                frame = link.control()
+        self._life, before = frame.joined.center, frame.joined.before
+        self.before = (before, frame.joined.settled) if before else None
         remote.useless |= failed
         return link
 
@@ -219,11 +219,11 @@ class RemoteSession(Session):
         (submission, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
-            while (said := link.control()).HasField("waiting"):
+            while (frame := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            return self._remote.answer_in(said, link, submission)
+            return self._remote.answer_in(frame, link, submission)
 
     @contextlib.contextmanager
     def _watching(

@@ -218,8 +218,8 @@ class Access:
         return found.pop()
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
-        said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
-        return f"Access({', '.join(said)})"
+        names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
+        return f"Access({', '.join(names)})"
 
 
 class Door:
@@ -367,20 +367,20 @@ def _grant(roles: list[str], name: str, where: str) -> _Grant:
 def _grant_by(der: bytes) -> _Grant:
     """Return the grant of a certificate, which TLS has already verified."""
     try:
-        said = _x509.read(der)
-        if len(said.names) != 1:
+        subject = _x509.read(der)
+        if len(subject.names) != 1:
             raise errors.InvalidArgumentError(
-                f"its subject must have one CN, the worker's name, got {said.names}"
+                f"its subject must have one CN, the worker's name, got {subject.names}"
             )
-        return _grant(list(said.units or ("worker",)), said.names[0], "its OU")
+        return _grant(list(subject.units or ("worker",)), subject.names[0], "its OU")
     except errors.InvalidArgumentError as error:
         raise _unknown(
             f"this center does not accept that certificate: {error}"
         ) from None
 
 
-def _unknown(said: str) -> errors.NotAllowedError:
-    error = errors.NotAllowedError(said)
+def _unknown(reason: str) -> errors.NotAllowedError:
+    error = errors.NotAllowedError(reason)
     error.is_known = False
     return error
 

@@ -37,8 +37,8 @@ def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
     Raises:
       InvalidArgumentError: the token is not valid, or the file cannot be read.
     """
-    if given is None and (said := os.environ.get(TOKEN)):
-        return _checked(said.strip(), f"the token in {TOKEN}")
+    if given is None and (token := os.environ.get(TOKEN)):
+        return _checked(token.strip(), f"the token in {TOKEN}")
     if given is None and (named := os.environ.get(TOKEN_FILE)):
         given = pathlib.Path(named)
     if isinstance(given, os.PathLike):

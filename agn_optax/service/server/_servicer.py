@@ -315,7 +315,7 @@ class Servicer:
         caller.check("Describe")
         _of_our_protocol(request)
         schema = self.schema()
-        said = pb.Description(
+        description = pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.life,
@@ -334,7 +334,7 @@ class Servicer:
             stop_grace=LONGEST_GRACE,
         )
         return pb.Described(
-            description=said.SerializeToString(),
+            description=description.SerializeToString(),
             schema=None if schema is None else self._schema_bytes,
         )
 
