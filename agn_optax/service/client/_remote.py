@@ -105,9 +105,9 @@ class Remote:
         _fingerprint.compare(described.rule, self.rule, self.address)
         if self.connection.timeout <= described.waiting_interval:
             raise errors.InvalidArgumentError(
-                f"timeout must be longer than {described.waiting_interval:g} s, in which "
-                f"the center at {self.address} may send nothing to a waiting worker, "
-                f"got {self.connection.timeout:g}"
+                f"timeout must be longer than {described.waiting_interval:g} s, for "
+                f"which the center at {self.address} may send nothing to a waiting "
+                f"worker, got {self.connection.timeout:g}"
             )
         self.description = described
         offers = {offer.transport: offer for offer in described.offers}
