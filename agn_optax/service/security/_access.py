@@ -104,6 +104,36 @@ class _Grant(NamedTuple):
         return f"{roles} {'under any name' if self.name is None else repr(self.name)}"
 
 
+# Callers are looked up again at each message, so they are kept.
+@functools.lru_cache(maxsize=1024)
+def _caller_by(
+    by_token: _Grant | None,
+    by_certificate: _Grant | None,
+    token: bytes,
+    certificate: bytes,
+    host: str,
+) -> Caller:
+    """Return the caller with one or two grants, which may do what all of them allow."""
+    both = (by_token, "by token"), (by_certificate, "by certificate")
+    found = [(grant, how) for grant, how in both if grant is not None]
+    names = {grant.name for grant, _ in found} - {None}
+    description = " and ".join(f"{grant} ({how})" for grant, how in found)
+    if len(names) > 1:
+        raise errors.NotAllowedError(
+            "token and certificate belong to different workers: the caller is "
+            f"{description}"
+        )
+    calls = frozenset.intersection(*(grant.calls for grant, _ in found))
+    name = names.pop() if names else None
+    return Caller(description, calls, name, token, certificate, host)
+
+
+@functools.lru_cache(maxsize=1024)
+def _anybody(host: str) -> Caller:
+    """Return a caller of a center that admits everybody."""
+    return dataclasses.replace(EVERYBODY, host=host)
+
+
 class Access:
     """Access control of a center: `agn_optax.service.Security(access=...)`.
 
@@ -175,8 +205,15 @@ class Access:
                 f"several of the tokens files have the same token; {_ONE_LINE}"
             )
 
-    def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
+    def caller(
+        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
+    ) -> Caller:
         """Return the caller with a token and a certificate (DER); b"" for none.
+
+        Args:
+          token: the caller's token.
+          certificate: the caller's certificate.
+          host: network address of the caller.
 
         Raises:
           NotAllowedError: neither was given, one of them is unknown, or they belong to
@@ -189,21 +226,9 @@ class Access:
                 if self._tokens
                 else "this center requires a certificate"
             )
-        found = []
-        if token:
-            found.append((self._grant_of(token), "by token"))
-        if certificate:
-            found.append((_grant_by(certificate), "by certificate"))
-        names = {grant.name for grant, _ in found} - {None}
-        description = " and ".join(f"{grant} ({how})" for grant, how in found)
-        if len(names) > 1:
-            raise errors.NotAllowedError(
-                "token and certificate belong to different workers: the caller is "
-                f"{description}"
-            )
-        calls = frozenset.intersection(*(grant.calls for grant, _ in found))
-        name = names.pop() if names else None
-        return Caller(description, calls, name, token, certificate)
+        by_token = self._grant_of(token) if token else None
+        by_certificate = _grant_by(certificate) if certificate else None
+        return _caller_by(by_token, by_certificate, token, certificate, host)
 
     def _grant_of(self, token: bytes) -> _Grant:
         """Return the grant of a token, which is invalid if two files differ in it.
@@ -243,10 +268,9 @@ class Door:
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
     ) -> Caller:
         """Return the caller at a host: see `Access.caller`."""
-        known = EVERYBODY
-        if self.access is not None:
-            known = self.access.caller(token, certificate)
-        return dataclasses.replace(known, host=host)
+        if self.access is None:
+            return _anybody(host)
+        return self.access.caller(token, certificate, host)
 
     def ticket(self, caller: Caller) -> bytes:
         """Return the caller's key.
