@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -168,10 +167,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._like = like
         self._connection = remote.connection
         self._remote = remote
-        self._sessions: dict[str, RemoteSession] = {}  # by worker
-        # Guards the sessions; reentrant because a signal handler may call `close` while
-        # it is held.
-        self._lock = threading.RLock()
+        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by id
         remote.describe()
         beats = functools.partial(_beat, weakref.ref(self), self._connection)
         keep_running(beats, "agn-optax heartbeat")
@@ -201,12 +197,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
-        old = self._sessions.get(worker)
-        if old is not None and not old.left:
-            old.leave()  # this process no longer uses it
-        session = RemoteSession(self._remote, worker, self._like, life)
-        with self._lock:
-            self._sessions[worker] = session
+        for old in list(self._sessions.values()):
+            if old.worker == worker:
+                old.leave()  # this process no longer uses it
+        forget = self._sessions.pop
+        session = RemoteSession(self._remote, worker, self._like, life, left=forget)
+        self._sessions[session.incarnation] = session
         try:
             session.join(timeout)
         except BaseException:
@@ -269,7 +265,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         _open_centers.discard(self)
         end = time.monotonic() + 2.0
         try:
-            for session in [s for s in list(self._sessions.values()) if not s.left]:
+            for session in list(self._sessions.values()):
                 session.leave(max(0.1, min(1.0, end - time.monotonic())))
         finally:
             self._connection.close()
@@ -280,11 +276,8 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self.close()
 
     def __repr__(self) -> str:
-        workers = [
-            f", {name!r} by {session.transport}"
-            for name, session in sorted(self._sessions.items())
-            if session.transport and not session.left
-        ]
+        by = {each.worker: each.transport for each in list(self._sessions.values())}
+        workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float, *, public: bool) -> Snapshot:
@@ -298,11 +291,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def _give_signs_of_life(self) -> float:
         """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
-        with self._lock:  # sessions that have left may hold a contribution
-            for session in [each for each in self._sessions.values() if each.left]:
-                del self._sessions[session.worker]
-            there = list(self._sessions.values())
-        if there:
+        if there := [each for each in list(self._sessions.values()) if not each.left]:
             lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
             request = pb.AliveRequest(lives=lives)
             with contextlib.suppress(errors.AgnOptaxError):  # the next may get through

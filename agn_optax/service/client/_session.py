@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class RemoteSession(Session):
       like: a tree with the worker's containers; None for those of the center.
       life: `Session.life` of a session to resume from another process; None begins a
         new session.
+      left: called with the session id and None once it has left; drops the session, and
+        the contribution that it holds.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class RemoteSession(Session):
         worker: str,
         like: PyTree,
         life: Any = None,
+        *,
+        left: Callable[[str, None], object] = lambda incarnation, none: None,
     ) -> None:
         self.worker = worker
         # The id of the center, "" before the first join; and the id of the session.
@@ -66,6 +70,7 @@ class RemoteSession(Session):
         self._in_flight: tuple[Submission, Parcel] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
         self.left = False  # whether it has left, or is about to
+        self._forget = left
 
     @property
     def transport(self) -> str:
@@ -162,6 +167,7 @@ class RemoteSession(Session):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
+            self._forget(self.incarnation, None)
 
     def _open(self, until: float = math.inf) -> Link:
         """Open a link and join over it, in place of a link that has broken.

@@ -176,7 +176,7 @@ class Servicer:
         self.stop: Callable[[], object] = nothing  # stops the whole service
         self.is_drained = False  # whether an operator has drained the service
         # Reports an event to the monitor: its kind and its details. Must not block.
-        self.tell: Callable[..., object] = lambda *event: None
+        self.tell: Callable[..., object] = _unheard
         # The offers of all transports without gRPC, still without a key.
         self.offers: list[pb.Offer] = []
         # The addresses of gRPC, of direct connections and of the page, for the status.
@@ -879,6 +879,10 @@ class Servicer:
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
+
+
+def _unheard(*event: object) -> None:
+    """Ignore an event, because there is no monitor."""
 
 
 def _status_of(
