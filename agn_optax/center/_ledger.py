@@ -165,8 +165,8 @@ class Ledger:
             limits = Limits()
         if type(limits) is not Limits:  # a subclass has limits that would be ignored
             raise errors.InvalidTypeError(
-                "limits must be agn_optax.center.Limits(...), without the memory and "
-                f"calls of a served center, got {limits!r}"
+                "limits must be agn_optax.center.Limits(...), without the calls of "
+                f"a served center, got {limits!r}"
             )
         if mode is None:
             mode = Asynchronous()
@@ -237,7 +237,6 @@ class Ledger:
         replace: bool = False,
         back: bool = False,
         silence: float | None = None,
-        room: int | None = None,
     ) -> int:
         """Register a new or returning worker; return the number of its connection.
 
@@ -249,12 +248,10 @@ class Ledger:
           back: resume a session; an unknown session is rejected.
           silence: seconds without a heartbeat after which the session ends; None for a
             worker that sends no heartbeats.
-          room: number of workers for which there is memory; None for no limit.
 
         Raises:
           NameTakenError: a connected worker has that name.
-          CenterFullError: the number of registered workers has reached ``max_workers``
-            or ``room``.
+          CenterFullError: the number of registered workers has reached ``max_workers``.
           WorkerStateError: the session was replaced by another one, or is forgotten.
         """
         self.expire(now)
@@ -263,15 +260,12 @@ class Ledger:
         if back and not is_same:
             raise _was_replaced(worker)
         if old is None or old.gone:
-            for most, why in (
-                (self.limits.max_workers, "this center takes at most"),
-                (room, "the memory that this center may use is enough for"),
-            ):
-                if most is not None and there >= most:
-                    raise errors.CenterFullError(
-                        f"no room for worker {worker!r}: {why} {most} workers, and "
-                        f"{there} are registered"
-                    )
+            most = self.limits.max_workers
+            if most is not None and there >= most:
+                raise errors.CenterFullError(
+                    f"no room for worker {worker!r}: this center takes at most {most} "
+                    f"workers, and {there} are registered"
+                )
         elif old.connected and not (is_same or replace):
             raise errors.NameTakenError(
                 f"there is a worker {worker!r} already, which joined "

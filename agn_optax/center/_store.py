@@ -203,11 +203,6 @@ class Store:
                 f"{most:g}; the first parameters have {largest:g}"
             )
 
-    @property
-    def state_bytes(self) -> int:
-        """The size of the center optimizer's state in bytes."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._center_state))
-
     def save(self) -> CenterState:
         """Return a copy of the complete state, for a checkpoint."""
         return self.unpacked(self.copy())

@@ -85,24 +85,25 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def is_everywhere(address: str) -> bool:
-    """Return whether a server at an address listens on all networks of its host."""
-    if address.startswith("unix:"):
-        return False
-    try:
-        return ipaddress.ip_address(host(address)).is_unspecified
-    except ValueError:
-        return False
+def seen_from(address: str, peer: str) -> str:
+    """Return the address of a server on another host; "" if it is not valid.
 
-
-def host_of(network: str) -> str:
-    """Return the IP address of a host from its `network`; "" if that is not unique."""
-    if network == _HERE:
-        return "127.0.0.1"
+    Args:
+      address: the address at which the server listens. If that is on all networks, the
+        host is replaced by the peer's.
+      peer: `network` of the server's host, which may stand for several hosts.
+    """
     try:
-        return str(ipaddress.IPv4Address(network))
-    except ValueError:
+        check(address)
+        is_any = ipaddress.ip_address(host(address)).is_unspecified
+    except errors.AgnOptaxError:
         return ""
+    except ValueError:  # a host name or a Unix socket
+        return address
+    own = "127.0.0.1" if peer == _HERE else peer
+    if not is_any or not own or ":" in own:
+        return address
+    return f"{own}:{address.rpartition(':')[2]}"
 
 
 def path(address: str) -> str:

@@ -1,19 +1,21 @@
 """Settings of a launched worker, read from its environment variables.
 
-``agn-optax launch`` or the cluster engine that started the worker sets the variables.
+``agn-optax launch`` sets the variables on every engine. The processes of one worker may
+also be numbered by the cluster engine that has started them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 from typing import Any, NamedTuple
 
 import jax
 
 from agn_optax import errors, rules
-from agn_optax.service._task_variables import Task, Variables, number, tasks
 
 RULE = "AGN_OPTAX_RULE"
 
@@ -60,12 +62,9 @@ class Environment(NamedTuple):
                 f"{RULE} is not set: `agn-optax launch --rule ...` sets it only if it "
                 "starts the center itself. Make the rule of the center in this program"
             )
-        try:
+        settings = None
+        with contextlib.suppress(ValueError):
             settings = json.loads(text)
-        except ValueError as error:
-            raise errors.InvalidArgumentError(
-                f"{RULE} must be a JSON object, got {text!r}: {error}"
-            ) from None
         if not isinstance(settings, dict):
             raise errors.InvalidArgumentError(
                 f"{RULE} must be a JSON object, got {text!r}"
@@ -76,34 +75,27 @@ class Environment(NamedTuple):
 def environment() -> Environment:
     """Return this worker's settings from its environment variables, and log them.
 
-    Each setting comes from the first of these sources that has it:
+    The variables are ``AGN_OPTAX_CENTER``, ``AGN_OPTAX_RANK``, ``AGN_OPTAX_WORKERS``,
+    ``AGN_OPTAX_WORKER`` (default ``worker-RANK``) and ``AGN_OPTAX_RESTARTS`` (default
+    ``SLURM_RESTART_COUNT`` or 0). `agn-optax launch` sets them on every engine; without
+    it, set them by those of the engine, as ``AGN_OPTAX_RANK=$SLURM_ARRAY_TASK_ID``.
 
-    1. ``AGN_OPTAX_CENTER``, ``AGN_OPTAX_RANK``, ``AGN_OPTAX_WORKERS``,
-       ``AGN_OPTAX_WORKER`` (default ``worker-RANK``) and ``AGN_OPTAX_RESTARTS``. A
-       worker with several processes also has ``AGN_OPTAX_PROCESSES``,
-       ``AGN_OPTAX_PROCESS`` and ``AGN_OPTAX_COORDINATOR`` (``host:port`` of its first
-       process). `agn-optax launch` sets them on every engine. In an actor of Ray they
-       are the only source, because the variables of an engine describe the node and
-       not the actor.
-    2. SkyPilot's nodes (``SKYPILOT_NODE_RANK``, ...).
-    3. Kubernetes' Indexed Jobs (``JOB_COMPLETION_INDEX``), JobSets (``JOBSET_NAME`` and
-       ``JOB_INDEX`` as well) and LeaderWorkerSets (``LWS_WORKER_INDEX``, ...), whose
-       leader is the center.
-    4. SLURM's arrays (``SLURM_ARRAY_TASK_ID``, ...) and steps (``SLURM_PROCID``, ...).
-    5. Slices of TPUs (``MEGASCALE_SLICE_ID``, ``TPU_WORKER_ID``, ...).
-
-    A unit that is restarted alone is a worker: a task of an array, a pod of a Job, a
-    slice. Processes that start together, such as the tasks of a step, may be one worker
-    or several: ``AGN_OPTAX_PROCESSES`` is the number of processes of a worker.
+    A worker with several processes also has ``AGN_OPTAX_PROCESSES``, and for each
+    process ``AGN_OPTAX_PROCESS`` (0, 1, ...) and ``AGN_OPTAX_COORDINATOR``
+    (``host:port`` of its first process). Without these two, the first of the following
+    that is found says both: a node of SkyPilot (``SKYPILOT_NODE_RANK``), a pod of a
+    JobSet (``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and
+    ``JOB_COMPLETION_INDEX``), a task of a step of SLURM (``SLURM_PROCID``), a host of a
+    TPU slice (``TPU_WORKER_ID``).
 
     Returns:
       The center's address, this worker's rank and name, the number of workers, and the
       other fields of `Environment`.
 
     Raises:
-      InvalidArgumentError: a variable is missing or not valid, or engines disagree; the
-        message names the variables. Or this process is in a job of `jax.distributed`
-        with processes of other workers, all of which would end if this one does.
+      InvalidArgumentError: a variable is missing or not valid; the message names it. Or
+        this process is in a job of `jax.distributed` with processes of other workers,
+        all of which would end if this one does.
 
     Example:
       >>> import os
@@ -116,20 +108,19 @@ def environment() -> Environment:
       >>> for name in ("CENTER", "RANK", "WORKERS"):
       ...     del os.environ[f"AGN_OPTAX_{name}"]
     """
-    own, found = os.environ, tasks(os.environ)
-    rank, workers, by = _place(own, found)
-    distributed = _processes(own, found, rank)
-    address = own.get("AGN_OPTAX_CENTER") or _first([task.center for task in found])
-    if address is None:
+    workers = _number("AGN_OPTAX_WORKERS", "the number of workers", least=1)
+    rank = _number("AGN_OPTAX_RANK", "0, 1, ...", below=workers)
+    address = os.environ.get("AGN_OPTAX_CENTER")
+    if not address:
         raise _missing("AGN_OPTAX_CENTER", "the center's address")
-    restarts = number(own, "AGN_OPTAX_RESTARTS")
-    if restarts is None:
-        restarts = _first([task.restarts for task in found]) or 0
-    name = own.get("AGN_OPTAX_WORKER") or f"worker-{rank}"
+    requeued = os.environ.get("SLURM_RESTART_COUNT") or "0"
+    restarts = _number("AGN_OPTAX_RESTARTS", default=requeued)
+    name = os.environ.get("AGN_OPTAX_WORKER") or f"worker-{rank}"
+    distributed = _distributed(rank)
     processes = distributed["num_processes"]
     _log.info(
-        "this is worker %r, rank %d of %d by %s, with %d process(es); its center is %s",
-        *(name, rank, workers, by, processes, address),
+        "this is worker %r, rank %d of %d, with %d process(es); its center is %s",
+        *(name, rank, workers, processes, address),
     )
     if jax.distributed.is_initialized() and jax.process_count() != processes:
         raise errors.InvalidArgumentError(
@@ -141,116 +132,80 @@ def environment() -> Environment:
     return Environment(address, rank, workers, name, restarts, distributed)
 
 
-def _place(own: Variables, found: list[Task]) -> tuple[int, int, str]:
-    """Return this worker's rank, the number of workers, and the source of the rank."""
-    rank = number(own, "AGN_OPTAX_RANK")
-    workers = number(own, "AGN_OPTAX_WORKERS", least=1)
-    by = "AGN_OPTAX_RANK"
-    if rank is None:
-        task = _agreed([task for task in found if task.index is not None], "index")
-        if task is not None:
-            rank, by = task.index, task.said
-            workers = workers or _counted(task)
-        else:
-            rank, workers, by = _of_processes(own, found, workers)
-    if rank is None:
-        raise _missing("AGN_OPTAX_RANK", "0, 1, ...")
-    if workers is None:
-        raise _missing("AGN_OPTAX_WORKERS", "the number of workers")
-    if rank >= workers:
-        raise errors.InvalidArgumentError(
-            f"the rank must be below AGN_OPTAX_WORKERS ({workers}), got {rank} ({by})"
-        )
-    return rank, workers, by
-
-
-def _counted(task: Task) -> int | None:
-    """Return the number of workers according to an engine; None if it is unknown."""
-    if task.engine == "SLURM" and task.count is None:
-        raise errors.InvalidArgumentError(
-            "an array that does not begin at 0, or has gaps, may be only a part of the "
-            f"workers ({task.said}): use --array=0-N, or set AGN_OPTAX_WORKERS to the "
-            "number of all workers; the rank is then the task's number"
-        )
-    return task.count
-
-
-def _of_processes(
-    own: Variables, found: list[Task], workers: int | None
-) -> tuple[int | None, int | None, str]:
-    """Return rank, number of workers and source, if the workers start together."""
-    task = _agreed([task for task in found if task.processes > 1], "process")
-    if task is None or task.is_gang:
-        return None, workers, ""
-    each = number(own, "AGN_OPTAX_PROCESSES", least=1)
-    if each is None or task.processes % each:
-        raise errors.InvalidArgumentError(
-            f"{task.engine} has started {task.processes} processes together "
-            f"({task.said}): set AGN_OPTAX_PROCESSES=1 if each is a worker, or "
-            f"{task.processes} if all are one worker's towers, got {each}"
-        )
-    return task.process // each, workers or task.processes // each, task.said
-
-
-def _processes(own: Variables, found: list[Task], rank: int) -> dict[str, Any]:
-    """Return the arguments of `initialize_distributed` for this worker."""
-    processes = number(own, "AGN_OPTAX_PROCESSES", least=1)
-    process = number(own, "AGN_OPTAX_PROCESS")
-    host = None
-    task = _agreed([task for task in found if task.processes > 1], "process")
-    if task is not None:
-        if processes is None:
-            processes = task.processes
-        if process is None:
-            process = task.process % processes
-        if processes == task.processes:
-            host = task.host
-    processes = processes or 1
+def _distributed(rank: int) -> dict[str, Any]:
+    """Return the arguments of `initialize_distributed` for a worker."""
+    processes = _number("AGN_OPTAX_PROCESSES", least=1, default="1")
     if processes == 1:
         return {"num_processes": 1}
-    if process is None:
-        raise _missing("AGN_OPTAX_PROCESS", f"a number from 0 to {processes - 1}")
-    if process >= processes:
-        raise errors.InvalidArgumentError(
-            f"AGN_OPTAX_PROCESS must be below AGN_OPTAX_PROCESSES ({processes}), got "
-            f"{process}"
-        )
-    coordinator = own.get("AGN_OPTAX_COORDINATOR")
-    if not coordinator and host is None:
+    process, host = _of_engine()
+    coordinator = os.environ.get("AGN_OPTAX_COORDINATOR")
+    if not coordinator and not host:
         raise _missing("AGN_OPTAX_COORDINATOR", "host:port of the first process")
     return {
         "coordinator_address": coordinator or f"{host}:{_FIRST_PORT + rank % _PORTS}",
         "num_processes": processes,
-        "process_id": process,
+        "process_id": _number(
+            "AGN_OPTAX_PROCESS", "0, 1, ...", default=process, below=processes
+        ),
     }
 
 
-def _agreed(found: list[Task], what: str) -> Task | None:
-    """Return the first task; None if there are none.
+def _of_engine() -> tuple[str, str]:
+    """Return the number of this process, and the host of process 0; "" if unknown.
+
+    The processes are those that a cluster engine starts and ends together.
+    """
+    own = os.environ
+    if "SKYPILOT_NODE_RANK" in own:
+        first = own.get("SKYPILOT_NODE_IPS", "").partition("\n")[0]
+        return own["SKYPILOT_NODE_RANK"], first
+    # A JobSet's manifest sets these, from the annotations of its pods.
+    if {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= own.keys():
+        form = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-{JOB_INDEX}-0.{JOBSET_NAME}"
+        return own.get("JOB_COMPLETION_INDEX", ""), form.format_map(own)
+    if "SLURM_PROCID" in own:
+        # The first host of node[001-015,020],other is node001.
+        nodes = own.get("SLURM_STEP_NODELIST", "")
+        found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
+        return own["SLURM_PROCID"], "".join(found.groups("")) if found else ""
+    host = own.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0]
+    return own.get("TPU_WORKER_ID", ""), host
+
+
+def _number(
+    name: str,
+    what: str = "",
+    *,
+    least: int = 0,
+    below: int | None = None,
+    default: str = "",
+) -> int:
+    """Return the value of an environment variable as an int.
 
     Args:
-      found: tasks according to several engines.
-      what: name of the attribute of `Task` that all must agree on.
+      name: name of the variable.
+      what: description of its value, for the error if there is none.
+      least: minimum.
+      below: the value must be less; None for no such limit.
+      default: the value if the variable is unset or empty; "" for none.
 
     Raises:
-      InvalidArgumentError: the attribute is not the same in all of them.
+      InvalidArgumentError: there is no value, or it is no such number.
     """
-    for task in found[1:]:
-        if getattr(task, what) != getattr(found[0], what):
-            raise errors.InvalidArgumentError(
-                f"{found[0].engine} ({found[0].said}) and {task.engine} ({task.said}) "
-                "disagree on which worker this is: set AGN_OPTAX_RANK and "
-                "AGN_OPTAX_WORKERS, or AGN_OPTAX_PROCESS and AGN_OPTAX_PROCESSES"
-            )
-    return found[0] if found else None
-
-
-def _first(values: list[Any]) -> Any:
-    return next((value for value in values if value is not None), None)
+    text = os.environ.get(name) or default
+    if not text:
+        raise _missing(name, what)
+    is_number = text.isascii() and text.isdigit() and int(text) >= least
+    if not is_number or (below is not None and int(text) >= below):
+        limit = "" if below is None else f" and below {below}"
+        raise errors.InvalidArgumentError(
+            f"{name} must be a whole number >= {least}{limit}, got {text!r}"
+        )
+    return int(text)
 
 
 def _missing(name: str, what: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        f"{name} is not set, and no engine gives its value: start this program with "
-        f"`agn-optax launch`, which sets it, or set it to {what}"
+        f"{name} is not set: start this program with `agn-optax launch`, which sets "
+        f"it, or set it to {what}"
     )

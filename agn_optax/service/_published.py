@@ -45,8 +45,8 @@ def read(path: pathlib.Path) -> str:
       CenterUnreachableError: the file has no address, or not yet.
     """
     try:
-        said = path.read_text().strip()
-        return _address.check(said)
+        address = path.read_text().strip()
+        return _address.check(address)
     except OSError as error:
         problem = error.strerror or str(error)
     except (UnicodeDecodeError, errors.InvalidArgumentError) as error:

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -18,7 +17,6 @@ _log = logging.getLogger("agn_optax")
 # Minimum rate in bytes per second, on average over a frame. A slower peer is treated as
 # lost, because it occupies memory and a thread.
 LEAST_RATE = 32 << 10
-_MANY = 256  # transfers whose durations are kept
 
 
 class Watched(Protocol):
@@ -107,8 +105,7 @@ class Transfer:
         self.cancel = cancel
         self.is_late = False
         self._patience = patience
-        self.began = time.monotonic()
-        self._over_by = self.began + patience + size / LEAST_RATE
+        self._over_by = time.monotonic() + patience + size / LEAST_RATE
         self.went()
 
     def went(self) -> None:
@@ -122,33 +119,20 @@ class Transfers:
 
     def __init__(self) -> None:
         self._all: set[Transfer] = set()
-        self._took: deque[float] = deque(maxlen=_MANY)  # durations in seconds
-
-    @property
-    def longest(self) -> float:
-        """Longest duration in seconds of the last transfers with ``counts=True``."""
-        return max(self._took, default=0.0)
 
     @contextlib.contextmanager
     def under_way(
-        self,
-        cancel: Callable[[], None],
-        size: int,
-        patience: float,
-        *,
-        counts: bool = False,
+        self, cancel: Callable[[], None], size: int, patience: float
     ) -> Iterator[Transfer]:
         """Transfer a frame within the block, and cancel it if it takes too long.
 
-        See `Transfer`. If ``counts``, the duration is included in `longest`.
+        See `Transfer`.
         """
         transfer = Transfer(cancel, size, patience)
         self._all.add(transfer)
         try:
             with watchdog.watching(transfer):
                 yield transfer
-            if counts:
-                self._took.append(time.monotonic() - transfer.began)
         finally:
             self._all.discard(transfer)
 

@@ -217,7 +217,7 @@ def test_defaults_are_those_of_the_library():
     ("options", "limits"),
     [
         ({"max_workers": 3, "lease": 2.0}, service.Limits(max_workers=3, lease=2.0)),
-        ({"memory": 10, "calls": 0.5}, service.Limits(memory=10, calls=0.5)),
+        ({"calls": 0.5}, service.Limits(calls=0.5)),
     ],
 )
 def test_options_of_limits_become_limits(options, limits):

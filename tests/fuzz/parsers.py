@@ -289,9 +289,9 @@ def _read_rate(data):
 
 def _read_tokens(data):
     access = Access(data)
-    for token, grant in access._grants().items():
-        caller = access.caller(token)
-        assert (caller.name, caller.calls) == (grant.name, grant.calls)
+    for word in data.split():
+        with contextlib.suppress(errors.NotAllowedError):
+            assert access.caller(word).calls
 
 
 def _read_token(data):

@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def test_number_of_keys_is_bounded():
     ) as server:
         door = server._servicer.door
         keys = [door.ticket(door.caller(b"%020d" % i)) for i in range(1100)]
-        assert len(door._tickets) == len(door._holders) == 1024
+        assert len(door._holders) == 1024
         with pytest.raises(errors.NotAllowedError):
             door.holder(keys[0])
         assert door.holder(keys[-1])
@@ -347,10 +348,9 @@ def test_broken_tokens_file_is_ignored_after_a_timeout(
         return access.caller(token("observer").encode())
 
     file.unlink() if broken is None else file.write_text(broken)
-    seen(caplog, f"stays valid for at most {LIMIT} s", look)
+    seen(caplog, f"a center's tokens: for {LIMIT} s", look)
     assert access.caller(token("reader").encode())
     tuning.set_file_patience(monkeypatch, 0.0)  # the timeout is over
-    seen(caplog, "its previous content is no longer valid", look)
     with pytest.raises(errors.NotAllowedError, match="does not know that token"):
         access.caller(token("reader").encode())
     assert token("observer") not in caplog.text
@@ -445,9 +445,7 @@ def test_removed_token_ends_while_another_file_is_broken(broken, tmp_path, monke
     assert known(access, *"abcd") == set("cd")
 
 
-def test_token_in_two_files_is_valid_while_its_lines_agree(
-    tmp_path, monkeypatch, caplog
-):
+def test_token_in_two_files_is_valid_while_its_lines_agree(tmp_path, monkeypatch):
     """This allows moving a line from one file to the other."""
     read_at_once(monkeypatch)
     file, other = tmp_path / "tokens", tmp_path / "others"
@@ -457,13 +455,9 @@ def test_token_in_two_files_is_valid_while_its_lines_agree(
     for roles, counts in (("reader", "abc"), ("operator", "bc"), ("reader", "abc")):
         other.write_text(f"{roles} * {token('a')}\nreader * {token('c')}\n")
         assert known(access, *"abc") == set(counts)
-    assert "another line has the same token" in caplog.text
-    assert token("a") not in caplog.text
     file.write_text(f"reader * {token('b')}\n")
     assert known(access, *"abc") == set("abc")
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"line 1 of .*the same token"
-    ):
+    with pytest.raises(errors.InvalidArgumentError, match="the same token"):
         Access(file, file)
 
 
@@ -656,7 +650,8 @@ def test_key_over_tls_needs_the_certificate_of_its_caller(authority):
         anna, bert = authority.issue("/CN=anna"), authority.issue("/CN=bert")
         assert allowed(server.address, {"tls": anna}) == ALLOWED["worker"]
         door = server._servicer.door
-        (key,) = door._tickets.values()
+        certificate = ssl.PEM_cert_to_DER_cert(anna.certificate.read_text())
+        key = door.ticket(door.caller(certificate=certificate))
         host, _, port = server.direct_address.rpartition(":")
 
         def greets(tls):

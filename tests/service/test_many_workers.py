@@ -49,10 +49,10 @@ def lose_an_answer(center, *, after, dies):
     remote = center._remote
     receive = remote.answer_in
 
-    def lost(said, link):
+    def lost(said, link, submission):
         remote.answer_in = receive
         if after:
-            receive(said, link)
+            receive(said, link, submission)
         if dies:
             center._connection.stop()  # no retries
         link.cancel()

@@ -296,7 +296,7 @@ def test_page_needs_certificates_if_the_center_does(authority):
 def test_bad_addresses_of_the_page_are_rejected(open_server):
     for page, why in [
         ("0.0.0.0:0", "is not for this machine only"),
-        ("unix:/tmp/page", "a browser cannot open a Unix socket"),
+        ("unix:/tmp/page", 'page must be "host:port"'),
         ("nonsense", "an address must be"),
         (":".join(map(str, place(open_server))), "cannot listen at 127.0.0.1"),
     ]:

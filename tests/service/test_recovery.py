@@ -312,7 +312,7 @@ def test_site_sends_nothing_again_that_its_restarted_parent_has(tree):
     """Although the site never got the answer."""
     receive = tree.above._remote.answer_in
 
-    def lost(said, link):
+    def lost(said, link, submission):
         tree.above._remote.answer_in = receive
         tree.saves()
         tree.loses()

@@ -309,7 +309,6 @@ def test_settings_of_another_type_are_rejected(settings, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda own: service.Limits(memory=0), "memory must be .* >= 1, got 0"),
         (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
         (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
         (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
@@ -324,7 +323,7 @@ def test_invalid_groups_of_settings_are_rejected(call, message):
 
 def test_local_center_rejects_limits_of_a_service():
     with pytest.raises(errors.InvalidTypeError, match=r"must be agn_optax.center.Lim"):
-        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(memory=1))
+        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(calls=1.0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -117,8 +116,8 @@ def connect(
       >>> center.close(); server.stop()
     """
     check_rule(rule)
-    if transports is None and (said := os.environ.get(_TRANSPORTS)):
-        transports = said.split(",")
+    if transports is None and (names := os.environ.get(_TRANSPORTS)):
+        transports = names.split(",")
     if tls is None:
         tls = _tls.of_environment()
         insecure = insecure or os.environ.get(INSECURE) == "1"
@@ -168,10 +167,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._like = like
         self._connection = remote.connection
         self._remote = remote
-        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by worker
-        # Guards the sessions; reentrant because a signal handler may call `close` while
-        # it is held.
-        self._lock = threading.RLock()
+        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by id
         remote.describe()
         beats = functools.partial(_beat, weakref.ref(self), self._connection)
         keep_running(beats, "agn-optax heartbeat")
@@ -201,12 +197,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
-        if (old := self._sessions.get(worker)) is not None:
-            old.leave()  # this process no longer uses it
-        forget = functools.partial(_forget, weakref.ref(self))
+        for old in list(self._sessions.values()):
+            if old.worker == worker:
+                old.leave()  # this process no longer uses it
+        forget = self._sessions.pop
         session = RemoteSession(self._remote, worker, self._like, life, left=forget)
-        with self._lock:
-            self._sessions[worker] = session
+        self._sessions[session.incarnation] = session
         try:
             session.join(timeout)
         except BaseException:
@@ -280,36 +276,27 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self.close()
 
     def __repr__(self) -> str:
-        by = {name: each.transport for name, each in list(self._sessions.items())}
+        by = {each.worker: each.transport for each in list(self._sessions.values())}
         workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float, *, public: bool) -> Snapshot:
-        said, arrays = self._connection.retry(
+        snapshot, arrays = self._connection.retry(
             lambda: self._remote.pull(wait, public=public)
         )
         # A pull is too rare to compile a program for it, as `to_device` would.
         leaves = jax.device_put(arrays)
-        return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
+        return Snapshot(self._remote.as_tree(leaves, self._like), snapshot.version)
 
     def _give_signs_of_life(self) -> float:
         """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
-        there = [each for each in list(self._sessions.values()) if not each.left]
-        if there:
+        if there := [each for each in list(self._sessions.values()) if not each.left]:
             lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
             request = pb.AliveRequest(lives=lives)
             with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval
-
-
-def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
-    """Drop a session that has left, together with the contribution that it holds."""
-    if (known := center()) is not None:
-        with known._lock:
-            if known._sessions.get(session.worker) is session:
-                del known._sessions[session.worker]
 
 
 def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:

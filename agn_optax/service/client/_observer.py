@@ -99,8 +99,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
         def attempt() -> Snapshot:
             schema = _trees.from_bytes(self._connection.describe().schema)
-            said, arrays = pull(self._connection, lambda: schema)
-            return Snapshot(_trees.build(schema, arrays), said.version)
+            snapshot, arrays = pull(self._connection, lambda: schema)
+            return Snapshot(_trees.build(schema, arrays), snapshot.version)
 
         return self._ask(attempt)
 
@@ -172,8 +172,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
         reply = health_pb2.HealthCheckResponse
         path = f"/{health.SERVICE_NAME}/Check"
-        said = self._ask(lambda: self._connection.unary(path, request, reply))
-        return reply.ServingStatus.Name(said.status)
+        checked = self._ask(lambda: self._connection.unary(path, request, reply))
+        return reply.ServingStatus.Name(checked.status)
 
     def close(self) -> None:
         """Close the connection."""

@@ -89,41 +89,34 @@ class Remote:
             )
         return self.travelling
 
-    def _learn(self, said: pb.Description) -> None:
+    def _learn(self, described: pb.Description) -> None:
         """Check and store a description.
 
         Raises:
-          ProtocolError: the center speaks another version of the protocol, or its
-            schema does not match its hash.
+          ProtocolError: the center speaks another version of the protocol.
           RuleMismatchError: the center runs another rule.
           InvalidArgumentError: the timeout is too short for this center.
         """
-        if said.protocol != _address.PROTOCOL:
+        if described.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
-                f"the center at {self.address} speaks version {said.protocol} of the "
-                f"protocol, but this release speaks version {_address.PROTOCOL}"
+                f"the center at {self.address} speaks version {described.protocol} of "
+                f"the protocol, but this release speaks version {_address.PROTOCOL}"
             )
-        _fingerprint.compare(said.rule, self.rule, self.address)
-        if self.connection.timeout <= said.waiting_interval:
+        _fingerprint.compare(described.rule, self.rule, self.address)
+        if self.connection.timeout <= described.waiting_interval:
             raise errors.InvalidArgumentError(
-                f"timeout must be longer than the {said.waiting_interval:g} s in which "
-                f"the center at {self.address} may send nothing to a waiting worker, "
-                f"got {self.connection.timeout:g}"
+                f"timeout must be longer than {described.waiting_interval:g} s, for "
+                f"which the center at {self.address} may send nothing to a waiting "
+                f"worker, got {self.connection.timeout:g}"
             )
-        self.description = said
-        offers = {offer.transport: offer for offer in said.offers}
+        self.description = described
+        offers = {offer.transport: offer for offer in described.offers}
         if offers != self._offers:  # the center was restarted
             self._offers, self.useless = offers, set()
-        if said.HasField("schema"):
+        if described.HasField("schema"):
             known = self.travelling
-            if known is None or said.schema_hash != known.center.hash:
-                schema = _trees.from_bytes(said.schema)
-                if schema.hash != said.schema_hash:
-                    raise errors.ProtocolError(
-                        f"the tree that the center at {self.address} describes must "
-                        f"have the hash {said.schema_hash.hex()}, got "
-                        f"{schema.hash.hex()}"
-                    )
+            if known is None or described.schema_hash != known.center.hash:
+                schema = _trees.from_bytes(described.schema)
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
                 self._known = {}
@@ -196,24 +189,28 @@ class Remote:
             )
 
     def answer_in(
-        self, said: pb.Frame, link: Link
+        self, frame: pb.Frame, link: Link, submission: Submission
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """Return the metadata and the arrays of a received answer."""
-        travels = self.travels()
+        """Return the metadata and the arrays of a received answer to a submission."""
+        travels, snapshot = self.travels(), frame.snapshot
         schema = travels.answer
-        if said.snapshot.HasField("differences"):
-            count = said.snapshot.differences
-            if travels.differences is None:
+        if snapshot.HasField("differences"):
+            if travels.differences is None or submission.anchor is None:
                 raise errors.ProtocolError(
                     "the center sent differences, but the whole center was asked for"
                 )
-            least = max(1, trees.nbytes(travels.difference))
-            if count * least > schema.size:
+            most = schema.size // max(1, trees.nbytes(travels.difference))
+            if snapshot.differences > most:
                 raise errors.ProtocolError(
-                    f"{count} differences are larger than the whole center"
+                    f"expected at most {most} differences, got {snapshot.differences}"
                 )
-            schema = travels.differences(count)
-        return _version_in(said, link, schema, self.address)
+            schema = travels.differences(snapshot.differences)
+        if snapshot.sequence != submission.sequence:
+            raise errors.ProtocolError(
+                f"expected an answer to exchange {submission.sequence}, got one to "
+                f"{snapshot.sequence}"
+            )
+        return _version_in(frame, link, schema, self.address)
 
     def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
         """Return the broadcast parameters after ``count`` received differences."""
@@ -275,8 +272,8 @@ class Remote:
                 link.send(
                     Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
                 )
-                said = pb.Frame(parameters=pb.Parameters())
-                link.send(Parcel(said, schema, arrays))
+                first = pb.Frame(parameters=pb.Parameters())
+                link.send(Parcel(first, schema, arrays))
                 link.end()
 
         try:
@@ -307,7 +304,11 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info("%s: transports that failed: %s", self.address, failed)
+                    _log.info(
+                        "%s: transports that failed: %s",
+                        self.address,
+                        failed,
+                    )
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers
@@ -343,22 +344,22 @@ def pull(
     request = iter([pb.PullRequest(wait=wait, public=public).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
-        while (said := link.control()).HasField("waiting"):
+        while (frame := link.control()).HasField("waiting"):
             pass
-        return _version_in(said, link, schema(), connection.address)
+        return _version_in(frame, link, schema(), connection.address)
 
 
 def _version_in(
-    said: pb.Frame, link: Link, schema: Schema, address: str
+    frame: pb.Frame, link: Link, schema: Schema, address: str
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Return the metadata and the arrays of a received version."""
-    if not said.HasField("snapshot"):
+    if not frame.HasField("snapshot"):
         raise errors.ProtocolError("expected a snapshot, got another frame")
-    if said.snapshot.schema_hash != schema.hash:
+    if frame.snapshot.schema_hash != schema.hash:
         raise errors.TreeMismatchError(
             f"the tree of the center at {address} has changed"
         )
-    return said.snapshot, schema.views(link.buffer(schema, "an answer"))
+    return frame.snapshot, schema.views(link.buffer(schema, "an answer"))
 
 
 @functools.lru_cache(maxsize=32)

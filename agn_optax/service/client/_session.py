@@ -45,7 +45,8 @@ class RemoteSession(Session):
       like: a tree with the worker's containers; None for those of the center.
       life: `Session.life` of a session to resume from another process; None begins a
         new session.
-      left: called with this session once it has left.
+      left: called with the session id and None once it has left; drops the session, and
+        the contribution that it holds.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RemoteSession(Session):
         like: PyTree,
         life: Any = None,
         *,
-        left: Callable[[RemoteSession], object] = lambda session: None,
+        left: Callable[[str, None], object] = lambda incarnation, none: None,
     ) -> None:
         self.worker = worker
         # The id of the center, "" before the first join; and the id of the session.
@@ -69,7 +70,7 @@ class RemoteSession(Session):
         self._in_flight: tuple[Submission, Parcel] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
         self.left = False  # whether it has left, or is about to
-        self._tell_left = left
+        self._forget = left
 
     @property
     def transport(self) -> str:
@@ -124,16 +125,16 @@ class RemoteSession(Session):
             )
             if answer is None:
                 return None
-            said, arrays = answer
-            if said.HasField("differences"):
+            snapshot, arrays = answer
+            if snapshot.HasField("differences"):
                 submission, _ = self._in_flight
                 params = self._remote.followed(
-                    submission.anchor, said.differences, arrays
+                    submission.anchor, snapshot.differences, arrays
                 )
             else:
                 leaves = to_device(self._remote.widened(arrays))
                 params = self._remote.as_tree(leaves, self._like)
-            return answer_of(said, params, sum(array.nbytes for array in arrays))
+            return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge an answer: see `Session.acknowledge`.
@@ -166,7 +167,7 @@ class RemoteSession(Session):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
-            self._tell_left(self)
+            self._forget(self.incarnation, None)
 
     def _open(self, until: float = math.inf) -> Link:
         """Open a link and join over it, in place of a link that has broken.
@@ -190,17 +191,17 @@ class RemoteSession(Session):
         )
         with self._watching(link, until, FIRST_WORD):
             link.send(Parcel(pb.Frame(join=join)))
-            if (said := link.control()).HasField("waiting"):
+            if (frame := link.control()).HasField("waiting"):
                 _log.warning(
                     "worker %r waits at the center at %s until enough workers for its "
                     "barrier have joined",
                     self.worker,
                     remote.address,
                 )
-            while said.HasField("waiting"):
-                said = link.control()
-        self._life, before = said.joined.center, said.joined.before
-        self.before = (before, said.joined.settled) if before else None
+            while frame.HasField("waiting"):
+                frame = link.control()
+        self._life, before = frame.joined.center, frame.joined.before
+        self.before = (before, frame.joined.settled) if before else None
         remote.useless |= failed
         return link
 
@@ -224,21 +225,11 @@ class RemoteSession(Session):
         (submission, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
-            while (said := link.control()).HasField("waiting"):
+            while (frame := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            answer = self._remote.answer_in(said, link)
-            own, theirs = submission.sequence, answer[0].sequence
-            if theirs != own:
-                raise errors.ProtocolError(
-                    f"expected an answer to exchange {own}, got one to {theirs}"
-                )
-            if answer[0].HasField("differences") and submission.anchor is None:
-                raise errors.ProtocolError(
-                    "the center sent differences, but the whole center was asked for"
-                )
-        return answer
+            return self._remote.answer_in(frame, link, submission)
 
     @contextlib.contextmanager
     def _watching(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import logging
-import operator
+import hmac
+import itertools
 import os
 import pathlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from agn_optax import errors
@@ -37,8 +37,7 @@ ROLES = {
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _LEAST_TOKEN = 16  # characters
-_MOST_TICKETS = 1024
-_log = logging.getLogger("agn_optax")
+_MOST_KEYS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +45,19 @@ class Caller:
     """A caller's identity and permissions.
 
     Attributes:
-      said: description of the caller for error messages; contains no secret.
+      description: text for error messages; contains no secret.
       calls: names of the calls that the caller may make.
       name: name of the only worker that the caller may act for; None for any.
       token, certificate: credentials of the caller; b"" for none.
       host: network address of the caller.
     """
 
-    said: str
+    description: str
     calls: frozenset[str]
     name: str | None = None
     token: bytes = dataclasses.field(default=b"", repr=False)
     certificate: bytes = dataclasses.field(default=b"", repr=False)
     host: str = ""
-    # The grants that the caller was looked up in, to notice when they have changed.
-    among: object = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> Hashable:
@@ -78,12 +75,12 @@ class Caller:
             able = [role for role, calls in ROLES.items() if call in calls]
             raise errors.NotAllowedError(
                 f"{call} needs the role {' or '.join(able)}, and the caller is "
-                f"{self.said}"
+                f"{self.description}"
             )
         if worker is not None and self.name not in (None, worker):
             raise errors.NotAllowedError(
                 f"only worker {worker!r} itself may make this call, and the caller is "
-                f"{self.said}: give the worker that name, Worker(..., "
+                f"{self.description}: give the worker that name, Worker(..., "
                 f"name={self.name!r}), which is service.environment().worker if "
                 "agn-optax launch has started it"
             )
@@ -105,6 +102,36 @@ class _Grant(NamedTuple):
     def __str__(self) -> str:
         roles = ", ".join(role for role in ROLES if role in self.roles)
         return f"{roles} {'under any name' if self.name is None else repr(self.name)}"
+
+
+# Callers are looked up again at each message, so they are kept.
+@functools.lru_cache(maxsize=1024)
+def _caller_by(
+    by_token: _Grant | None,
+    by_certificate: _Grant | None,
+    token: bytes,
+    certificate: bytes,
+    host: str,
+) -> Caller:
+    """Return the caller with one or two grants, which may do what all of them allow."""
+    both = (by_token, "by token"), (by_certificate, "by certificate")
+    found = [(grant, how) for grant, how in both if grant is not None]
+    names = {grant.name for grant, _ in found} - {None}
+    description = " and ".join(f"{grant} ({how})" for grant, how in found)
+    if len(names) > 1:
+        raise errors.NotAllowedError(
+            "token and certificate belong to different workers: the caller is "
+            f"{description}"
+        )
+    calls = frozenset.intersection(*(grant.calls for grant, _ in found))
+    name = names.pop() if names else None
+    return Caller(description, calls, name, token, certificate, host)
+
+
+@functools.lru_cache(maxsize=1024)
+def _anybody(host: str) -> Caller:
+    """Return a caller of a center that admits everybody."""
+    return dataclasses.replace(EVERYBODY, host=host)
 
 
 class Access:
@@ -163,30 +190,35 @@ class Access:
                     f"tokens must be files, or bytes, got {type(each).__name__}"
                 )
         self._tokens = tokens
-        # One part for each source: a token removed from one file is invalid at once,
-        # even while another file cannot be read.
-        self._parts: list[Reread[_Part]] = [
+        # One for each source: a token removed from one file is invalid at once, even
+        # while another file cannot be read.
+        self._sources: list[Reread[dict[bytes, _Grant]]] = [
             Reread(
                 () if isinstance(each, bytes) else (each,),
-                functools.partial(_read, each),
-                dict,
+                functools.partial(_grants_in, each),
             )
             for each in tokens
         ]
-        parts = [part() for part in self._parts]
-        grants, twice = _together(parts)
-        if twice:
-            raise errors.InvalidArgumentError(_same_token(twice[0]))
-        self._made = parts, grants
+        found = [source() for source in self._sources]
+        if len(set().union(*found)) < sum(map(len, found)):
+            raise errors.InvalidArgumentError(
+                f"several of the tokens files have the same token; {_ONE_LINE}"
+            )
 
-    def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
+    def caller(
+        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
+    ) -> Caller:
         """Return the caller with a token and a certificate (DER); b"" for none.
+
+        Args:
+          token: the caller's token.
+          certificate: the caller's certificate.
+          host: network address of the caller.
 
         Raises:
           NotAllowedError: neither was given, one of them is unknown, or they belong to
             different workers.
         """
-        grants = self._grants()
         if not token and not certificate:
             raise _unknown(
                 "this center requires a token: give connect(token=...), "
@@ -194,47 +226,25 @@ class Access:
                 if self._tokens
                 else "this center requires a certificate"
             )
-        found = []
-        if token:
-            found.append((_of_token(token, grants), "by token"))
-        if certificate:
-            found.append((_of_certificate(certificate), "by certificate"))
-        names = {grant.name for grant, _ in found} - {None}
-        said = " and ".join(f"{grant} ({how})" for grant, how in found)
-        if len(names) > 1:
-            raise errors.NotAllowedError(
-                "token and certificate belong to different workers: the caller is "
-                f"{said}"
-            )
-        calls = frozenset.intersection(*(grant.calls for grant, _ in found))
-        name = names.pop() if names else None
-        return Caller(said, calls, name, token, certificate, among=grants)
+        by_token = self._grant_of(token) if token else None
+        by_certificate = _grant_by(certificate) if certificate else None
+        return _caller_by(by_token, by_certificate, token, certificate, host)
 
-    def again(self, caller: Caller) -> Caller:
-        """Return the caller by the current tokens; the same object if none changed.
+    def _grant_of(self, token: bytes) -> _Grant:
+        """Return the grant of a token, which is invalid if two files differ in it.
 
-        Raises:
-          NotAllowedError: the caller's token is no longer valid.
+        The time that it takes to look up a hash reveals nothing about the token.
         """
-        if caller.among is self._grants():
-            return caller
-        return self.caller(caller.token, caller.certificate)
+        key = _hash(token)
+        parts = [(source(), source.is_outdated) for source in self._sources]
+        found = {part[key] for part, is_old in parts if key in part and not is_old}
+        if len(found) != 1:
+            raise _unknown("this center does not know that token")
+        return found.pop()
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
-        said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
-        return f"Access({', '.join(said)})"
-
-    def _grants(self) -> dict[bytes, _Grant]:
-        """Return the current grants by token; the same object if none changed."""
-        parts, (before, grants) = [part() for part in self._parts], self._made
-        if any(map(operator.is_not, parts, before)):
-            grants, twice = _together(parts)
-            for where in twice:
-                _log.error(
-                    "%s; a token with different grants is not valid", _same_token(where)
-                )
-            self._made = parts, grants
-        return grants
+        names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
+        return f"Access({', '.join(names)})"
 
 
 class Door:
@@ -250,37 +260,31 @@ class Door:
     def __init__(self, access: Access | None = None) -> None:
         self.access = access
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
-        self._holders: dict[bytes, tuple[bytes, bytes]] = {}  # by hashes of keys
+        self._secret = secrets.token_bytes(32)
+        # Credentials by hashes of their keys, by last request.
+        self._holders: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
     def caller(
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
     ) -> Caller:
         """Return the caller at a host: see `Access.caller`."""
-        known = EVERYBODY
-        if self.access is not None:
-            known = self.access.caller(token, certificate)
-        return dataclasses.replace(known, host=host)
-
-    def again(self, caller: Caller) -> Caller:
-        """Return the caller by the current tokens: see `Access.again`."""
-        return caller if self.access is None else self.access.again(caller)
+        if self.access is None:
+            return _anybody(host)
+        return self.access.caller(token, certificate, host)
 
     def ticket(self, caller: Caller) -> bytes:
-        """Return the caller's key, and make one if the caller has none.
+        """Return the caller's key.
 
         If there are too many keys, the least recently requested one is dropped.
         """
         holder = caller.token, caller.certificate
+        text = b"".join(map(_hash, holder))
+        key = hmac.digest(self._secret, text, "sha256")[:KEY_SIZE]
         with self._lock:
-            key = self._tickets.get(holder)
-            if key is None:
-                key = self._tickets[holder] = secrets.token_bytes(KEY_SIZE)
-                self._holders[_hash(key)] = holder
-            self._tickets.move_to_end(holder)
-            if len(self._tickets) > _MOST_TICKETS:
-                _, oldest = self._tickets.popitem(last=False)
-                del self._holders[_hash(oldest)]
+            self._holders[_hash(key)] = holder
+            self._holders.move_to_end(_hash(key))
+            if len(self._holders) > _MOST_KEYS:
+                self._holders.popitem(last=False)
         return key
 
     def knows(self, key: bytes | None) -> bool:
@@ -302,7 +306,6 @@ class Door:
           NotAllowedError: the key is unknown, the credentials that it stands for are no
             longer valid, or the certificate belongs to another caller.
         """
-        # The time that it takes to look up a hash reveals nothing about the key.
         holder = self._holders.get(_hash(key))
         if holder is None:
             raise _unknown("this center has not issued that key")
@@ -311,73 +314,36 @@ class Door:
             other = self.caller(holder[0], certificate)
             if (other.name, other.calls) != (caller.name, caller.calls):
                 raise errors.NotAllowedError(
-                    f"the key was issued to {caller.said}, and the caller is "
-                    f"{other.said}"
+                    f"the key was issued to {caller.description}, and the caller is "
+                    f"{other.description}"
                 )
         return caller
 
 
-# The tokens of one source, each with its grant and the line that it stands in.
-_Part = dict[bytes, tuple[_Grant, str]]
+_ONE_LINE = "make one for each line, and give several roles as in chief,operator"
 
 
-def _read(source: bytes | Path) -> _Part:
-    """Return the tokens of a source.
+def _grants_in(source: bytes | Path) -> dict[bytes, _Grant]:
+    """Return the grants of a source, by the hashes of their tokens.
 
     Raises:
       InvalidArgumentError: the source cannot be read, or is not valid.
     """
-    if not isinstance(source, bytes):
-        warn_if_public(source, "the tokens in")
-    part: _Part = {}
-    for token, grant, where in _lines(source):
-        if token in part:
-            raise errors.InvalidArgumentError(_same_token(where))
-        part[token] = grant, where
-    return part
-
-
-def _together(parts: Sequence[_Part]) -> tuple[dict[bytes, _Grant], list[str]]:
-    """Return the grants of all sources, and the lines whose token is a duplicate.
-
-    A token with two different grants is invalid. A token with the same grant twice is
-    valid: while it is moved from one file to another, it may be in both.
-    """
-    grants: dict[bytes, _Grant] = {}
-    twice: list[str] = []
-    differ: set[bytes] = set()
-    for part in parts:
-        for token, (grant, where) in part.items():
-            if token in grants:
-                twice.append(where)
-            if grants.setdefault(token, grant) != grant:
-                differ.add(token)
-    return {token: g for token, g in grants.items() if token not in differ}, twice
-
-
-def _same_token(where: str) -> str:
-    return (
-        f"{where}: another line has the same token; make one for each, and give "
-        "several roles as in chief,operator"
-    )
-
-
-def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
-    """Return the tokens of a source, each with its grant and its line's name."""
     name = "the tokens" if isinstance(source, bytes) else str(source)
     try:
-        text = (
-            source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
-        ).decode()
+        if not isinstance(source, bytes):
+            warn_if_public(source, "the tokens in")
+            source = pathlib.Path(source).read_bytes()
+        lines = source.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        comment = next((i for i, w in enumerate(words) if w.startswith("#")), None)
-        words = words[:comment]
+    found: dict[bytes, _Grant] = {}
+    for number, line in enumerate(lines, 1):
         where = f"line {number} of {name}"
+        words = list(
+            itertools.takewhile(lambda word: not word.startswith("#"), line.split())
+        )
         if not words:
             continue
         if len(words) != 3:
@@ -387,8 +353,12 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
         roles, worker, token = words
         if problem := why_no_token(token):
             raise errors.InvalidArgumentError(f"the token in {where} {problem}")
-        grant = _grant(roles.split(","), worker, where)
-        found.append((token.encode(), grant, where))
+        key = _hash(token.encode())
+        if key in found:
+            raise errors.InvalidArgumentError(
+                f"{where}: another line has the same token; {_ONE_LINE}"
+            )
+        found[key] = _grant(roles.split(","), worker, where)
     if not found:  # the file may be half written
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
@@ -417,32 +387,24 @@ def _grant(roles: list[str], name: str, where: str) -> _Grant:
     return _Grant(frozenset(roles), None if name == ANY_NAME else name)
 
 
-def _of_token(token: bytes, grants: dict[bytes, _Grant]) -> _Grant:
-    """Return the grant of a token, compared with all known ones in constant time."""
-    found = [
-        grant for known, grant in grants.items() if secrets.compare_digest(known, token)
-    ]
-    if not found:
-        raise _unknown("this center does not know that token")
-    return found[0]
-
-
-def _of_certificate(der: bytes) -> _Grant:
+@functools.lru_cache(maxsize=1024)
+def _grant_by(der: bytes) -> _Grant:
+    """Return the grant of a certificate, which TLS has already verified."""
     try:
-        said = _x509.read(der)
-        if len(said.names) != 1:
+        subject = _x509.read(der)
+        if len(subject.names) != 1:
             raise errors.InvalidArgumentError(
-                f"its subject must have one CN, the worker's name, got {said.names}"
+                f"its subject must have one CN, the worker's name, got {subject.names}"
             )
-        return _grant(list(said.units or ("worker",)), said.names[0], "its OU")
+        return _grant(list(subject.units or ("worker",)), subject.names[0], "its OU")
     except errors.InvalidArgumentError as error:
         raise _unknown(
             f"this center does not accept that certificate: {error}"
         ) from None
 
 
-def _unknown(said: str) -> errors.NotAllowedError:
-    error = errors.NotAllowedError(said)
+def _unknown(reason: str) -> errors.NotAllowedError:
+    error = errors.NotAllowedError(reason)
     error.is_known = False
     return error
 

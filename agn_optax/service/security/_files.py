@@ -25,27 +25,17 @@ _log = logging.getLogger("agn_optax")
 class Reread(Generic[T]):
     """The result of ``read``, which is called again when one of the files has changed.
 
-    If changed files cannot be read, an error is logged and the old result stays: for
-    good, or for `PATIENCE` seconds if there is a fallback.
+    If changed files cannot be read, an error is logged and the old result stays.
 
     Args:
       files: the files whose changes are noticed.
       read: reads the files; raises `InvalidArgumentError` if they are not valid.
-      fallback: makes the result once the files could not be read for `PATIENCE`
-        seconds; None keeps the old result.
     """
 
-    def __init__(
-        self,
-        files: Iterable[Path],
-        read: Callable[[], T],
-        fallback: Callable[[], T] | None = None,
-    ) -> None:
+    def __init__(self, files: Iterable[Path], read: Callable[[], T]) -> None:
         self._files = tuple(files)
         self._read = read
-        self._fallback = fallback
         self._broken = math.inf  # when reading failed first; monotonic seconds
-        self._fell_back = False
         self._lock = threading.Lock()
         self._stamps = self._look()
         self._made = read()
@@ -58,28 +48,28 @@ class Reread(Generic[T]):
                 self._read_if_changed()
         return self._made
 
+    @property
+    def is_outdated(self) -> bool:
+        """True if the files could not be read for `PATIENCE` seconds."""
+        return time.monotonic() - self._broken > PATIENCE
+
     def _read_if_changed(self) -> None:
         self._next = time.monotonic() + _LOOK
         stamps, names = self._look(), ", ".join(map(str, self._files))
-        is_over = time.monotonic() - self._broken > PATIENCE
-        falls_back = is_over and self._fallback is not None and not self._fell_back
-        if stamps == self._stamps and not falls_back:
+        if stamps == self._stamps:
             return
         self._stamps = stamps
         try:
             self._made = self._read()
         except errors.InvalidArgumentError as error:
             self._broken = min(self._broken, time.monotonic())
-            if self._fallback is None:
-                stays = "its previous content stays valid"
-            elif is_over:
-                self._made, self._fell_back = self._fallback(), True
-                stays = "its previous content is no longer valid"
-            else:
-                stays = f"its previous content stays valid for at most {PATIENCE:g} s"
-            _log.error("%s changed, and cannot be used: %s; %s", names, error, stays)
+            _log.error(
+                "%s changed, and cannot be used: %s; its previous content stays valid "
+                "(a center's tokens: for %g s)",
+                *(names, error, PATIENCE),
+            )
         else:
-            self._broken, self._fell_back = math.inf, False
+            self._broken = math.inf
             _log.info("%s changed, and was read again", names)
 
     def _look(self) -> list[Any]:

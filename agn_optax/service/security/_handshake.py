@@ -17,11 +17,10 @@ from agn_optax.service.security._tls import Tls
 _TIMEOUT = 2.0  # seconds for each step
 # The preface of an HTTP/2 connection, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# OpenSSL's codes of certificate errors.
-_NOT_YET, _EXPIRED = 9, 10
-_OTHER_NAMES = (62, 63, 64)
-# OpenSSL's reasons if the received bytes are not TLS.
-_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+_NO_TLS = (
+    "no TLS with the center; if it does not speak TLS, leave --tls-ca out (tls= in "
+    "Python)"
+)
 
 
 def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
@@ -35,28 +34,41 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
     Returns:
       The reason as text; "" if the handshake succeeds, or the center does not answer.
     """
+    # gRPC expects this name at a Unix socket.
+    host = "localhost" if address.startswith("unix:") else _address.host(address)
+    is_greeted = False
     try:
-        if tls is None:
-            return _why_not_plain(address, timeout)
-        context = tls.context(serves=False)
+        context = _any_certificate() if tls is None else tls.context(serves=False)
         context.set_alpn_protocols(["h2"])
-        is_greeted = False
-        try:
-            with (
-                connected(address, timeout) as plain,
-                context.wrap_socket(plain, server_hostname=name_of(address)) as end,
-            ):
-                is_greeted = True
-                end.sendall(_PREFACE)
-                return _why_closed(tls) if not end.recv(1) else ""
-        except (ConnectionError, ssl.SSLError) as error:
-            if is_greeted:
-                return _why_closed(tls)
-            return _in_words(error, address)
+        with (
+            connected(address, timeout) as plain,
+            context.wrap_socket(plain, server_hostname=host) as end,
+        ):
+            if tls is None:
+                return "the center speaks TLS: give --tls-ca FILE.pem (tls= in Python)"
+            is_greeted = True
+            end.sendall(_PREFACE)
+            if end.recv(1):
+                return ""
     except errors.InvalidArgumentError as error:
         return str(error)
-    except OSError:
-        return ""
+    except ssl.SSLCertVerificationError as error:
+        return (
+            f"the center's certificate is not accepted as that of {host!r}, by the "
+            f"authorities in --tls-ca (ca= of Tls): {error.verify_message}"
+        )
+    except OSError as error:
+        if not isinstance(error, ConnectionError | ssl.SSLError):
+            return ""
+        if not is_greeted:
+            if tls is None or not isinstance(error, ssl.SSLError):
+                return ""
+            return f"{_NO_TLS} ({error.reason})"
+    return (
+        "the center requires a certificate of this end that an authority which it "
+        f"trusts (its own ca) has issued, got {tls}: give --tls-certificate and "
+        "--tls-key (certificate= and key= of Tls)"
+    )
 
 
 def connected(address: str, timeout: float) -> socket.socket:
@@ -78,51 +90,8 @@ def connected(address: str, timeout: float) -> socket.socket:
     return made
 
 
-def _why_not_plain(address: str, timeout: float) -> str:
+def _any_certificate() -> ssl.SSLContext:
+    """Return a context that accepts any certificate, to find out if TLS is spoken."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    with connected(address, timeout) as plain, context.wrap_socket(plain):
-        return "the center speaks TLS: give --tls-ca FILE.pem (tls= in Python)"
-
-
-def _why_closed(tls: Tls) -> str:
-    """Return why the other end closed the connection after the handshake."""
-    if tls.certificate is None:
-        return (
-            "the center requires a certificate of this end: give --tls-certificate and "
-            "--tls-key (certificate= and key= of Tls)"
-        )
-    return (
-        f"the center rejects this end's certificate ({tls}): none of the authorities "
-        "that the center trusts (its own ca) has issued it"
-    )
-
-
-def _in_words(error: Exception, address: str) -> str:
-    if not isinstance(error, ssl.SSLError):
-        return ""
-    if not isinstance(error, ssl.SSLCertVerificationError):
-        if error.reason in _PLAIN:
-            return "the center does not speak TLS: leave --tls-ca out (tls= in Python)"
-        return f"no TLS with the center: {error.reason or error}"
-    if error.verify_code == _EXPIRED:
-        return "the center's certificate has expired"
-    if error.verify_code == _NOT_YET:
-        return "the center's certificate is not valid yet, by this machine's clock"
-    if error.verify_code in _OTHER_NAMES:
-        return (
-            f"the center's certificate is not for {name_of(address)!r}: reach it by a "
-            f"name that is in it ({error.verify_message})"
-        )
-    return (
-        "no authority that this end trusts has issued the center's certificate: is "
-        f"--tls-ca (ca= of Tls) the right one? ({error.verify_message})"
-    )
-
-
-def name_of(address: str) -> str:
-    """Return the name that a center's certificate must have."""
-    if address.startswith("unix:"):
-        return "localhost"  # as gRPC does
-    return _address.host(address)
+    return context

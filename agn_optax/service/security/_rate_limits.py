@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
+import heapq
 import logging
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from agn_optax import errors
@@ -26,27 +25,9 @@ NEWCOMERS = 128.0  # unauthenticated connections of a host at once
 LONGEST = 1.0  # s that a call waits for its tokens
 _MOST_HELD = 64  # calls of one caller that are delayed before they are rejected
 _MOST_BUCKETS = 4096  # buckets that are kept
-_MOST_COMPARED = 64  # buckets that are compared to choose one to drop
-_QUIET = 60.0  # s between two warnings about one caller
+_QUIET = 60.0  # s between two warnings
 
 _log = logging.getLogger("agn_optax")
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """The tokens that one caller has spent, less those that have been refilled since.
-
-    The capacity is not stored here: it depends on the call, and on the size of the
-    model once a chief has initialized the center.
-    """
-
-    spent: float  # tokens
-    at: float  # time of the last refill; monotonic seconds
-    held: int = 0  # delayed calls that will be rejected
-    said: float = -math.inf  # time of the last warning about too many calls
-
-    def pay_back(self, tokens: float) -> None:
-        self.spent = max(0.0, self.spent - tokens)
 
 
 class Limiter:
@@ -54,6 +35,8 @@ class Limiter:
 
     A bucket is refilled with ``rate`` tokens per second. A call that finds its bucket
     overdrawn waits until it has been refilled, or is rejected if this takes too long.
+    The capacity of a bucket depends on the call, and on the size of the model once a
+    chief has initialized the center.
 
     Args:
       rate: tokens per second; None for no limit.
@@ -62,7 +45,10 @@ class Limiter:
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
         self._lock = threading.Lock()
-        self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()  # by last use
+        # The time at which each bucket will be full again; monotonic seconds.
+        self._full: dict[Hashable, float] = {}
+        self._held = Places(math.inf, _MOST_HELD)  # delayed calls to be rejected
+        self._warned = -math.inf  # time of the last warning
 
     def take(
         self,
@@ -83,59 +69,41 @@ class Limiter:
         if self.rate is None:
             return True
         with self._lock:
-            bucket, now = self._bucket(key), time.monotonic()
-            wait = (bucket.spent - size) / self.rate
+            now = time.monotonic()
+            full = max(now, self._full.get(key, now))
+            wait = full - now - size / self.rate
             is_soon = wait <= patience
             if is_soon:
-                bucket.spent += tokens
+                self._drop_some(key)
+                self._full[key] = full + tokens / self.rate
             if wait <= 0.0:
                 return True
-            is_held = not is_soon and bucket.held < _MOST_HELD
-            bucket.held += is_held
-            if says := now - bucket.said > _QUIET and patience == LONGEST:
-                bucket.said = now
-        if says:
-            _log.warning(
-                "a caller is delayed: it makes more than %g calls a second", self.rate
-            )
+            is_held = not is_soon and self._held.take(key, 0.0)
+            if patience == LONGEST and now - self._warned > _QUIET:
+                self._warned = now
+                _log.warning(
+                    "a caller is delayed: it makes more than %g calls a second",
+                    self.rate,
+                )
         if is_soon or is_held:
             time.sleep(min(wait, patience))
         if is_held:
-            with self._lock:
-                bucket.held -= 1
+            self._held.give_back(key)
         return is_soon
 
     def give_back(self, key: Hashable) -> None:
         """Put a token back that turned out not to be needed."""
-        if self.rate is not None:
-            with self._lock:
-                self._bucket(key).pay_back(1.0)
+        with self._lock:
+            if self.rate is not None and key in self._full:
+                self._full[key] -= 1.0 / self.rate
 
-    def _bucket(self, key: Hashable) -> _Bucket:
-        """Return a caller's bucket, refilled up to now."""
-        now = time.monotonic()
-        if key not in self._buckets and len(self._buckets) >= _MOST_BUCKETS:
-            self._forget_one(now)
-        bucket = self._buckets.setdefault(key, _Bucket(0.0, now))
-        self._buckets.move_to_end(key)
-        self._pay_back(bucket, now)
-        return bucket
-
-    def _pay_back(self, bucket: _Bucket, now: float) -> None:
-        assert self.rate is not None
-        bucket.pay_back(self.rate * (now - bucket.at))
-        bucket.at = now
-
-    def _forget_one(self, now: float) -> None:
-        """Drop the least spent bucket among those that have not been used for longest.
-
-        Usually nothing of it is spent, so that dropping it changes nothing.
-        """
-        oldest = list(itertools.islice(self._buckets.items(), _MOST_COMPARED))
-        for _, bucket in oldest:
-            self._pay_back(bucket, now)
-        key, _ = min(oldest, key=lambda each: each[1].spent)
-        del self._buckets[key]
+    def _drop_some(self, key: Hashable) -> None:
+        """Make room for a new bucket if there are too many: drop the fullest ones."""
+        if key not in self._full and len(self._full) >= _MOST_BUCKETS:
+            emptiest = heapq.nlargest(
+                _MOST_BUCKETS // 2, self._full, key=self._full.__getitem__
+            )
+            self._full = {each: self._full[each] for each in emptiest}
 
 
 class Places:
@@ -146,7 +114,7 @@ class Places:
       each: places for one caller.
     """
 
-    def __init__(self, most: int, each: int) -> None:
+    def __init__(self, most: float, each: int) -> None:
         self._most, self._each = most, each
         self._changed = threading.Condition()
         self._taken: Counter[Hashable] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import os
@@ -110,27 +111,20 @@ class Tls(NamedTuple):
             raise errors.InvalidArgumentError(
                 f"these certificates cannot be used: {reason} ({self._said()})"
             ) from None
-        if reason := self.out_of_date():
-            raise errors.InvalidArgumentError(reason)
+        if self.certificate is not None:
+            self._check_dates(self.certificate)
         return context
 
-    def out_of_date(self) -> str:
-        """Return why this end's certificate is not valid now; "" if it is valid."""
-        if self.certificate is None:
-            return ""
-        pem = (_read(self.certificate) or b"").decode("ascii", "ignore")
-        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-        if begin not in pem or end not in pem:
-            return f"{_name(self.certificate)} has no certificate in it"
-        first = pem[pem.index(begin) : pem.index(end) + len(end)]
-        found = _x509.read(ssl.PEM_cert_to_DER_cert(first))
-        now = datetime.datetime.now(datetime.UTC)
-        name = _name(self.certificate)
-        if now > found.ends:
-            return f"{name} has expired, on {found.ends:%F %T} UTC"
-        if now < found.begins:
-            return f"{name} is not valid before {found.begins:%F %T} UTC"
-        return ""
+    def _check_dates(self, pem: Pem) -> None:
+        """Raise `InvalidArgumentError` if a certificate is not valid now."""
+        text = (_read(pem) or b"").decode("ascii", "ignore")
+        first = text.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
+        found = _x509.read(base64.b64decode(first))
+        if not found.begins <= datetime.datetime.now(datetime.UTC) <= found.ends:
+            raise errors.InvalidArgumentError(
+                f"{_name(pem)} is not valid now, but from {found.begins:%F %T} to "
+                f"{found.ends:%F %T} UTC"
+            )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         self.context(serves=True)

@@ -37,8 +37,8 @@ def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
     Raises:
       InvalidArgumentError: the token is not valid, or the file cannot be read.
     """
-    if given is None and (said := os.environ.get(TOKEN)):
-        return _checked(said.strip(), f"the token in {TOKEN}")
+    if given is None and (token := os.environ.get(TOKEN)):
+        return _checked(token.strip(), f"the token in {TOKEN}")
     if given is None and (named := os.environ.get(TOKEN_FILE)):
         given = pathlib.Path(named)
     if isinstance(given, os.PathLike):
@@ -96,9 +96,8 @@ def left_here(
         yield path
     finally:
         with contextlib.suppress(OSError):
-            if (
-                not stays and path.read_text() == token
-            ):  # not that of the next center there
+            # The next center there may have left another one.
+            if not stays and path.read_text() == token:
                 path.unlink()
 
 
@@ -139,13 +138,11 @@ def _of_this_machine(address: str) -> str | None:
     """Return the token that a center on this machine has left; None if none."""
     if not _address.is_local(address):
         return None
-    port = address.rpartition(":")[2]
-    others = (
-        []
-        if address.startswith("unix:")
-        else [f"{h}:{port}" for h in _address.EVERYWHERE]
-    )
-    for each in (address, *others):
+    addresses = [address]
+    if not address.startswith("unix:"):
+        port = address.rpartition(":")[2]
+        addresses += [f"{host}:{port}" for host in _address.EVERYWHERE]
+    for each in addresses:
         with contextlib.suppress(OSError):
             return (_folder() / _name(each)).read_text()
     return None

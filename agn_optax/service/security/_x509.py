@@ -42,7 +42,7 @@ def read(der: bytes) -> Certificate:
         _, content = next(_items(certificate))
         fields = [value for tag, value in _items(content) if tag != _VERSION]
         _, _, _, validity, subject = fields[:5]  # after serial, algorithm and issuer
-        said = [
+        pairs = [
             (kind, _text(tag, value))
             for _, attributes in _items(subject)
             for _, attribute in _items(attributes)
@@ -52,8 +52,8 @@ def read(der: bytes) -> Certificate:
     except (ValueError, IndexError, StopIteration):
         raise errors.InvalidArgumentError("it is not an X.509 certificate") from None
     return Certificate(
-        tuple(text for kind, text in said if kind == _NAME),
-        tuple(text for kind, text in said if kind == _UNIT),
+        tuple(text for kind, text in pairs if kind == _NAME),
+        tuple(text for kind, text in pairs if kind == _UNIT),
         begins,
         ends,
     )

@@ -18,8 +18,9 @@ from agn_optax._internal import check, combinations
 from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
+from agn_optax.service.security import _tls
 from agn_optax.service.security._access import Door
-from agn_optax.service.server._servicer import Servicer
+from agn_optax.service.server._servicer import LONGEST_GRACE, Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
 from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
 from agn_optax.worker import Uplink
@@ -101,17 +102,16 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
           grace: seconds for the exchanges that are running, and for those that are
-            still owed to the parent. None for 30, or for twice the longest duration of
-            the last answers' transfers if that is more, but at most 600. A worker that
-            receives nothing of its answer for two seconds is cut off earlier. One
-            second after the grace, everything has ended in any case.
+            still owed to the parent; None for 30. A worker that receives nothing of its
+            answer for two seconds is cut off earlier. One second after the grace,
+            everything has ended in any case.
         """
         with self._stopping:
             if self._is_stopping or self._stopped.is_set():
                 return
             self._is_stopping = True
             try:
-                self._stop(self._servicer.stop_grace if grace is None else grace)
+                self._stop(LONGEST_GRACE if grace is None else grace)
             finally:  # if it raises, as by Ctrl-C, the next call starts over
                 self._is_stopping = False
 
@@ -272,28 +272,19 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
         machine.
       InvalidTypeError: an address is not a string.
     """
-    addresses = [settings.address]
-    security.check(_address.check(settings.address))
-    if settings.direct_address is not None:
-        security.check(_address.check(settings.direct_address))
-        addresses.append(settings.direct_address)
-        if settings.direct_address.startswith("unix:"):
+    others = {
+        "direct_address": settings.direct_address,
+        "page": settings.page,
+        "health_address": settings.health,
+    }
+    for name, address in others.items():
+        if address is not None and _address.check(address).startswith("unix:"):
             raise errors.InvalidArgumentError(
-                f'direct_address must be "host:port", got {settings.direct_address!r}: '
-                "beside a Unix socket, direct connections use a Unix socket, too"
+                f'{name} must be "host:port", got {address!r}'
             )
-    if settings.page is not None:
-        if _address.check(settings.page).startswith("unix:"):
-            raise errors.InvalidArgumentError(
-                f'page must be "host:port", got {settings.page!r}: a browser cannot '
-                "open a Unix socket"
-            )
-        security.check(settings.page)
-        addresses.append(settings.page)
-    if settings.health is not None and _address.check(settings.health)[:5] == "unix:":
-        raise errors.InvalidArgumentError(
-            f'health_address must be "host:port", got {settings.health!r}'
-        )
+    called = [_address.check(settings.address), settings.direct_address, settings.page]
+    addresses = [address for address in called if address is not None]
+    _tls.check(security.tls, security.insecure, *addresses)
     return all(map(_address.is_local, addresses))
 
 

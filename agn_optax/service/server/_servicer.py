@@ -34,10 +34,8 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
     PROTOCOL,
     WAITING_INTERVAL,
-    host_of,
-    is_everywhere,
+    seen_from,
 )
-from agn_optax.service._address import check as check_address
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.security._access import Caller, Door
 from agn_optax.service.security._rate_limits import (
@@ -69,7 +67,7 @@ from agn_optax.service.wire._submission import snapshot_of, submission_of
 from agn_optax.service.wire._versions import installed
 
 PyTree = Any
-T = TypeVar("T", pb.Join, pb.Start)
+T = TypeVar("T", pb.DescribeRequest, pb.Join, pb.Start)
 _log = logging.getLogger("agn_optax")
 _LEAST_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
 _SILENT_BEATS = 3  # heartbeats that may be missed
@@ -99,9 +97,7 @@ _MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # waiting pulls, in addition to one for each worker
 _LONGEST_WAIT = 60.0  # s that a pull may wait for the first parameters
 _MANY = 1024  # maximum number of workers if none is set
-_OVERHEAD = 4 << 20  # bytes of memory of a connection, without its message
-_GRACE = 30.0  # minimum s of the grace by default
-LONGEST_GRACE = 600.0  # maximum s of the grace by default
+LONGEST_GRACE = 30.0  # s of the grace by default
 
 
 @dataclasses.dataclass
@@ -186,11 +182,6 @@ class Servicer:
         # The addresses of gRPC, of direct connections and of the page, for the status.
         self.listens_at, self.direct_address, self.page_address = "", "", ""
 
-    @property
-    def stop_grace(self) -> float:
-        """Default of the grace in which the service ends, in seconds."""
-        return min(max(_GRACE, 2 * self.transfers.longest), LONGEST_GRACE)
-
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no exchange is being applied or answered; False if one still is.
 
@@ -213,10 +204,7 @@ class Servicer:
         Yields:
           A callable, to be called whenever a part of the frame was sent.
         """
-        is_answer = parcel.control.snapshot.sequence > 0
-        with self.transfers.under_way(
-            cancel, parcel.nbytes, _STALLED, counts=is_answer
-        ) as transfer:
+        with self.transfers.under_way(cancel, parcel.nbytes, _STALLED) as transfer:
             yield transfer.went
 
     def admit(self, caller: Caller, call: str, tokens: float = 1.0) -> None:
@@ -245,20 +233,16 @@ class Servicer:
                 "that moves many bytes counts as several; try again"
             )
 
-    def admit_host(self, host: str) -> None:
-        """Apply the rate limit of watching to the host of an unknown caller."""
-        self._admit(("watch", host), SPARE)
-
-    def admit_probe(self, host: str) -> None:
-        """Apply the rate limit of health checks to a host."""
-        self._admit(("probe", host), SPARE)
+    def admit_host(self, host: str, what: str = "watch") -> None:
+        """Apply a rate limit of its own to what the host of an unknown caller does."""
+        self._admit((what, host), SPARE)
 
     def pace(self, port: Hashable) -> None:
         """Wait until a port may accept another connection, from any host."""
         self._ports.take(port, self._most_newcomers, patience=math.inf)
 
     def lets_in(self, host: Hashable) -> bool:
-        """Return whether a host may begin another unauthenticated connection.
+        """Return whether a host may begin another unauthenticated connection or call.
 
         This takes a token, which `came_in` gives back.
         """
@@ -272,20 +256,10 @@ class Servicer:
     def _most_newcomers(self) -> float:
         return max(NEWCOMERS, 2.0 * self.workers)
 
-    def refusal(
-        self, error: errors.NotAllowedError, host: str
-    ) -> errors.NotAllowedError:
-        """Rate-limit and report an authentication failure; return the error to raise.
-
-        Raises:
-          CenterBusyError: the host has failed too often.
-        """
-        self._admit(("refused", host), SPARE)
-        self.tell("refused", "", error, host)
-        return error
-
     def known(self, authorization: str, certificate: bytes, host: str) -> Caller:
         """Return the caller with the credentials of a call.
+
+        Failures are rate-limited and reported.
 
         Args:
           authorization: ``Bearer`` and a token; "" for none.
@@ -294,28 +268,29 @@ class Servicer:
 
         Raises:
           NotAllowedError: the caller is unknown.
+          CenterBusyError: the host has failed too often.
         """
-        if self.door.access is None:
-            return self.door.caller(host=host)
         kind, _, token = authorization.partition(" ")
-        if authorization and kind.lower() != "bearer":
-            error = errors.NotAllowedError("authorization must be `Bearer` and a token")
-            raise self.refusal(error, host)
         try:
+            if self.door.access is None:
+                return self.door.caller(host=host)
+            if authorization and kind.lower() != "bearer":
+                raise errors.NotAllowedError(
+                    "authorization must be `Bearer` and a token"
+                )
             return self.door.caller(token.strip().encode(), certificate, host)
         except errors.NotAllowedError as error:
-            raise self.refusal(error, host) from None
+            self.admit_host(host, "refused")
+            self.tell("refused", "", error, host)
+            raise
 
-    def introduced(
-        self, cut: Callable[[], None], *, hurry: bool = False
-    ) -> AbstractContextManager[object]:
+    def introduced(self, cut: Callable[[], None]) -> AbstractContextManager[object]:
         """Limit the time in which a caller authenticates, or receives an error.
 
         Args:
           cut: ends the connection, from any thread.
-          hurry: whether the time is short, because the host has too many connections.
         """
-        return self.transfers.under_way(cut, 0, _HURRY if hurry else _UNKNOWN)
+        return self.transfers.under_way(cut, 0, _UNKNOWN)
 
     @contextmanager
     def hearing(self, cut: Callable[[], None], caller: Hashable) -> Iterator[None]:
@@ -329,18 +304,18 @@ class Servicer:
           caller: key of the caller.
         """
         silent = ("silent", caller)
-        in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
-        with self.introduced(cut, hurry=not in_time):
+        in_time = self.lets_in(silent)
+        with self.transfers.under_way(cut, 0, _UNKNOWN if in_time else _HURRY):
             yield
         if in_time:
-            self._limiter.give_back(silent)
+            self.came_in(silent)
 
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """Return the center's description."""
         caller.check("Describe")
-        _check_protocol(request.protocol)
+        _of_our_protocol(request)
         schema = self.schema()
-        said = pb.Description(
+        description = pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.life,
@@ -357,59 +332,49 @@ class Servicer:
             versions=installed(),
         )
         return pb.Described(
-            description=said.SerializeToString(),
+            description=description.SerializeToString(),
             schema=None if schema is None else self._schema_bytes,
         )
 
     def initialize(
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        """Initialize the center with the chief's parameters."""
+        """Initialize the center with the chief's parameters.
+
+        An initialized center checks only the hash of the chief's schema, and reads
+        neither the schema nor the parameters.
+        """
         caller.check("Initialize")
         with self._receiving(reader, context.cancel, _STALLED_CHIEF):
             start = _of_our_protocol(self._next(reader, context).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
-            if (version := self._initialized(start)) is not None:
-                return pb.Initialized(version=version)
             # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
                 "another worker is initializing this center; try again"
             )
             with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
-                return self._initialize(start, reader, context, caller)
-
-    def _initialized(self, start: pb.Start) -> int | None:
-        """Return the version of an initialized center; None if it is not initialized.
-
-        An initialized center checks only the hash of the chief's schema, and reads
-        neither the schema nor the parameters.
-
-        Raises:
-          AlreadyInitializedError: another worker has initialized the center.
-          TreeMismatchError: the chief's parameters are of another model.
-        """
-        own = self.schema()
-        if own is None:
-            return None
-        version = self.core.initialize((), worker=start.worker)
-        if start.schema_hash != own.hash:
+                own = self.schema()
+                params = ()
+                if own is None:
+                    params = self._sent(start, reader, context, caller)
+                version = self.core.initialize(params, worker=start.worker)
+        if own is not None and start.schema_hash != own.hash:
             raise errors.TreeMismatchError(
                 f"another model: the parameters of worker {start.worker!r} have other "
                 "paths, dtypes or shapes than this center's"
             )
-        return version
+        return pb.Initialized(version=version)
 
     def _next(self, reader: Reader, context: Any) -> pb.Frame:
         """Return the control part of a chief's next frame, received with a timeout."""
         with self.transfers.under_way(context.cancel, 0, _STALLED_CHIEF):
             return _control(reader)
 
-    def _initialize(
+    def _sent(
         self, start: pb.Start, reader: Reader, context: Any, caller: Caller
-    ) -> pb.Initialized:
-        if (version := self._initialized(start)) is not None:
-            return pb.Initialized(version=version)
+    ) -> PyTree:
+        """Receive a chief's schema and parameters."""
         if start.schema_size > _trees.MOST_SCHEMA:
             raise errors.ProtocolError(_trees.why_too_large(0, start.schema_size, ""))
         self.admit(caller, "Initialize", start.schema_size / PARSED)
@@ -421,39 +386,28 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        if self.limits.memory is not None and schema.size > self.limits.memory:
-            raise errors.CenterFullError(
-                f"the parameters have {schema.size} bytes, and this center may use "
-                f"{self.limits.memory}: serve it with more memory="
-            )
         if not self._next(reader, context).HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
         buffer = reader.buffer(schema, "the parameters")
-        params = _trees.build(schema, schema.views(buffer))
-        return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
+        return _trees.build(schema, schema.views(buffer))
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """Send the current version of the center."""
         caller.check("Pull")
         many = errors.CenterBusyError("too many pulls are already waiting; try again")
-        with self._pulling.one(caller.key, many):
-            yield from self._pull(request, caller)
-
-    def _pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         end = time.monotonic() + min(request.wait, _LONGEST_WAIT)
-        while self.schema() is None and (left := end - time.monotonic()) > 0:
-            self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
-            yield _WAITING
-        self.admit(caller, "Pull", self._size / MOVED)
-        while not self._pulls.take(caller.key, WAITING_INTERVAL):
-            yield _WAITING
-        try:
-            with self.core.reading(kept=True) as version:
-                pulled, schema = Snapshot(None, version.number), self._travels.center
-                # The version is held until it is sent: the arrays are views of it.
-                yield self._parcel(version, pulled, schema, public=request.public)
-        finally:
-            self._pulls.give_back(caller.key)
+        with self._pulling.one(caller.key, many), ExitStack() as taken:
+            while self.schema() is None and (left := end - time.monotonic()) > 0:
+                self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
+                yield _WAITING
+            self.admit(caller, "Pull", self._size / MOVED)
+            while not self._pulls.take(caller.key, WAITING_INTERVAL):
+                yield _WAITING
+            taken.callback(self._pulls.give_back, caller.key)
+            version = taken.enter_context(self.core.reading(kept=True))
+            pulled, schema = Snapshot(None, version.number), self._travels.center
+            # The version is held until it is sent: the arrays are views of it.
+            yield self._parcel(version, pulled, schema, public=request.public)
 
     def exchange(
         self, reader: Reader, context: Any, caller: Caller, transport: str
@@ -537,18 +491,17 @@ class Servicer:
             )
         if not context.is_active():
             return  # the worker may already be back in another call
+        is_back = bool(join.center)
         session = self.core.join(
             join.worker,
             join.incarnation,
-            back=bool(join.center),
+            back=is_back,
             silence=self._silence,
             cut=context.cancel,
-            room=self._room(),
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
-        traffic.serves_at = _seen_from_here(join.serves_at, caller)
-        is_back = bool(join.center)
+        traffic.serves_at = seen_from(join.serves_at, caller.host)
         self.tell("joined", join.worker, join.incarnation, is_back, transport)
         # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
@@ -608,7 +561,6 @@ class Servicer:
         """Return the center's status."""
         caller.check("Status")
         version, members, waiting = self.core.members()
-        now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         is_there = self.core.is_initialized
         room = self.core.room
@@ -616,7 +568,7 @@ class Servicer:
             version=version,
             rule=self.core.rule.name,
             mode=repr(self.core.ledger.mode),
-            uptime=now - self._started,
+            uptime=time.monotonic() - self._started,
             parameters=self._sizes[0] if is_there else 0,
             parameter_bytes=self._sizes[1] if is_there else 0,
             bytes_received=self._total.bytes_received,
@@ -631,19 +583,7 @@ class Servicer:
             disk_needed=None if room is None else room.needed,
             center=self.core.life,
             workers=[
-                pb.WorkerStatus(
-                    name=name,
-                    connected=member.connected,
-                    exchanges=member.exchanges,
-                    dropped=member.dropped,
-                    staleness=member.staleness,
-                    joined=now - member.joined,
-                    seen=now - member.seen,
-                    waits=name in waiting,
-                    refused=member.refused,
-                    **_lately(member, now, waits=name in waiting),
-                    **traffic.get(name, {}),
-                )
+                _status_of(name, member, name in waiting, traffic.get(name, {}))
                 for name, member in sorted(members.items())
             ],
         )
@@ -658,7 +598,7 @@ class Servicer:
         """Begin to end the service, which may take a while."""
         caller.check("Drain")
         self.is_drained = True
-        _log.warning("draining, as requested by %s", caller.said)
+        _log.warning("draining, as requested by %s", caller.description)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
@@ -696,12 +636,11 @@ class Servicer:
             it then receives the `NotAllowedError`.
         """
         try:
-            now = self.door.again(caller)
-            if now is not caller:
-                now.check("Exchange", worker)
+            caller = self.door.caller(caller.token, caller.certificate, caller.host)
+            caller.check("Exchange", worker)
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
-        return now
+        return caller
 
     @functools.cached_property
     def _schema_bytes(self) -> bytes:
@@ -722,23 +661,6 @@ class Servicer:
     def schema(self) -> Schema | None:
         """Return the schema of the center; None if it has no parameters yet."""
         return self._travels.center if self.core.is_initialized else None
-
-    def _room(self) -> int | None:
-        """Return the number of workers that fit in memory; None if there is no limit.
-
-        Memory is needed for the center, its optimizer's state, the next version, one
-        version for each pull, and one message for each worker, over which its answer is
-        written. If answers are differences, a version is as large as two centers, and
-        the recent differences together are smaller than one center.
-        """
-        if self.limits.memory is None or not self.core.is_initialized:
-            return None
-        versions = (2 + _MOST_PULLS) * self._travels.center.size
-        if self._travels.differences is not None:  # plus the broadcast parameters
-            versions = 2 * versions + self._travels.center.size
-        taken = versions + self.core.store.state_bytes
-        each = self._travels.message.size + _OVERHEAD
-        return max(0, (self.limits.memory - taken) // each)
 
     @contextmanager
     def _receiving(
@@ -957,19 +879,32 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
 
 
-def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
-    """Return the fields of a worker's status with its rates and a stall."""
-    rates = member.recent.rates(now) or (None, None)
-    is_awaited = member.connected and not waits
-    return {
-        "exchanges_per_second": rates[0],
-        "steps_per_second": rates[1],
-        "stalled": member.recent.overdue(now) if is_awaited else None,
-    }
-
-
-def _unheard(*said: object) -> None:
+def _unheard(*event: object) -> None:
     """Ignore an event, because there is no monitor."""
+
+
+def _status_of(
+    name: str, member: Member, waits: bool, traffic: dict[str, Any]
+) -> pb.WorkerStatus:
+    """Return the status of a worker; it has not stalled while the center waits."""
+    now = time.monotonic()
+    exchanges, steps = member.recent.rates(now) or (None, None)
+    is_awaited = member.connected and not waits
+    return pb.WorkerStatus(
+        name=name,
+        connected=member.connected,
+        exchanges=member.exchanges,
+        dropped=member.dropped,
+        staleness=member.staleness,
+        joined=now - member.joined,
+        seen=now - member.seen,
+        waits=waits,
+        refused=member.refused,
+        exchanges_per_second=exchanges,
+        steps_per_second=steps,
+        stalled=member.recent.overdue(now) if is_awaited else None,
+        **traffic,
+    )
 
 
 def _check_name(name: str, least: int = 1) -> None:
@@ -993,30 +928,11 @@ def _control(reader: Reader) -> pb.Frame:
     return control
 
 
-def _of_our_protocol(said: T) -> T:
-    """Check the protocol version in the first frame of a call, and return it."""
-    _check_protocol(said.protocol)
-    return said
-
-
-def _seen_from_here(serves_at: str, caller: Caller) -> str:
-    """Return the address at which a worker serves as a center; "" if none is valid.
-
-    If the worker listens on all networks, the address that it calls from is returned.
-    """
-    try:
-        is_any = serves_at and is_everywhere(check_address(serves_at))
-    except errors.AgnOptaxError:  # not an address, so it is not shown
-        return ""
-    if not is_any:
-        return serves_at
-    host = host_of(caller.host)
-    return f"{host}:{serves_at.rpartition(':')[2]}" if host else serves_at
-
-
-def _check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
+def _of_our_protocol(request: T) -> T:
+    """Check the protocol version in the first frame of a call, and return the frame."""
+    if request.protocol != PROTOCOL:
         raise errors.ProtocolError(
-            f"this center speaks version {PROTOCOL} of the protocol, got {protocol}; "
-            "run the same release of agn_optax on both sides"
+            f"this center speaks version {PROTOCOL} of the protocol, got "
+            f"{request.protocol}; run the same release of agn_optax on both sides"
         )
+    return request

@@ -16,12 +16,9 @@ from agn_optax.service.security._tls import Tls
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(CenterLimits):
-    """Limits of a served center: those of `agn_optax.center.Limits`, and two more.
+    """Limits of a served center: those of `agn_optax.center.Limits`, and one more.
 
     Args:
-      memory: maximum number of bytes for the center, its optimizer's state and all
-        messages together; None for no limit. A worker whose message does not fit cannot
-        join; the others are not affected.
       calls: calls per second that one caller may make beside its exchanges, such as
         pulls and joins; None for no limit. Further calls wait or are rejected. A call
         that moves many bytes counts as several. The same limit holds for the
@@ -37,19 +34,17 @@ class Limits(CenterLimits):
 
     Example:
       >>> import jax.numpy as jnp, agn_optax, agn_optax.service
-      >>> limits = agn_optax.service.Limits(max_workers=8, memory=1 << 30)
+      >>> limits = agn_optax.service.Limits(max_workers=8, calls=50.0)
       >>> rule = agn_optax.rules.downpour()
       >>> with agn_optax.service.serve(rule, jnp.zeros(3), limits=limits) as server:
       ...     print(server.center.version)
       0
     """
 
-    memory: int | None = None
     calls: float | None = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.whole_number(self.memory, "memory", least=1)
         if self.calls is not None:
             check.rate(self.calls, "calls", low=0.0, high=math.inf, low_open=True)
 
@@ -101,17 +96,6 @@ class Security:
             raise errors.InvalidTypeError(
                 f"access must be an Access, got {self.access!r}"
             )
-
-    def check(self, *addresses: str) -> None:
-        """Check that no plain text leaves this machine, unless ``insecure`` says so.
-
-        Args:
-          *addresses: the addresses that are listened at.
-
-        Raises:
-          InvalidArgumentError: plain text would leave this machine.
-        """
-        _tls.check(self.tls, self.insecure, *addresses)
 
     def admitted(self, *, is_local: bool) -> Access | None:
         """Return the access control of a server; None to admit everybody.

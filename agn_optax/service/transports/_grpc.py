@@ -215,7 +215,7 @@ class HealthListener(_OfServer):
     def __init__(self, servicer: Servicer, address: str) -> None:
         def let_in(context: Any) -> Hashable:
             host = _host(context)
-            servicer.admit_probe(host)
+            servicer.admit_host(host, "probe")
             return host
 
         place = _transport.ListenSettings(address)
