@@ -24,7 +24,13 @@ from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, is_settled
 from agn_optax.worker._machine import Counts, Machine, State
 from agn_optax.worker._processes import ToldMessage, ToldSession
-from agn_optax.worker._programs import AT_ONCE, Adoption, Sent, programs
+from agn_optax.worker._programs import (
+    AT_ONCE,
+    Adoption,
+    Sent,
+    StreamingState,
+    programs,
+)
 
 PyTree = Any
 S = TypeVar("S", Snapshot, Answer)
@@ -648,6 +654,8 @@ class Part:
 def check_called_from_python(worker: str, tree: PyTree) -> None:
     """Raise if called while tracing: the host would count the steps only once."""
     # Each local step renews `local_steps`, so it is traced if the state is.
+    if isinstance(tree, StreamingState):
+        tree = tree.fragments[0]
     leaves = tree.local_steps if isinstance(tree, LocalState) else tree
     if any(map(check.is_traced, jax.tree.leaves(leaves))):
         raise errors.InvalidTypeError(

@@ -8,7 +8,7 @@ whole, and a state without inner state for each fragment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -18,17 +18,15 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.round import Fragments, LocalState, parts
 from agn_optax.worker._part import Part, check_called_from_python
-from agn_optax.worker._programs import InnerState, check_local, sound
+from agn_optax.worker._programs import (
+    InnerState,
+    StreamingState,
+    check_local,
+    sound,
+)
 
 PyTree = Any
 Loop = tuple[PyTree, Any]  # parameters and state, of a part or of the whole
-
-
-class StreamingState(NamedTuple):
-    """State of the local phase of a worker that exchanges by fragments."""
-
-    inner_state: PyTree  # state of the inner optimizer, for the whole tree
-    fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
 
 
 class Whole:
@@ -36,17 +34,12 @@ class Whole:
 
     def __init__(self, part: Part) -> None:
         self.tx: optax.GradientTransformationExtraArgs = part.programs.tx
-        self._name = part.name
 
     def check(self, params: PyTree) -> None:
         """Check the parameters of a start: the part does it."""
 
     def check_restored(self, params: PyTree, state: Any) -> None:
         """Check a saved state: the part does it."""
-
-    def check_called_from_python(self, state: Any) -> None:
-        """Raise if called while tracing."""
-        check_called_from_python(self._name, state)
 
     def cut(self, params: PyTree) -> list[PyTree]:
         """Return the parameters of each part."""
@@ -157,11 +150,6 @@ class Divided:
         what = "saved.state.inner_state"
         check.same_tree(state.inner_state, expected, what, "this worker's")
 
-    def check_called_from_python(self, state: Any) -> None:
-        if isinstance(state, StreamingState):
-            state = state.fragments[0]
-        check_called_from_python(self._name, state)
-
     def cut(self, params: PyTree) -> list[PyTree]:
         return self._fragments.divide(params).cut(params)
 
@@ -171,7 +159,7 @@ class Divided:
                 f"state is not of worker {self._name!r}, which wants what worker.start "
                 f"and worker.tx.update return, got {check.show(state)}"
             )
-        self.check_called_from_python(state)
+        check_called_from_python(self._name, state)
         return [*state.fragments]
 
     def begun(self, loops: Sequence[Loop]) -> Loop:

@@ -61,6 +61,13 @@ class InnerState(NamedTuple):
     inner: PyTree
 
 
+class StreamingState(NamedTuple):
+    """State of the local phase of a worker that exchanges by fragments."""
+
+    inner_state: PyTree  # state of the inner optimizer, for the whole tree
+    fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
+
+
 @functools.lru_cache(maxsize=32)
 def programs(
     rule: Rule,

@@ -110,10 +110,9 @@ class Uplink:
         self.ready = threading.Event()
         self._core = core
         self._parent = parent
-        # With patience 0 the exchange raises if the parent is lost; it is then retried.
-        self._worker = Worker(
-            parent, optax.identity(), period=period, name=name, patience=0
-        )
+        # Each exchange sends a round of the site. With patience 0 it raises if the
+        # parent is lost, and is then retried.
+        self._worker = Worker(parent, optax.identity(), period=1, name=name, patience=0)
         # The worker's state, and whether it has joined; if its session has ended, the
         # session's data.
         self._state: LocalState | None = None
@@ -368,7 +367,7 @@ class Uplink:
         assert self._state is not None
         steps = sent.steps
         state = self._state._replace(local_steps=jnp.int32(steps), record=sent.record)
-        adopted, self._state = self._worker.flush(
+        adopted, self._state = self._worker.exchange(
             sent.copied, state, steps=steps, weight=sent.weight
         )
         # The parent has the round, even if the site cannot adopt the answer.

@@ -23,8 +23,12 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
-from agn_optax.worker._machine import Counts
-from agn_optax.worker._part import Callback, Part, PartState
+from agn_optax.worker._part import (
+    Callback,
+    Part,
+    PartState,
+    check_called_from_python,
+)
 from agn_optax.worker._phase import Divided, Whole
 from agn_optax.worker._programs import Adoption
 
@@ -350,9 +354,13 @@ class Worker:
         This is for loops that must first gather their arrays, such as those of
         `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
-        return self._kept is not None or any(
-            part.machine.is_due(part.round_length) for part in self._parts
-        )
+        return self._is_due(1)
+
+    def _is_due(self, steps: int) -> bool:
+        """Return whether a call of `exchange` with ``steps`` acts, or may act."""
+        # A list: all lengths are asked for, and raise if they are invalid.
+        due = [part.machine.is_due(part.round_length, steps) for part in self._parts]
+        return self._kept is not None or any(due)
 
     def exchange(
         self,
@@ -406,16 +414,20 @@ class Worker:
         """
         for part in self._parts:
             part.require_start()
-            part.length(part.machine.round)  # raises if invalid
-        self._phase.check_called_from_python(state)
+        check_called_from_python(self.name, state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
+        if not self._is_due(steps):
+            for part in self._parts:
+                part.machine.count(steps, weight)
+            return params, state
         return self._call(
             params,
             state,
             self._exchanging(),
             "exchange",
-            lambda counts: counts.plus(steps, weight),
+            steps,
+            weight,
         )
 
     def _call(
@@ -424,7 +436,8 @@ class Worker:
         state: Any,
         acts: Iterable[Act],
         name: str = "",
-        count: Callable[[Counts], Counts] | None = None,
+        steps: int = 0,
+        weight: float | None = None,
     ) -> tuple[PyTree, Any]:
         """Run the acts of a call in order, with its steps and weight counted.
 
@@ -436,16 +449,16 @@ class Worker:
           params: the loop's parameters.
           state: the loop's state.
           acts: the acts.
-          name: name of a call with steps.
-          count: counts of a round so far -> with those of the call; None for a call
-            without steps.
+          name: name of the call; "" for one that neither counts nor sends.
+          steps: its local steps.
+          weight: their weight.
         """
         kept, self._kept = self._kept, None
         keeps = kept is None  # arrays of this call, if any
         try:
-            if count is not None:
+            if name:
                 for part in self._parts:
-                    part.machine.begin(name, count)
+                    part.machine.begin(name, steps, weight)
             if kept is not None:
                 params, state = kept
             for act in acts:
@@ -456,10 +469,10 @@ class Worker:
             self._kept = kept
             for part in self._parts:
                 part.discard_unsent()
-                if count is not None:
+                if name:
                     part.machine.end(returns=False, keeps=keeps and kept is not None)
             raise
-        if count is not None:
+        if name:
             for part in self._parts:
                 part.machine.end(returns=True)
         return params, state
@@ -614,41 +627,20 @@ class Worker:
         for part in self._parts:
             part.reported = reported
 
-    def flush(
-        self,
-        params: PyTree,
-        state: LocalState,
-        *,
-        steps: int | None = None,
-        weight: float | None = None,
-    ) -> tuple[PyTree, LocalState]:
+    def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Exchange now, unless the round has had no local steps.
 
         This is for a worker that is about to leave, or to be preempted. The message
         carries the number of steps really made. The call waits for the answers of this
         exchange and of one in flight.
 
-        Arguments, results and errors are those of `exchange`, except that ``steps`` is
-        the total number of local steps of the round and ``weight`` their total weight.
-        None keeps the values counted by `exchange`, and is needed with fragments, whose
-        rounds began at different times.
+        Arguments, results and errors are those of `exchange`.
         """
         for part in self._parts:
             part.require_start()
-        self._phase.check_called_from_python(state)
-        given = steps is not None or weight is not None
-        if self.fragments is not None and given:
-            got = f"steps={steps!r}, weight={weight!r}"
-            combinations.refuse("fragments", "steps or weight of a flush", got)
-        check.whole_number(steps, "steps", least=0)
-        weight = check.weight(weight)
-        return self._call(
-            params,
-            state,
-            self._flushing(range(len(self._parts))),
-            "flush",
-            lambda counts: counts.replaced(steps, weight),
-        )
+        check_called_from_python(self.name, state)
+        acts = self._flushing(range(len(self._parts)))
+        return self._call(params, state, acts, "flush")
 
     def resend(
         self, params: PyTree, state: Any, parts: Sequence[int]
@@ -662,9 +654,7 @@ class Worker:
         hook, self.before_send = self.before_send, None
         try:
             acts = self._flushing(parts)
-            params, state = self._call(
-                params, state, acts, "flush", lambda counts: counts
-            )
+            params, state = self._call(params, state, acts, "flush")
         finally:
             self.before_send = hook
         if len(parts) == 1:
@@ -715,7 +705,7 @@ class Worker:
         """
         for part in self._parts:
             part.require_start()
-        self._phase.check_called_from_python(state)
+        check_called_from_python(self.name, state)
         params, state = self._kept or (params, state)
         self._phase.states(state)  # raises if it is not of this worker
         parts = tuple(part.save() for part in self._parts)

@@ -479,8 +479,6 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         errors.TreeMismatchError, match=r"which wants what worker\.start"
     ):
         worker.flush(params, None)
-    with pytest.raises(errors.InvalidArgumentError, match="steps and weight must"):
-        worker.flush(params, state, steps=1)
     saved = worker.save(params, state)
     with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
         worker.restore(saved, life=worker.life[:1])
