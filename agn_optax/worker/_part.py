@@ -301,7 +301,13 @@ class Part:
         elif machine.background:
             return self._send(params, state)
         else:
-            message = self._new_message(params, state)
+            anchor, _ = self.require_start()
+            measured = self._measured(params, state)
+            contribution, codec_state, steps = self.programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._message_of(contribution, steps, measured, codec_state)
+            self.message = message
         if message.answer is None:
             try:
                 message.answer = message.exchange()
@@ -327,33 +333,6 @@ class Part:
         params, state = self.programs.adopt(params, state, answer.params)
         self._adopted(answer)
         return params, state
-
-    def send_ahead(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Begin to complete a message: send it, without a wait for the answer.
-
-        `complete` then waits for the answer.
-        """
-        if not self.machine.is_stuck:
-            return params, state
-        message = self.message
-        if message is not None:  # else `make` has checked them
-            self._check_loop(params, state)
-        elif self.machine.background:
-            return self._send(params, state)
-        (message or self._new_message(params, state)).send_ahead()
-        return params, state
-
-    def _new_message(self, params: PyTree, state: LocalState) -> Message:
-        """Make the arrays of a message, for which the caller waits."""
-        anchor, _ = self.require_start()
-        measured = self._measured(params, state)
-        contribution, codec_state, made = self.programs.contribute(
-            state, params, anchor.params
-        )
-        self.message = self._message_of(contribution, made, measured, codec_state)
-        return self.message
 
     def _discard(self) -> None:
         """Forget a message that was not applied, so that it is not sent again."""

@@ -98,7 +98,7 @@ class _Told:
         session = _told(
             lambda: self._center.join(worker, params, timeout=timeout, life=life)
         )
-        return ToldSession(session, self.answer)
+        return cast(Session, ToldSession(session, self.answer))
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
@@ -155,7 +155,7 @@ class _Told:
         }
 
 
-class ToldSession(Session):
+class ToldSession:
     """A session whose answers to the first process are passed to all processes."""
 
     def __init__(
@@ -168,22 +168,9 @@ class ToldSession(Session):
         known = own and [own.worker, own.incarnation, own.life]
         self.worker, self.incarnation, self.life = _agreed(known)
 
-    def submit(self, submission: Submission) -> None:
-        _told(lambda: self._own.submit(_here(submission)))
-
-    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        return self.answer(lambda: self._own.collect(sequence, timeout))
-
-    def acknowledge(self, sequence: int) -> None:
-        _told(lambda: self._own.acknowledge(sequence))
-
-    def exchange_alone(self, submission: Submission) -> Answer:
+    def exchange(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""
         return cast(Answer, self._own.exchange(_here(submission)))
-
-    def disconnect(self) -> None:
-        if self._own is not None:
-            self._own.disconnect()
 
     def leave(self) -> None:
         if self._own is not None:
@@ -194,17 +181,10 @@ class ToldSession(Session):
 class ToldMessage(Message):
     """A message that the first process sends, and whose answer all processes get."""
 
-    session: ToldSession
-
-    def send(self) -> Answer:
-        return self.session.exchange_alone(self.submission)
-
-    def send_ahead(self) -> None:
-        if _is_first():
-            super().send_ahead()
+    session: Any  # ToldSession
 
     def exchange(self) -> Answer:
-        return cast(Answer, self.session.answer(super().exchange))
+        return cast(Answer, self.session.answer(self.send_once))
 
     def send_in_background(self, give_up: float) -> None:
         if _is_first():

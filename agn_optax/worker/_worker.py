@@ -90,7 +90,7 @@ class Worker:
         state is a `StreamingState`. A call of `exchange` waits for one fragment at
         most. If several are due at once, the others have their turns at the next calls,
         except that one may be sent while the answer of another one is adopted. `flush`
-        sends all fragments before it waits. `version` and `life` have an entry for each
+        sends all fragments in turn. `version` and `life` have an entry for each
         fragment, `exchanges` is the smallest count among them, and attributes of the
         last message are those of the fragment that sent it. Callbacks get its index as
         ``fragment``. All workers of the center need the same fragments.
@@ -500,82 +500,66 @@ class Worker:
             yield from self._receiving()
         acting = self._acting()
         for p in acting:
-            yield from self._ending(p)
+            part = self._parts[p]
+            length = part.round_length
+            yield self._on(p, part.receive)
+            if part.machine.must_act(length):
+                part.length(part.exchanges + 1)  # raises if the next period is invalid
+                yield self._making([p])
+                yield self._on(p, part.complete)
         if acting:
             self._turn = (acting[-1] + 1) % len(self._parts)
 
     @property
+    def _stuck(self) -> list[int]:
+        """The part with a message to complete before anything else, if there is one."""
+        return [p for p, part in enumerate(self._parts) if part.machine.is_stuck]
+
+    @property
     def _announces_next(self) -> bool:
         """True if this call makes a message of which ``before_send`` is told."""
-        if self.before_send is None or self._parts[self._order[0]].machine.is_stuck:
+        if self.before_send is None or self._stuck:
             return False
         return any(part.is_full for part in self._parts)
 
     @property
     def _order(self) -> list[int]:
-        """Parts in the order of their turns, after one with a message to complete."""
-        order = [*range(self._turn, len(self._parts)), *range(self._turn)]
-        return sorted(order, key=lambda p: not self._parts[p].machine.is_stuck)
+        """The parts in the order of their turns."""
+        return [*range(self._turn, len(self._parts)), *range(self._turn)]
 
     def _acting(self) -> list[int]:
         """Return the parts of one call: one to adopt, and perhaps one to send."""
-        parts, order = self._parts, self._order
-        if parts[order[0]].machine.is_stuck:
-            return order[:1]
-        now = [p for p in order if parts[p].ask_if_acting()]
+        if stuck := self._stuck:
+            return stuck
+        parts = self._parts
+        now = [p for p in self._order if parts[p].ask_if_acting()]
         receiving = [p for p in now if parts[p].machine.in_flight][:1]
         if not receiving or parts[receiving[0]].is_full:  # it sends, too
             return now[:1]
         sending = [p for p in now if parts[p].machine.sends_in_background]
         return receiving + sending[:1]
 
-    def _ending(self, p: int) -> Iterator[Act]:
-        """Yield the acts that adopt a part's answer, and end a round that is full."""
-        part = self._parts[p]
-        length = part.round_length
-        yield self._on(p, part.receive)
-        if part.machine.must_act(length):
-            part.length(part.exchanges + 1)  # raises if the next period is invalid
-            yield self._making([p])
-            yield self._on(p, part.complete)
+    def _flushing(self, parts: Iterable[int]) -> Iterator[Act]:
+        """Yield the acts of `flush`, which ends the rounds of parts.
 
-    def _flushing(self, parts: Sequence[int]) -> Iterator[Act]:
-        """Yield the acts of `flush`, which sends all messages before it waits.
-
-        If a part already has a message in flight, the answer of that one must be
-        adopted before the next can be sent. The next period is not checked: the steps
-        are sent in any case.
+        If a part already has a message, its answer must be adopted before the next is
+        made. The next period is not checked: the steps are sent in any case. Workers of
+        synchronous rounds wait for each other, so all take the parts in turns.
         """
-        if self.before_send is not None:
-            yield from self._finishing()
-        if len(parts) > 1:
-            flying = [p for p in parts if self._parts[p].machine.in_flight]
-            yield self._making(parts)
-            yield from (self._on(p, self._parts[p].send_ahead) for p in parts)
-            for p in flying:
-                yield self._on(p, self._parts[p].receive)
-                yield self._making([p])
-                yield self._on(p, self._parts[p].send_ahead)
-        for p in parts:
-            yield self._on(p, self._parts[p].receive)
-            yield self._making([p])
-            yield self._on(p, self._parts[p].complete)
-            yield self._on(p, self._parts[p].receive)
+        yield from self._finishing()
+        yield self._making(parts)
+        yield from self._finishing()
 
     def _finishing(self) -> Iterator[Act]:
-        """Yield the acts that complete all messages; no new one is sent."""
-        each = list(enumerate(self._parts))
-        if len(each) > 1:
-            yield from (self._on(p, part.send_ahead) for p, part in each)
-        for p, part in each:
-            yield self._on(p, part.receive)
-            yield self._on(p, part.complete)
-            yield self._on(p, part.receive)
+        """Yield the acts that complete all messages; no new one is made."""
+        for p in self._order:
+            yield self._on(p, self._parts[p].complete)
+        yield from self._receiving()
 
     def _receiving(self) -> Iterator[Act]:
         """Yield the acts that adopt the answers of all messages in flight."""
-        for p, part in enumerate(self._parts):
-            yield self._on(p, part.receive)
+        for p in self._order:
+            yield self._on(p, self._parts[p].receive)
 
     def _making(self, parts: Iterable[int]) -> Act:
         """Return an act: messages of the rounds of parts exist, before any is sent."""

@@ -209,7 +209,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
     ],
     ids=["waits", "overlaps", "has no patience", "delay"],
 )
-def test_flush_sends_all_fragments_before_waiting_for_a_response(settings):
+def test_flushes_of_synchronous_workers_a_step_apart_end(settings):
     """Otherwise workers in rounds a step apart would wait for each other."""
     center = shards(shared.downpour(), mode=Synchronous())
     workers = [worker_of(center, name=name, **settings) for name in "ab"]
