@@ -31,8 +31,6 @@ PyTree = Any
 # s between broadcasts while there is no answer yet: on some backends collectives time
 # out early.
 _PAUSE = 5.0
-# Bytes of the first broadcast of a value; the rest of a longer value follows.
-_SHORT = 256
 
 
 def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
@@ -193,7 +191,8 @@ class ToldMessage(Message):
             self.flight = concurrent.futures.Future()  # never done in this process
 
     def ask_if_answered(self) -> bool:
-        return bool(_agreed(super().ask_if_answered()))
+        is_done = np.int32(super().ask_if_answered())
+        return bool(multihost_utils.broadcast_one_to_all(is_done))
 
     def receive(self) -> Answer:
         return cast(Answer, self.session.answer(super().receive))
@@ -234,22 +233,13 @@ def _outcome(future: Any) -> list[str] | None:
 
 def _agreed(value: Any) -> Any:
     """Broadcast the first process's value, which must be serializable as JSON."""
-    text = json.dumps(value).encode()
-    size = np.frombuffer(np.uint32(len(text)).tobytes(), np.uint8)
-    buffer = np.zeros(_SHORT, np.uint8)
-    head = text[: _SHORT - size.size]
-    buffer[: size.size + len(head)] = [*size, *head]
-    buffer = multihost_utils.broadcast_one_to_all(buffer)
-    length = int(buffer[: size.size].view(np.uint32)[0])
-    said = buffer[size.size :].tobytes()
-    if length > len(said):
-        # Round the size up to a power of two, because each size is compiled.
-        rest = np.zeros(1 << (length - len(said)).bit_length(), np.uint8)
-        if _is_first():
-            tail = np.frombuffer(text[len(said) :], np.uint8)
-            rest[: tail.size] = tail
-        said += multihost_utils.broadcast_one_to_all(rest).tobytes()
-    return json.loads(said[:length])
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    # Round the size up to a power of two, because each size is compiled.
+    buffer = np.zeros(1 << size.bit_length(), np.uint8)
+    if _is_first():
+        buffer[:size] = text
+    return json.loads(multihost_utils.broadcast_one_to_all(buffer).tobytes()[:size])
 
 
 def _of_first(leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]) -> Any:

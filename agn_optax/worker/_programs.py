@@ -16,6 +16,7 @@ and if local steps go on while the message is in flight
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -83,7 +84,6 @@ def programs(
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
-    before = None if gradients is None else check.optimizer(gradients, "gradients")
     # Only a penalty reads the anchor at every step, and then the state keeps it. For a
     # contribution the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
@@ -97,35 +97,21 @@ def programs(
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
-        state = rounds.init_local(rule, inner, params, anchor)
-        check_local(state.inner_state)
-        if before is not None:
-            both = InnerState(before.init(trees.copy(params)), state.inner_state)
-            state = state._replace(inner_state=both)
-        return state
+        return rounds.init_local(rule, inner, params, anchor)
 
     def update(
-        updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: LocalState, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, LocalState]:
-        rounds.check_step(updates, params, "worker.tx")
-        first: PyTree = None
-        if before is not None:
-            first, own = state.inner_state
-            updates, first = before.update(updates, first, params, **extra_args)
-            state = state._replace(inner_state=own)
-        updates, state = rounds.local_step(
-            rule, inner, updates, state, params, None, extra_args
-        )
-        if before is not None:
-            state = state._replace(inner_state=InnerState(first, state.inner_state))
-        return updates, state
+        return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
+
+    tx = local_phase(init, update, gradients)
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(
             lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
         )
         anchor = trees.copy(center) if keep_anchor else None
-        return params, init(params)._replace(anchor=anchor)
+        return params, tx.init(params)._replace(anchor=anchor)
 
     def contribute(
         state: LocalState, params: PyTree, anchor: PyTree
@@ -150,7 +136,7 @@ def programs(
     ) -> tuple[PyTree, LocalState]:
         params = rounds.overwrite(params, center)  # in full, whatever the rule adopts
         state = rounds.begin_round(rule, state, params, center)
-        fresh = init(params)
+        fresh = tx.init(params)
         # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
         if rounds.has_residual(rule) and residual == "restored":
@@ -206,7 +192,7 @@ def programs(
         return params, rounds.move_anchor(state, center)
 
     return SimpleNamespace(
-        tx=optax.GradientTransformationExtraArgs(init, update),
+        tx=tx,
         keeps_sent=keeps_sent,
         follows=follows,
         # True if contributions or answers need an anchor that the state does not keep.
@@ -227,18 +213,48 @@ def programs(
     )
 
 
-def check_local(inner_state: PyTree) -> None:
-    """Check by its state that an inner optimizer makes local steps only.
+def local_phase(
+    init: Callable[[PyTree], Any],
+    step: Callable[..., tuple[PyTree, Any]],
+    gradients: optax.GradientTransformation | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a local phase with a transformation of the gradients before its step.
 
-    Raises:
-      InvalidArgumentError: it exchanges with a center of its own.
+    The state of the transformation is in ``inner_state``, too.
+
+    Args:
+      init: parameters -> state with an ``inner_state``.
+      step: updates, state, parameters and extra arguments -> updates and state.
+      gradients: the transformation; None for none.
     """
-    if trees.nodes(inner_state, rounds.ExchangeState):
-        combinations.refuse(
-            "a Worker",
-            "an inner optimizer that exchanges with a center of its own",
-            "an inner state with an ExchangeState",
-        )
+    before = None if gradients is None else check.optimizer(gradients, "gradients")
+
+    def init_both(params: PyTree) -> Any:
+        state = init(params)
+        if trees.nodes(state.inner_state, rounds.ExchangeState):
+            combinations.refuse(
+                "a Worker",
+                "an inner optimizer that exchanges with a center of its own",
+                "an inner state with an ExchangeState",
+            )
+        if before is None:
+            return state
+        first = before.init(trees.copy(params))
+        return state._replace(inner_state=InnerState(first, state.inner_state))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        rounds.check_step(updates, params, "worker.tx")
+        if before is None:
+            return step(updates, state, params, extra_args)
+        first, own = state.inner_state
+        updates, first = before.update(updates, first, params, **extra_args)
+        state = state._replace(inner_state=own)
+        updates, state = step(updates, state, params, extra_args)
+        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
+
+    return optax.GradientTransformationExtraArgs(init_both, update)
 
 
 def sound(state: PyTree, fresh: PyTree) -> PyTree:

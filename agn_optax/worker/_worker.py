@@ -282,7 +282,7 @@ class Worker:
             lambda part, own: part.start(own, chief=chief, timeout=timeout), cut
         )
         self._turn, self._last = 0, self._parts[0]
-        return self._phase.begun(loops)
+        return self._phase.joined(loops, None)
 
     def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
         """Call ``begin(part, ...)`` for every part; leave all if one raises."""
@@ -717,20 +717,16 @@ class Worker:
             session.
         """
         count = len(self._parts)
-        if len(saved.parts) != count:
-            raise errors.WorkerStateError(
-                f"saved is of a worker with {len(saved.parts)} fragments, and worker "
-                f"{self.name!r} has {count}"
-            )
         lives: Sequence[Any] = [None] * count if life is None else life
         if self.fragments is None:
             lives = [life]
-        if len(lives) != count:
-            raise errors.WorkerStateError(
-                f"life is of a worker with {len(lives)} fragments, and worker "
-                f"{self.name!r} has {count}"
-            )
-        self._phase.check_restored(saved.params, saved.state)
+        for what, given in (("saved", saved.parts), ("life", lives)):
+            if len(given) != count:
+                raise errors.WorkerStateError(
+                    f"{what} is of a worker with {len(given)} fragments, and worker "
+                    f"{self.name!r} has {count}"
+                )
+        self._phase.check(saved.params, saved.state)
         cut, states = self._phase.cut(saved.params), self._phase.states(saved.state)
         for part, *own in zip(self._parts, cut, states, saved.parts, strict=True):
             part.check_restored(*own)
@@ -742,7 +738,7 @@ class Worker:
         self.leave()
         loops = self._all(lambda part, own, life: part.restore(*own, life), each, lives)
         self._turn, self._last = int(saved.turn) % count, self._parts[0]
-        return self._phase.restored(loops, state)
+        return self._phase.joined(loops, state)
 
 
 def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
