@@ -67,16 +67,16 @@ def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
       >>> params, state = worker.start(jnp.zeros(3), chief=True)
     """
     check.instance(rule, Rule, "rule must be one of agn_optax.rules")
-    return connect() if jax.process_count() == 1 else _Told(connect, rule)
+    return connect() if jax.process_count() == 1 else _SharedCenter(connect, rule)
 
 
-class _Told:
+class _SharedCenter:
     """A center whose answers to the first process are passed to all processes."""
 
     def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
         self.rule = rule
         self._treedef: Any = None  # structure of the parameters, once known
-        self._center: Any = _told(connect)  # None in the other processes
+        self._center: Any = _in_first(connect)  # None in the other processes
         self._name = _agreed(repr(self._center))
 
     def __repr__(self) -> str:
@@ -93,10 +93,10 @@ class _Told:
     ) -> Session:
         if params is not None:
             self._treedef = jax.tree.structure(params)
-        session = _told(
+        session = _in_first(
             lambda: self._center.join(worker, params, timeout=timeout, life=life)
         )
-        return cast(Session, ToldSession(session, self.answer))
+        return cast(Session, SharedSession(session, self.answer))
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
@@ -115,7 +115,7 @@ class _Told:
         if self._center is not None and hasattr(self._center, "close"):
             self._center.close()
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> _SharedCenter:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -132,7 +132,7 @@ class _Told:
 
     def _shared(self, ask: Callable[[], Snapshot | Answer | None]) -> Any:
         """Return the fields of what ``ask`` returns in the first process, in all."""
-        found = _told(ask)
+        found = _in_first(ask)
         own = found and found.params
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
         said = found and found._asdict() | {"params": trees.describe(own).structure}
@@ -153,7 +153,7 @@ class _Told:
         }
 
 
-class ToldSession:
+class SharedSession:
     """A session whose answers to the first process are passed to all processes."""
 
     def __init__(
@@ -176,10 +176,10 @@ class ToldSession:
 
 
 @dataclasses.dataclass(eq=False)
-class ToldMessage(Message):
+class SharedMessage(Message):
     """A message that the first process sends, and whose answer all processes get."""
 
-    session: Any  # ToldSession
+    session: Any  # SharedSession
 
     def exchange(self) -> Answer:
         return cast(Answer, self.session.answer(self.send_once))
@@ -202,7 +202,7 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _told(act: Callable[[], Any]) -> Any:
+def _in_first(act: Callable[[], Any]) -> Any:
     """Call ``act`` in the first process, and return its result there, else None.
 
     All processes wait for it, and all raise its error.

@@ -319,8 +319,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        _, session = self._worker._parts[0].require_start()
-        return session.before
+        return self._worker._parts[0].session.before
 
     def _now_lost(self) -> _Lost:
         """Return the data of the session that ends with an error."""
@@ -339,7 +338,7 @@ class Uplink:
         if not self._rounds or not jax.tree.leaves(state.codec_state):
             return state.codec_state
         part = self._worker._parts[0]
-        anchor, _ = part.require_start()
+        anchor = part.require_start()
         sent = self._rounds[0]
         state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
         return part.programs.contribute(state, sent.sent, anchor.params)[1]

@@ -310,17 +310,17 @@ class Worker:
     @property
     def refusal(self) -> str:
         """The reason why the last message was rejected; "" if it was not."""
-        return self._last.refusal
+        return "" if self._last.answer is None else self._last.answer.refused
 
     @property
     def staleness(self) -> int | None:
         """The staleness of the last message; None before the first."""
-        return self._last.staleness
+        return None if self._last.answer is None else self._last.answer.staleness
 
     @property
     def norm(self) -> Any:
         """The norm of the last message; None before the first."""
-        return self._last.norm
+        return None if self._last.answer is None else self._last.answer.norm
 
     @property
     def pace(self) -> float | None:
