@@ -180,12 +180,11 @@ def load(
         kept = ocp.load_checkpointables(folder, {**abstract, **others})
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
-    has_center = any(part.kind == "center" for part in own.values())
     there = {name: kept[name] for name in others}
     # Centers come first, because workers resume at them.
     for name in sorted(own, key=lambda name: own[name].kind != "center"):
         tree = _tree.filled(expected[name], leaves_of(about[name]), kept[name])
-        there[name] = own[name].go_on(about[name], tree, has_center=has_center)
+        there[name] = own[name].go_on(about[name], tree)
     return there
 
 

@@ -79,8 +79,8 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     """The names in a checkpoint are a contract with existing checkpoints."""
     path, _, (params, _), center = saved
     kept = ocp.load(path, checkpointable_name="worker")
-    assert sorted(kept) == ["anchor", "params", "state"]
-    assert kept["anchor"] is None  # agn reads none
+    assert sorted(kept) == ["anchors", "params", "state"]
+    assert kept["anchors"] == [None]  # agn reads none
     own = kept["params"]["layers"][0]["w"]
     support.assert_identical(own, params["layers"][0]["w"])
     names = {
