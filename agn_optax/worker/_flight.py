@@ -14,7 +14,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import Backoff, in_background
-from agn_optax.center import Answer, Session, Submission
+from agn_optax.center import Answer, Submission
 from agn_optax.worker._programs import Sent
 
 PyTree = Any
@@ -31,7 +31,7 @@ class Message:
     the center may have applied it.
     """
 
-    session: Session
+    session: Any  # a Session
     submission: Submission
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # after sending; None if the local state has it already

@@ -545,23 +545,20 @@ class Part:
         (counted, told), self._steps = self._steps, None
         made = int(counted)
         self._empty = 0 if made else self._empty + 1
+        once = "Call it once after every local step"
         if made > told:
-            is_off = (
-                "its rounds are longer than its period. Call it once after every local "
-                "step, or say of how many it is: exchange(params, state, steps=...)"
+            problem = (
+                f"its rounds are longer than its period. {once}, or say of how many it "
+                "is: exchange(params, state, steps=...)"
             )
         elif 0 < 2 * made <= told:  # loss scaling skips some steps, but not half
-            is_off = (
-                "its rounds are shorter than its period. Call it once after every "
-                "local step"
-            )
+            problem = f"its rounds are shorter than its period. {once}"
         elif self._empty >= 2 and not self.center.rule.needs_params:
-            is_off = (
-                "its messages are empty, and the center does not move. Make local "
-                "steps with worker.tx.update(grads, state, params), which makes the "
-                "record that is sent; an optimizer of your own is the argument inner, "
-                "Worker(center, inner, ...). Only where loss scaling has skipped all "
-                "of these steps, nothing is wrong"
+            problem = (
+                "its messages are empty, and the center does not move, unless loss "
+                "scaling has skipped all of these steps. Make local steps with "
+                "worker.tx.update(grads, state, params), and give an optimizer of your "
+                "own as Worker(center, inner, ...)"
             )
         else:
             return
@@ -572,7 +569,7 @@ class Part:
             self.name,
             made,
             told,
-            is_off,
+            problem,
         )
 
     def _keep_anchor(self, anchor: Snapshot) -> None:

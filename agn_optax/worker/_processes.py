@@ -10,10 +10,11 @@ others ask it whether the answer has arrived.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from agn_optax.rules import Rule
 from agn_optax.worker._flight import Message
 
 PyTree = Any
+Record = TypeVar("Record", Snapshot, Answer)
 
 # s between broadcasts while there is no answer yet: on some backends collectives time
 # out early.
@@ -70,7 +72,7 @@ def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
     return connect() if jax.process_count() == 1 else _SharedCenter(connect, rule)
 
 
-class _SharedCenter:
+class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
     """A center whose answers to the first process are passed to all processes."""
 
     def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
@@ -90,79 +92,60 @@ class _SharedCenter:
         *,
         timeout: float | None = None,
         life: Any = None,
-    ) -> Session:
+    ) -> Any:
         if params is not None:
             self._treedef = jax.tree.structure(params)
         session = _in_first(
             lambda: self._center.join(worker, params, timeout=timeout, life=life)
         )
-        return cast(Session, SharedSession(session, self.answer))
+        return SharedSession(session, self)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
-        return self.snapshot(
-            lambda: self._center.initialize(_here(params), worker=worker)
+        return self.shared(
+            Snapshot, lambda: self._center.initialize(_here(params), worker=worker)
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        return self.snapshot(lambda: self._center.wait(timeout))
+        return self.shared(Snapshot, lambda: self._center.wait(timeout))
 
     def pull(self, **how: Any) -> Snapshot:
-        return self.snapshot(lambda: self._center.pull(**how))
+        return self.shared(Snapshot, lambda: self._center.pull(**how))
 
     def close(self) -> None:
         """Close the center that the first process has opened."""
-        if self._center is not None and hasattr(self._center, "close"):
+        if hasattr(self._center, "close"):
             self._center.close()
-
-    def __enter__(self) -> _SharedCenter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def snapshot(self, ask: Callable[[], Snapshot]) -> Snapshot:
-        """Call ``ask`` in the first process, and return its snapshot in all."""
-        return Snapshot(**self._shared(ask))
-
-    def answer(self, ask: Callable[[], Answer | None]) -> Answer | None:
-        """Call ``ask`` in the first process, and return its answer in all."""
-        said = self._shared(ask)
-        return None if said is None else Answer(**said)
-
-    def _shared(self, ask: Callable[[], Snapshot | Answer | None]) -> Any:
-        """Return the fields of what ``ask`` returns in the first process, in all."""
-        found = _in_first(ask)
-        own = found and found.params
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
-        said = found and found._asdict() | {"params": trees.describe(own).structure}
-        if said and said.get("norm") is not None:
-            said["norm"] = float(said["norm"])
-        said, kinds = _agreed([said, [(x.dtype.name, x.shape) for x in leaves]])
-        if said is None:
-            return None
+    def shared(self, kind: type[Record], ask: Callable[[], Record]) -> Record:
+        """Call ``ask`` in the first process, and return its record in all."""
+        record = _in_first(ask)
+        params = record and record.params
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        own = record and {
+            **record._asdict(),
+            "params": trees.describe(params).structure,
+        }
+        fields, kinds = _agreed([own, [(x.dtype.name, x.shape) for x in leaves]])
         arrays = map(jnp.asarray, _of_first(leaves, kinds))
         if self._treedef is not None:
-            params = self._treedef.unflatten(arrays)
+            fields["params"] = self._treedef.unflatten(arrays)
         else:
-            params = description.rebuild(said["params"], arrays)
-        version = said["version"]
-        return said | {
-            "params": params,
-            "version": tuple(version) if isinstance(version, list) else version,
-        }
+            fields["params"] = description.rebuild(fields["params"], arrays)
+        if isinstance(version := fields["version"], list):
+            fields["version"] = tuple(version)
+        return kind(**fields)
 
 
 class SharedSession:
-    """A session whose answers to the first process are passed to all processes."""
+    """A session of the first process, which all processes know by its ids."""
 
-    def __init__(
-        self,
-        own: Session | None,
-        answer: Callable[[Callable[[], Answer | None]], Answer | None],
-    ) -> None:
+    def __init__(self, own: Session | None, center: _SharedCenter) -> None:
         self._own: Any = own  # None in the other processes
-        self.answer = answer
+        self.center = center
         known = own and [own.worker, own.incarnation, own.life]
         self.worker, self.incarnation, self.life = _agreed(known)
 
@@ -179,10 +162,10 @@ class SharedSession:
 class SharedMessage(Message):
     """A message that the first process sends, and whose answer all processes get."""
 
-    session: Any  # SharedSession
+    session: SharedSession
 
     def exchange(self) -> Answer:
-        return cast(Answer, self.session.answer(self.send_once))
+        return self.session.center.shared(Answer, self.send_once)
 
     def send_in_background(self, give_up: float) -> None:
         if _is_first():
@@ -195,7 +178,7 @@ class SharedMessage(Message):
         return bool(multihost_utils.broadcast_one_to_all(is_done))
 
     def receive(self) -> Answer:
-        return cast(Answer, self.session.answer(super().receive))
+        return self.session.center.shared(Answer, super().receive)
 
 
 def _is_first() -> bool:
@@ -208,13 +191,13 @@ def _in_first(act: Callable[[], Any]) -> Any:
     All processes wait for it, and all raise its error.
     """
     future = in_background(act, "agn-optax first process") if _is_first() else None
-    while (said := _agreed(_outcome(future))) is None:
+    while (failure := _agreed(_outcome(future))) is None:
         pass
     if future is not None:
         return future.result()
-    if not said:
+    if not failure:
         return None
-    name, text = said
+    name, text = failure
     if name in errors.__all__:
         raise getattr(errors, name)(text)
     raise errors.CenterError(f"the first process of this worker: {name}: {text}")
@@ -233,7 +216,8 @@ def _outcome(future: Any) -> list[str] | None:
 
 def _agreed(value: Any) -> Any:
     """Broadcast the first process's value, which must be serializable as JSON."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # A norm is an array, which becomes a float.
+    text = np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     # Round the size up to a power of two, because each size is compiled.
     buffer = np.zeros(1 << size.bit_length(), np.uint8)

@@ -421,14 +421,8 @@ class Worker:
             for part in self._parts:
                 part.machine.count(steps, weight)
             return params, state
-        return self._call(
-            params,
-            state,
-            self._exchanging(),
-            "exchange",
-            steps,
-            weight,
-        )
+        acts = self._exchanging()
+        return self._call(params, state, acts, "exchange", steps, weight)
 
     def _call(
         self,
