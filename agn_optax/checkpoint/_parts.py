@@ -266,10 +266,11 @@ def _of_dtypes(params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     own, treedef = jax.tree.flatten(params)
     if len(own) != len(leaves):
         return params  # `_check_same` names the difference
-    return treedef.unflatten(
+    made = [
         jax.ShapeDtypeStruct(x.shape, jnp.dtype(leaf.dtype))
         for x, leaf in zip(own, leaves, strict=True)
-    )
+    ]
+    return jax.tree.unflatten(treedef, made)
 
 
 def _check_same(

@@ -12,7 +12,7 @@ since then are repeated.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
@@ -172,7 +172,8 @@ class Resumable:
         centers = self._center_parts
         # A center that was saved with the worker does not know its session.
         worker = _Sending(self.worker, keeps_life=not centers)
-        there = _save.load(latest[1], like=params, worker=worker, **centers, **beside)
+        parts = {"worker": worker, **centers, **beside}
+        there = _save.load(latest[1], like=params, **parts)
         for name, value in self._beside.items():
             if isinstance(value, dict):
                 value.update(there[name])
@@ -207,15 +208,17 @@ class Resumable:
     @property
     def _center_parts(self) -> dict[str, CenterPart]:
         """The parts for the center, or its shards, if all end with this process."""
-        center = self.worker.center
+        center: Any = self.worker.center
         if not isinstance(center, ShardedCenter):
             return {"center": CenterPart(center)} if _ends(center) else {}
-        if not all(map(_ends, center.centers)):
+        shards: Sequence[Any] = center.centers
+        if not all(map(_ends, shards)):
             return {}
-        return {
-            f"center-{p}": CenterPart(shard, lambda like, p=p: center.cut(like)[p])
-            for p, shard in enumerate(center.centers)
-        }
+
+        def part(p: int) -> CenterPart:
+            return CenterPart(shards[p], lambda like: center.cut(like)[p])
+
+        return {f"center-{p}": part(p) for p in range(len(shards))}
 
     def _before_send(
         self, messages: Mapping[int, int], params: PyTree, state: LocalState

@@ -165,13 +165,12 @@ class Worker:
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
+        check.instance(center, Center, f"center must be {such_as}")
         shards: Sequence[Center] = ()
-        if fragments is None:
-            such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
-            check.instance(center, Center, f"center must be {such_as}")
-        else:
-            divided = _divided(center, fragments, period, overlap)
-            center, shards = divided, divided.centers
+        if fragments is not None:
+            center = divided = _divided(center, fragments, period, overlap)
+            shards = divided.centers
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
@@ -758,8 +757,6 @@ def _divided(
     """Return a center in shards with one fragment each, or raise if that cannot be."""
     such_as = "an agn_optax.Fragments, such as Fragments(2)"
     check.instance(fragments, Fragments, f"fragments must be {such_as}")
-    such_as = "a center, such as agn_optax.service.connect(addresses, rule)"
-    check.instance(center, Center, f"center must be {such_as}")
     if not isinstance(center, ShardedCenter):
         center = ShardedCenter([center])
     if len(center.centers) != len(fragments):
