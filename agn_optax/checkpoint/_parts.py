@@ -97,12 +97,8 @@ class WorkerPart:
     def restored(self, about: Json, tree: PyTree, life: Any) -> Any:
         """Restore the worker, in a new session or in that of ``life``."""
         pairs = zip(about["parts"], tree["anchors"], strict=True)
-        parts = [PartState(**numbers | {"anchor": kept}) for numbers, kept in pairs]
-        parts = [
-            part._replace(anchor_version=_version(part.anchor_version))
-            for part in parts
-        ]
-        saved = WorkerState(tree["params"], tree["state"], tuple(parts), about["turn"])
+        parts = tuple(_part_state(numbers, anchor) for numbers, anchor in pairs)
+        saved = WorkerState(tree["params"], tree["state"], parts, about["turn"])
         try:
             return self._worker.restore(saved, life=life)
         except errors.WorkerStateError as error:
@@ -234,9 +230,12 @@ def _under(path: str, leaves: Sequence[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.path.startswith(path)]
 
 
-def _version(saved: Any) -> Any:
-    """Return a version of a center as it was, of what JSON makes of it."""
-    return tuple(saved) if isinstance(saved, list) else saved
+def _part_state(numbers: Json, anchor: PyTree) -> PartState:
+    """Return the state of a part, of its numbers as JSON has them."""
+    state = PartState(**numbers | {"anchor": anchor})
+    if isinstance(version := state.anchor_version, list):
+        return state._replace(anchor_version=tuple(version))
+    return state
 
 
 def _check_rule(about: Json, rule: Rule, where: str) -> None:

@@ -63,9 +63,9 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         if part is None:
             saved[name] = value
             continue
-        said, tree = part.taken()
-        said |= {"kind": part.kind, "leaves": _tree.describe(tree)}
-        about[name], saved[name] = said, _tree.saved(tree)
+        own, tree = part.taken()
+        own |= {"kind": part.kind, "leaves": _tree.describe(tree)}
+        about[name], saved[name] = own, _tree.saved(tree)
     whole = {"format": _FORMAT, "release": __version__, "parts": about}
     return {**saved, ABOUT: {"json": json.dumps(whole)}}
 

@@ -121,41 +121,41 @@ def fit(
     else:
         place = OfTowers(train_step, towers, data, directory)
     metrics: Mapping[str, Any] = {}
-    recorded, said = -1, dict[str, float]()
+    recorded, values = -1, dict[str, float]()
 
     def record() -> dict[str, float]:
         own = dict(place.mean(metrics))
         if evaluate is not None:
             measured = evaluate(place.center(state))
             own |= {f"center/{name}": value for name, value in measured.items()}
-        values = jax.device_get(list(own.values()))  # one transfer for all
-        said = dict(zip(own, map(float, values), strict=True))
+        numbers = jax.device_get(list(own.values()))  # one transfer for all
+        values = dict(zip(own, map(float, numbers), strict=True))
         if progress:
-            _show(place.steps, said)
+            _show(place.steps, values)
         for callback in callbacks:
-            callback(place.steps, said)
-        return said
+            callback(place.steps, values)
+        return values
 
     with place:
         state = place.start(state)
-        with told_to_end() as told:
+        with told_to_end() as is_told:
             for batch in data:
                 state, metrics = place.step(state, batch)
                 place.steps += 1
                 state = place.exchange(state)
-                if told():
+                if is_told():
                     break
                 if place.steps % every == 0:
                     place.save(state)
-                    recorded, said = place.steps, record()
-                    if stop is not None and stop(said):
+                    recorded, values = place.steps, record()
+                    if stop is not None and stop(values):
                         break
             state = place.finish(state)
-            if told():
+            if is_told():
                 place.leave()
         if recorded != place.steps:
-            said = record()
-    return Fitted(state, said, place.steps)
+            values = record()
+    return Fitted(state, values, place.steps)
 
 
 def _show(step: int, metrics: Metrics) -> None:

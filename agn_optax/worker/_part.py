@@ -542,16 +542,16 @@ class Part:
         # If the device has not computed its count yet, a later exchange checks it.
         if self._paced or self._steps is None or not self._steps[0].is_ready():
             return
-        (counted, told), self._steps = self._steps, None
+        (counted, steps), self._steps = self._steps, None
         made = int(counted)
         self._empty = 0 if made else self._empty + 1
         once = "Call it once after every local step"
-        if made > told:
+        if made > steps:
             problem = (
                 f"its rounds are longer than its period. {once}, or say of how many it "
                 "is: exchange(params, state, steps=...)"
             )
-        elif 0 < 2 * made <= told:  # loss scaling skips some steps, but not half
+        elif 0 < 2 * made <= steps:  # loss scaling skips some steps, but not half
             problem = f"its rounds are shorter than its period. {once}"
         elif self._empty >= 2 and not self.center.rule.needs_params:
             problem = (
@@ -568,7 +568,7 @@ class Part:
             "of %d: %s",
             self.name,
             made,
-            told,
+            steps,
             problem,
         )
 

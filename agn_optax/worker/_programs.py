@@ -45,12 +45,6 @@ class Adoption(NamedTuple):
     delay: int = 0  # adopt after so many local steps; 0 adopts as soon as it arrives
     mixing: float = 0.0  # share of the worker's own parameters that stays
 
-    def keeps_progress(self, rule: Rule) -> bool:
-        """Return whether the progress made meanwhile is kept in full, not mixed."""
-        # A rule that adopts the center before the message moves worker and center by
-        # the same force, which must be that at the time of sending.
-        return not self.delay or rule.adopts == "before"
-
 
 AT_ONCE = Adoption()
 
@@ -87,7 +81,11 @@ def programs(
     # Only a penalty reads the anchor at every step, and then the state keeps it. For a
     # contribution the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
-    keeps_progress, mixing = adoption.keeps_progress(rule), adoption.mixing
+    delay, mixing = adoption
+    # True if the progress made meanwhile is kept in full, not mixed. A rule that adopts
+    # the center before the message moves worker and center by the same force, which
+    # must be that at the time of sending.
+    keeps_progress = not delay or rule.adopts == "before"
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.

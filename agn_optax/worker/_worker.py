@@ -218,12 +218,11 @@ class Worker:
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
-        made, where = f"{self.exchanges} exchanges", f"version {self.version}"
+        made = f"{self.exchanges} exchanges"
         if self.fragments is not None:
-            each = [part.exchanges for part in self._parts]
-            made = f"{each} exchanges of {len(each)} fragments"
-        if self.version is None:
-            where = "not started"
+            counts = [part.exchanges for part in self._parts]
+            made = f"{counts} exchanges of {len(counts)} fragments"
+        where = "not started" if self.version is None else f"version {self.version}"
         return (
             f"Worker({self.name!r}, {self.center.rule.name}, {made}, {where}, "
             f"at {self.center!r})"
@@ -745,10 +744,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _of_fragment(p: int, callback: Callback) -> Callback:
-    def told(step: int, values: Mapping[str, float]) -> object:
-        return callback(step, {**values, "fragment": float(p)})
-
-    return told
+    return lambda step, values: callback(step, {**values, "fragment": float(p)})
 
 
 def _divided(
