@@ -70,16 +70,16 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
       >>> worker.exchanges
       3
     """
-    heard: list[float] = []  # times of the signals
+    times: list[float] = []  # times of the signals
 
-    def hear(signum: int, frame: FrameType | None) -> None:
-        heard.append(time.monotonic())
-        if heard[-1] > heard[0] + _ONCE:
+    def record(signum: int, frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        if times[-1] > times[0] + _ONCE:
             raise SystemExit(128 + signum)
 
     is_main = threading.current_thread() is threading.main_thread()
     signums = [signal.SIGTERM] if is_main else []
-    with handled(signums, hear):
-        yield lambda: bool(heard)
-    if heard:
+    with handled(signums, record):
+        yield lambda: bool(times)
+    if times:
         raise SystemExit(128 + signal.SIGTERM)

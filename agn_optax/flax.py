@@ -125,22 +125,13 @@ def exchange(
     return _given(state, optimizer, *loop)
 
 
-def flush(
-    worker: Worker,
-    state: Any,
-    optimizer: Any = None,
-    *,
-    steps: int | None = None,
-    weight: float | None = None,
-) -> Any:
+def flush(worker: Worker, state: Any, optimizer: Any = None) -> Any:
     """Call `Worker.flush` with a state or a model, to exchange a partial round.
 
     Args:
       worker: the worker.
       state: see `exchange`.
       optimizer: see `exchange`.
-      steps: see `Worker.flush`.
-      weight: see `Worker.flush`.
 
     Returns:
       The state after the exchange; or the same model.
@@ -162,7 +153,7 @@ def flush(
       >>> center.version
       1
     """
-    loop = worker.flush(*_taken(worker, state, optimizer), steps=steps, weight=weight)
+    loop = worker.flush(*_taken(worker, state, optimizer))
     return _given(state, optimizer, *loop)
 
 

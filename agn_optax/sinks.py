@@ -7,7 +7,6 @@ method and is a context manager. It writes no other values than those it is give
 
 from __future__ import annotations
 
-import abc
 import importlib
 import json
 import math
@@ -15,7 +14,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from agn_optax import errors
@@ -24,12 +23,10 @@ from agn_optax._internal import check, extras
 __all__ = ["JsonLines", "TensorBoard", "WandB"]
 
 
-class _Sink(abc.ABC):
+class _Sink:
     """A context manager that closes itself at the end of a ``with``."""
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close the sink."""
+    close: Callable[[], None]
 
     def __enter__(self) -> Self:
         return self
@@ -71,10 +68,8 @@ class JsonLines(_Sink):
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line."""
-        said: dict[str, Any] = {"time": time.time(), "step": int(step)}
-        for name, value in values.items():
-            said[name] = value if math.isfinite(value) else None
-        line = json.dumps(said) + "\n"
+        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        line = json.dumps({"time": time.time(), "step": int(step), **finite}) + "\n"
         with self._writing:
             self._file.write(line)
             self._file.flush()
@@ -153,8 +148,8 @@ class WandB(_Sink):
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values."""
-        said = {self._prefix + name: value for name, value in values.items()}
-        self._run.log({**said, f"{self._prefix}step": int(step)})
+        named = {self._prefix + name: value for name, value in values.items()}
+        self._run.log({**named, f"{self._prefix}step": int(step)})
 
     def close(self) -> None:
         """Do nothing: the caller of ``wandb.init`` finishes the run."""

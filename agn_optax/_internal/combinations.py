@@ -109,12 +109,6 @@ COMBINATIONS = (
         "Leave `mixing` out",
     ),
     Combination(
-        "fragments",
-        "steps or weight of a flush",
-        "the rounds of fragments began at different times",
-        "Leave both out: `steps` and `weight` must be None",
-    ),
-    Combination(
         "eager updates",
         "mixing",
         "eager updates keep all local steps, so they leave nothing to mix",

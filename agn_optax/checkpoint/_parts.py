@@ -5,9 +5,8 @@ Each part has a description in JSON and a tree of arrays, and can be restored fr
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +25,30 @@ PyTree = Any
 Json = dict[str, Any]
 
 
-class Part(abc.ABC):
-    """A part of a checkpoint, to be saved or restored."""
+class WorkerPart:
+    """A worker, with the parameters and state to save."""
 
-    kind: str
+    kind = "worker"
 
-    @abc.abstractmethod
+    def __init__(self, worker: Worker, *loop: PyTree) -> None:
+        self._worker, self._loop = worker, loop
+
     def taken(self) -> tuple[Json, PyTree]:
         """Return the description and the arrays to save."""
+        worker = self._worker
+        saved = worker.save(*self._loop)
+        about = {
+            "worker": worker.name,
+            "rule": dict(fingerprint(worker.center.rule)),
+            "life": worker.life,
+            "containers": trees.describe(saved.params).structure,
+            "fragments": len(worker.fragments or ()),
+            "parts": [part._replace(anchor=None)._asdict() for part in saved.parts],
+            "turn": saved.turn,
+        }
+        anchors = [part.anchor for part in saved.parts]
+        return about, {"params": saved.params, "state": saved.state, "anchors": anchors}
 
-    @abc.abstractmethod
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
         """Check that a saved part fits, and return a tree with its containers.
 
@@ -48,82 +61,44 @@ class Part(abc.ABC):
           RuleMismatchError, TreeMismatchError: the saved part does not fit; the message
             says why.
         """
+        worker, leaves = self._worker, leaves_of(about)
+        what, fragments = f"worker {worker.name!r}", worker.fragments
+        _check_rule(about, worker.center.rule, where)
+        own, saved = len(fragments or ()), about["fragments"]
+        if own != saved:
+            raise errors.TreeMismatchError(
+                f"{what} exchanges by {own or 'no'} fragments, and the worker in "
+                f"{where} by {saved or 'none'}"
+            )
+        params = _params(about, like, leaves)
+        cut = [params] if fragments is None else fragments.divide(params).cut(params)
+        # Anchors have the dtype of the center, which may be wider.
+        anchors = [_under(f"['anchors'][{p}]", leaves) for p in range(len(cut))]
+        tree = {
+            "params": params,
+            "state": jax.eval_shape(worker.tx.init, params),
+            "anchors": [
+                _of_dtypes(part, anchor) if anchor else None
+                for part, anchor in zip(cut, anchors, strict=True)
+            ],
+        }
+        _check_same(_tree.describe(tree), leaves, what, where)
+        return tree
 
-    @abc.abstractmethod
-    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
+    def go_on(self, about: Json, tree: PyTree) -> Any:
         """Restore the part.
 
         Args:
           about: the saved description.
           tree: the saved arrays, in the containers of `expected`.
-          has_center: whether the checkpoint has the center, too.
         """
+        return self.restored(about, tree, life=None)
 
-
-class WorkerPart(Part):
-    """A worker, with the parameters and state to save."""
-
-    kind = "worker"
-
-    def __init__(self, worker: Worker, *loop: PyTree, keeps_life: bool = False) -> None:
-        self._worker, self._loop, self._keeps_life = worker, loop, keeps_life
-
-    def taken(self) -> tuple[Json, PyTree]:
-        worker = self._worker
-        saved = worker.save(*self._loop)
-        about = {
-            "worker": worker.name,
-            "rule": _rule(worker.center.rule),
-            "life": worker.life,
-            "containers": trees.describe(saved.params).structure,
-            "fragments": len(worker.fragments or ()),
-            "parts": [_numbers(part) for part in saved.parts],
-            "turn": saved.turn,
-        }
-        anchors = [part.anchor for part in saved.parts]
-        anchor = anchors[0] if worker.fragments is None else anchors
-        return about, {"params": saved.params, "state": saved.state, "anchor": anchor}
-
-    def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
-        worker, leaves = self._worker, leaves_of(about)
-        what = f"worker {worker.name!r}"
-        _check_rule(about, worker.center.rule, where)
-        here = worker.fragments
-        own, theirs = len(here or ()), about["fragments"]
-        if own != theirs:
-            raise errors.TreeMismatchError(
-                f"{what} exchanges by {own or 'no'} fragments, and the worker in "
-                f"{where} by {theirs or 'none'}"
-            )
-        params = _params(about, like, leaves)
-
-        def anchor_of(part: PyTree, path: str) -> PyTree:
-            # In the dtype of the center, which may be wider.
-            kept = _under(path, leaves)
-            return _of_dtypes(part, kept) if kept else None
-
-        anchor = anchor_of(params, "['anchor']")
-        if here is not None:
-            parts = enumerate(here.divide(params).cut(params))
-            anchor = [anchor_of(part, f"['anchor'][{p}]") for p, part in parts]
-        tree = {
-            "params": params,
-            "state": jax.eval_shape(worker.tx.init, params),
-            "anchor": anchor,
-        }
-        _check_leaves(tree, leaves, what, where)
-        return tree
-
-    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
-        saved = self._saved(about, **tree)
-        # A center that was saved with the worker does not know its session.
-        life = about["life"] if self._keeps_life and not has_center else None
-        if life is not None and about["worker"] != self._worker.name:
-            raise errors.WorkerStateError(
-                f"this checkpoint is of worker {about['worker']!r}, and the center "
-                "knows its exchanges by that name: give worker "
-                f"{self._worker.name!r} the same name"
-            )
+    def restored(self, about: Json, tree: PyTree, life: Any) -> Any:
+        """Restore the worker, in a new session or in that of ``life``."""
+        pairs = zip(about["parts"], tree["anchors"], strict=True)
+        parts = tuple(_part_state(numbers, anchor) for numbers, anchor in pairs)
+        saved = WorkerState(tree["params"], tree["state"], parts, about["turn"])
         try:
             return self._worker.restore(saved, life=life)
         except errors.WorkerStateError as error:
@@ -132,59 +107,40 @@ class WorkerPart(Part):
                 f"{error}"
             ) from error
 
-    def _saved(self, about: Json, params: PyTree, state: PyTree, anchor: PyTree) -> Any:
-        """Return the state that `Worker.save` returned."""
-        anchors = [anchor] if self._worker.fragments is None else anchor
-        parts = tuple(
-            PartState(kept, **_counted(numbers))
-            for kept, numbers in zip(anchors, about["parts"], strict=True)
-        )
-        return WorkerState(params, state, parts, about["turn"])
 
+class CenterPart:
+    """A center in this process, or a shard; the methods are those of `WorkerPart`.
 
-_NUMBERS = ("anchor_version", "local_steps", "exchanges", "weight", "pace")
-
-
-def _numbers(saved: PartState) -> Json:
-    """Return the fields of a part's state that are not arrays."""
-    return {name: getattr(saved, name) for name in _NUMBERS}
-
-
-def _counted(about: Json) -> Json:
-    """Return the fields that `_numbers` saved."""
-    numbers = {name: about[name] for name in _NUMBERS}
-    if isinstance(version := numbers["anchor_version"], list):
-        numbers["anchor_version"] = tuple(version)
-    return numbers
-
-
-class CenterPart(Part):
-    """A center in this process."""
+    Args:
+      center: the center.
+      cut: whole parameters -> those of this shard.
+    """
 
     kind = "center"
 
-    def __init__(self, center: LocalCenter) -> None:
-        self._center = center
+    def __init__(
+        self, center: LocalCenter, cut: Callable[[PyTree], PyTree] = lambda like: like
+    ) -> None:
+        self.center, self._cut = center, cut
 
     def taken(self) -> tuple[Json, PyTree]:
-        saved = self._center.save()
+        saved = self.center.save()._asdict()
         about = {
-            "rule": _rule(self._center.rule),
-            "version": int(saved.version),
-            "containers": trees.describe(saved.params).structure,
+            "rule": dict(fingerprint(self.center.rule)),
+            "version": int(saved.pop("version")),
+            "containers": trees.describe(saved["params"]).structure,
         }
-        kept = saved._asdict()
-        del kept["version"]
-        return about, kept
+        return about, saved
 
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
-        center, leaves = self._center, leaves_of(about)
+        center, leaves = self.center, leaves_of(about)
         _check_rule(about, center.rule, where)
         if center.core.is_initialized:
             raise errors.AlreadyInitializedError(
                 f"the center has parameters already, at version {center.version}: load "
                 "into a new one, LocalCenter(rule)"
             )
+        like = None if like is None else self._cut(like)
         params = _of_dtypes(_params(about, like, leaves), _under("['params']", leaves))
         rule = center.rule
         tree = {
@@ -194,17 +150,16 @@ class CenterPart(Part):
                 functools.partial(rounds.init_public, rule), params
             ),
         }
-        _check_leaves(tree, leaves, "the center", where)
+        _check_same(_tree.describe(tree), leaves, "the center", where)
         return tree
 
-    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
-        del has_center
-        self._center.core.restore(CenterState(**tree, version=about["version"]))
-        return self._center
+    def go_on(self, about: Json, tree: PyTree) -> LocalCenter:
+        self.center.core.restore(CenterState(**tree, version=about["version"]))
+        return self.center
 
 
-class TowersPart(Part):
-    """Towers with their state, to be saved or restored."""
+class TowersPart:
+    """Towers with their state; the methods are those of `WorkerPart`."""
 
     kind = "towers"
 
@@ -239,21 +194,20 @@ class TowersPart(Part):
         has_rows = about["has_rows"]
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
         names = {f"['state']{path}" for path in alike(self._state)}
-        own, theirs = (
+
+        def comparable(leaves: Sequence[Leaf]) -> list[Leaf]:
             # The shapes of other leaves, such as parts of a center, depend on the mesh.
-            [leaf if leaf.path in names else leaf._replace(shape=()) for leaf in leaves]
-            for leaves in (_tree.describe(tree), leaves_of(about))
-        )
-        if has_rows:
-            own, theirs = (
-                [leaf._replace(shape=leaf.shape[1:]) for leaf in leaves]
-                for leaves in (own, theirs)
-            )
-        _check_same(own, theirs, "the towers' state", where)
+            shapes = [
+                leaf.shape[has_rows:] if leaf.path in names else () for leaf in leaves
+            ]
+            pairs = zip(leaves, shapes, strict=True)
+            return [leaf._replace(shape=shape) for leaf, shape in pairs]
+
+        own, saved = comparable(_tree.describe(tree)), comparable(leaves_of(about))
+        _check_same(own, saved, "the towers' state", where)
         return tree
 
-    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
-        del has_center
+    def go_on(self, about: Json, tree: PyTree) -> PyTree:
         state, towers, mesh = tree["state"], self._towers, about["mesh"]
         if about["has_rows"] and dict(towers.mesh.shape) == mesh:
             return jax.tree.map(
@@ -261,6 +215,9 @@ class TowersPart(Part):
             )
         state = cut_for(state, mesh)
         return towers.replicate(unstacked(state, mesh) if about["has_rows"] else state)
+
+
+Part = WorkerPart | CenterPart | TowersPart
 
 
 def leaves_of(about: Json) -> list[Leaf]:
@@ -273,8 +230,12 @@ def _under(path: str, leaves: Sequence[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.path.startswith(path)]
 
 
-def _rule(rule: Rule) -> Json:
-    return dict(fingerprint(rule))
+def _part_state(numbers: Json, anchor: PyTree) -> PartState:
+    """Return the state of a part, of its numbers as JSON has them."""
+    state = PartState(**numbers | {"anchor": anchor})
+    if isinstance(version := state.anchor_version, list):
+        return state._replace(anchor_version=tuple(version))
+    return state
 
 
 def _check_rule(about: Json, rule: Rule, where: str) -> None:
@@ -300,18 +261,15 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 
 
 def _of_dtypes(params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """Return an abstract tree like ``params``, with the dtypes of the first leaves."""
+    """Return an abstract tree like ``params``, with the dtypes of saved leaves."""
     own, treedef = jax.tree.flatten(params)
-    dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves[: len(own)]]
-    dtypes += [leaf.dtype for leaf in own[len(dtypes) :]]
-    return jax.tree.unflatten(
-        treedef,
-        [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(own, dtypes, strict=True)],
-    )
-
-
-def _check_leaves(tree: PyTree, leaves: Sequence[Leaf], what: str, where: str) -> None:
-    _check_same(_tree.describe(tree), leaves, what, where)
+    if len(own) != len(leaves):
+        return params  # `_check_same` names the difference
+    made = [
+        jax.ShapeDtypeStruct(x.shape, jnp.dtype(leaf.dtype))
+        for x, leaf in zip(own, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, made)
 
 
 def _check_same(

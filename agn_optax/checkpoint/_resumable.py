@@ -11,9 +11,8 @@ since then are repeated.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
@@ -27,18 +26,8 @@ from agn_optax.worker import Worker
 PyTree = Any
 
 
-def _taken() -> frozenset[str]:
-    """Return the names that are arguments of the functions that save and load."""
-    arguments = [
-        name
-        for function in (_save.load, _save.Rotation.write)
-        for name, argument in inspect.signature(function).parameters.items()
-        if argument.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    return frozenset([*arguments, "center", "worker", _save.ABOUT]) - {"self"}
-
-
-_TAKEN = _taken()
+# Names of arguments of `load` and `Rotation.write`, and of the other parts.
+_TAKEN = {"path", "like", "elastic", "number", "center", "worker", _save.ABOUT}
 
 
 class Resumable:
@@ -180,7 +169,10 @@ class Resumable:
             name: dict(value) if isinstance(value, dict) else value
             for name, value in self._beside.items()
         }
-        parts = {**beside, "worker": _Sending(self.worker)} | self._center_parts
+        centers = self._center_parts
+        # A center that was saved with the worker does not know its session.
+        worker = _Sending(self.worker, keeps_life=not centers)
+        parts = {"worker": worker, **centers, **beside}
         there = _save.load(latest[1], like=params, **parts)
         for name, value in self._beside.items():
             if isinstance(value, dict):
@@ -214,28 +206,19 @@ class Resumable:
         self.checkpoints.close()
 
     @property
-    def _ending(self) -> list[LocalCenter]:
-        """The center, or its shards, if all of them end with this process."""
-        center = self.worker.center
-        shards = center.centers if isinstance(center, ShardedCenter) else (center,)
-        ending = [
-            shard
-            for shard in shards
-            if isinstance(shard, LocalCenter) and not shard.core.outlives
-        ]
-        return ending if len(ending) == len(shards) else []
-
-    @property
     def _center_parts(self) -> dict[str, CenterPart]:
-        """The parts for the centers in `_ending`, by their names in a checkpoint."""
-        center = self.worker.center
-        parts: dict[str, CenterPart] = {}
-        for number, each in enumerate(self._ending):
-            if isinstance(center, ShardedCenter):
-                parts[f"center-{number}"] = _ShardPart(each, center, number)
-            else:
-                parts["center"] = CenterPart(each)
-        return parts
+        """The parts for the center, or its shards, if all end with this process."""
+        center: Any = self.worker.center
+        if not isinstance(center, ShardedCenter):
+            return {"center": CenterPart(center)} if _ends(center) else {}
+        shards: Sequence[Any] = center.centers
+        if not all(map(_ends, shards)):
+            return {}
+
+        def part(p: int) -> CenterPart:
+            return CenterPart(shards[p], lambda like: center.cut(like)[p])
+
+        return {f"center-{p}": part(p) for p in range(len(shards))}
 
     def _before_send(
         self, messages: Mapping[int, int], params: PyTree, state: LocalState
@@ -247,31 +230,22 @@ class Resumable:
         self, params: PyTree, state: LocalState, sends: Iterable[int] = ()
     ) -> None:
         """Write a checkpoint of a worker that sends the messages of some parts next."""
-        worker = self.worker
-        parts: dict[str, Any] = {**self._center_parts}
-        present = {name for center in self._ending for name in center.workers}
+        worker, centers = self.worker, self._center_parts
+        present = {name for part in centers.values() for name in part.center.workers}
         if others := present - {worker.name}:
             combinations.refuse(
                 "Resumable with a center in memory",
                 "other workers of the center",
                 f"worker {worker.name!r} beside {sorted(others)}",
             )
-        parts["worker"] = _Sending(worker, params, state, sends=sends)
+        sending = _Sending(worker, params, state, sends=sends)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
-        self.checkpoints.write(number, **parts, **self._beside)
+        self.checkpoints.write(number, worker=sending, **centers, **self._beside)
 
 
-class _ShardPart(CenterPart):
-    """A shard in this process, with its part of the parameters."""
-
-    def __init__(self, shard: LocalCenter, whole: ShardedCenter, number: int) -> None:
-        super().__init__(shard)
-        self._whole, self._number = whole, number
-
-    def expected(self, about: Any, like: PyTree, where: str) -> PyTree:
-        if like is not None:
-            like = self._whole.cut(like)[self._number]
-        return super().expected(about, like, where)
+def _ends(center: Any) -> bool:
+    """Return whether a center ends with this process."""
+    return isinstance(center, LocalCenter) and not center.core.outlives
 
 
 class _Sending(WorkerPart):
@@ -281,25 +255,37 @@ class _Sending(WorkerPart):
       worker: the worker.
       *loop: its parameters and state.
       sends: the parts of the model that have a message.
+      keeps_life: whether the center knows the saved session.
     """
 
     def __init__(
-        self, worker: Worker, *loop: PyTree, sends: Iterable[int] = ()
+        self,
+        worker: Worker,
+        *loop: PyTree,
+        sends: Iterable[int] = (),
+        keeps_life: bool = True,
     ) -> None:
-        super().__init__(worker, *loop, keeps_life=True)
-        self._sends = list(sends)
+        super().__init__(worker, *loop)
+        self._sends, self._keeps_life = list(sends), keeps_life
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().taken()
         return about | {"sends": self._sends}, tree
 
-    def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
-        params, state = super().go_on(about, tree, has_center=has_center)
-        try:
-            return self._worker.resend(params, state, about["sends"])
-        except errors.WorkerStateError as error:
-            self._worker.leave()
+    def go_on(self, about: Any, tree: PyTree) -> Any:
+        worker, life = self._worker, about["life"] if self._keeps_life else None
+        if life is not None and about["worker"] != worker.name:
             raise errors.WorkerStateError(
-                f"worker {self._worker.name!r} has exchanged since its last checkpoint "
+                f"this checkpoint is of worker {about['worker']!r}, and the center "
+                f"knows its exchanges by that name: give worker {worker.name!r} the "
+                "same name"
+            )
+        params, state = self.restored(about, tree, life)
+        try:
+            return worker.resend(params, state, about["sends"])
+        except errors.WorkerStateError as error:
+            worker.leave()
+            raise errors.WorkerStateError(
+                f"worker {worker.name!r} has exchanged since its last checkpoint "
                 f"was written, and cannot go on from that: {error}"
             ) from error

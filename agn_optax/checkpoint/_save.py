@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import jax
 
 from agn_optax import errors
 from agn_optax._internal import check, extras
@@ -27,7 +25,6 @@ from agn_optax.worker import Worker
 
 PyTree = Any
 ABOUT = "agn_optax"  # name under which a checkpoint describes its parts
-_FILE = "about.json"
 _FORMAT = 1
 
 
@@ -66,11 +63,11 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         if part is None:
             saved[name] = value
             continue
-        said, tree = part.taken()
-        said |= {"kind": part.kind, "leaves": _tree.describe(tree)}
-        about[name], saved[name] = said, _tree.nested(tree)
+        own, tree = part.taken()
+        own |= {"kind": part.kind, "leaves": _tree.describe(tree)}
+        about[name], saved[name] = own, _tree.saved(tree)
     whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, ABOUT: _Metadata(json.dumps(whole))}
+    return {**saved, ABOUT: {"json": json.dumps(whole)}}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -183,12 +180,11 @@ def load(
         kept = ocp.load_checkpointables(folder, {**abstract, **others})
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
-    has_center = any(part.kind == "center" for part in own.values())
     there = {name: kept[name] for name in others}
     # Centers come first, because workers resume at them.
     for name in sorted(own, key=lambda name: own[name].kind != "center"):
         tree = _tree.filled(expected[name], leaves_of(about[name]), kept[name])
-        there[name] = own[name].go_on(about[name], tree, has_center=has_center)
+        there[name] = own[name].go_on(about[name], tree)
     return there
 
 
@@ -244,8 +240,8 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
       DurabilityError: there is no checkpoint, or agn_optax did not write it.
     """
     try:
-        kept = orbax().load_checkpointables(folder, {ABOUT: _Metadata()})
-        whole = json.loads(kept[ABOUT].text)
+        kept = orbax().load_checkpointables(folder, {ABOUT: None})
+        whole = json.loads(kept[ABOUT]["json"])
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
             f"there is no checkpoint of agn_optax in {folder}: {error}"
@@ -287,27 +283,6 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
             )
         return TowersPart(first, *rest, elastic=elastic)
     return None
-
-
-class _Metadata:
-    """The description in a checkpoint; Orbax calls it to write and to read the file."""
-
-    def __init__(self, text: str = "") -> None:
-        self.text = text
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        async def write() -> None:
-            folder = await directory.await_creation()
-            if jax.process_index() == 0:
-                (folder / _FILE).write_text(self.text)
-
-        return write()
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        async def read() -> None:
-            self.text = (directory / _FILE).read_text()
-
-        return read()
 
 
 def _check_names(

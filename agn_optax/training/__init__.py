@@ -1,8 +1,7 @@
 """`fit`, a training loop for a worker or for towers.
 
-`_fit` has the loop, `_places` the differences between a worker and towers, and
-`_progress` the display of records. `fit` uses only public functions of the package, so
-a user's own loop can do the same.
+`_fit` has the loop, and `_places` the differences between a worker and towers. `fit`
+uses only public functions of the package, so a user's own loop can do the same.
 """
 
 from agn_optax.training._fit import Fitted, fit

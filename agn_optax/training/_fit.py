@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +15,11 @@ from agn_optax._internal import check
 from agn_optax._signals import told_to_end
 from agn_optax.towers import Towers
 from agn_optax.training._places import OfTowers, OfWorker
-from agn_optax.training._progress import showing
 from agn_optax.worker import Worker
 
 PyTree = Any
 Metrics = Mapping[str, float]
+_log = logging.getLogger("agn_optax")
 
 
 class Fitted(NamedTuple):
@@ -78,9 +80,8 @@ def fit(
         training early.
       directory: folder for the checkpoints of this worker, or of these towers, and of
         no others; None for no checkpoints.
-      progress: whether to show the records. On a terminal with rich installed, each
-        record replaces the one before, and the last one stays; otherwise each is a line
-        of the logger ``agn_optax`` at level info.
+      progress: whether to show each record as a line: on a terminal, or otherwise of
+        the logger ``agn_optax`` at level info.
 
     Returns:
       The state, the last record, and the number of local steps.
@@ -120,36 +121,47 @@ def fit(
     else:
         place = OfTowers(train_step, towers, data, directory)
     metrics: Mapping[str, Any] = {}
-    recorded, said = -1, dict[str, float]()
+    recorded, values = -1, dict[str, float]()
 
     def record() -> dict[str, float]:
         own = dict(place.mean(metrics))
         if evaluate is not None:
             measured = evaluate(place.center(state))
             own |= {f"center/{name}": value for name, value in measured.items()}
-        values = jax.device_get(list(own.values()))  # one transfer for all
-        said = dict(zip(own, map(float, values), strict=True))
-        for callback in (show, *callbacks):
-            callback(place.steps, said)
-        return said
+        numbers = jax.device_get(list(own.values()))  # one transfer for all
+        values = dict(zip(own, map(float, numbers), strict=True))
+        if progress:
+            _show(place.steps, values)
+        for callback in callbacks:
+            callback(place.steps, values)
+        return values
 
-    with showing(progress) as show, place:
+    with place:
         state = place.start(state)
-        with told_to_end() as told:
+        with told_to_end() as is_told:
             for batch in data:
                 state, metrics = place.step(state, batch)
                 place.steps += 1
                 state = place.exchange(state)
-                if told():
+                if is_told():
                     break
                 if place.steps % every == 0:
                     place.save(state)
-                    recorded, said = place.steps, record()
-                    if stop is not None and stop(said):
+                    recorded, values = place.steps, record()
+                    if stop is not None and stop(values):
                         break
             state = place.finish(state)
-            if told():
+            if is_told():
                 place.leave()
         if recorded != place.steps:
-            said = record()
-    return Fitted(state, said, place.steps)
+            values = record()
+    return Fitted(state, values, place.steps)
+
+
+def _show(step: int, metrics: Metrics) -> None:
+    numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
+    line = ", ".join([f"step {step}", *numbers])
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{line}\n")
+    else:
+        _log.info(line)

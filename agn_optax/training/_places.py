@@ -53,31 +53,25 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         self.steps = int(self._kept.pop("steps"))
         if not _is_state(state):
             return state
-        bare, treedef = jax.tree.flatten(_without_loop(state))
-        bare = [jnp.array(self._kept[str(i)], copy=True) for i in range(len(bare))]
-        return dataclasses.replace(
-            jax.tree.unflatten(treedef, bare),
-            params=state.params,
-            opt_state=state.opt_state,
-        )
+        # A copy, because the train step donates it.
+        rest = jax.tree.map(lambda x: jnp.array(x, copy=True), self._kept["rest"])
+        return dataclasses.replace(rest, params=state.params, opt_state=state.opt_state)
 
     def exchange(self, state: PyTree) -> PyTree:
         if not self._worker.due:  # no exchange: the worker only counts the step
             self._worker.exchange(None, None)
             return state
-        self._keep(state)
-        if _is_state(state):
-            return flax.exchange(self._worker, state)
-        return self._worker.exchange(*state)
+        return self._act(state, flax.exchange, self._worker.exchange)
 
     def save(self, state: PyTree) -> None:
         """Do nothing: a worker saves at its exchanges."""
 
     def finish(self, state: PyTree) -> PyTree:
+        return self._act(state, flax.flush, self._worker.flush)
+
+    def _act(self, state: PyTree, of_state: Any, of_pair: Any) -> PyTree:
         self._keep(state)
-        if _is_state(state):
-            return flax.flush(self._worker, state)
-        return self._worker.flush(*state)
+        return of_state(self._worker, state) if _is_state(state) else of_pair(*state)
 
     def leave(self) -> None:
         self._worker.leave()
@@ -96,8 +90,8 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
     def _keep(self, state: PyTree) -> None:
         self._kept["steps"] = jnp.asarray(self.steps)
         if _is_state(state):
-            leaves = jax.tree.leaves(_without_loop(state))
-            self._kept |= {str(i): jnp.asarray(leaf) for i, leaf in enumerate(leaves)}
+            rest = dataclasses.replace(state, params=None, opt_state=None)
+            self._kept["rest"] = jax.tree.map(jnp.asarray, rest)
 
 
 class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
@@ -154,11 +148,6 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
 
 def _is_state(state: PyTree) -> bool:
     return dataclasses.is_dataclass(state) and hasattr(state, "opt_state")
-
-
-def _without_loop(state: Any) -> Any:
-    """Return a state without its parameters and optimizer state."""
-    return dataclasses.replace(state, params=None, opt_state=None)
 
 
 def _beside(data: Any) -> dict[str, Any]:

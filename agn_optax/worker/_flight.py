@@ -7,14 +7,14 @@ import functools
 import threading
 import time
 import traceback
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 
 from agn_optax import errors
 from agn_optax._internal import Backoff, in_background
-from agn_optax.center import Answer, Session, Submission
+from agn_optax.center import Answer, Submission
 from agn_optax.worker._programs import Sent
 
 PyTree = Any
@@ -31,7 +31,7 @@ class Message:
     the center may have applied it.
     """
 
-    session: Session
+    session: Any  # a Session
     submission: Submission
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # after sending; None if the local state has it already
@@ -39,25 +39,18 @@ class Message:
     # The parameters as they were sent; None unless local steps go on meanwhile.
     sent: Sent | None = None
     flight: Future[Answer] | None = None  # the exchange in the background, retried
-    attempt: Future[Answer] | None = None  # one attempt, begun by `send_ahead`
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def send(self) -> Answer:
-        """Send the message, and wait for the answer."""
-        return self.session.exchange(self.submission)
-
-    def send_ahead(self) -> None:
-        """Begin to send in the background; `exchange` then waits for the answer."""
-        if self.attempt is None and self.answer is None:
-            self.attempt = in_background(self._timed, "agn-optax exchange")
-
     def exchange(self) -> Answer:
-        """Send the message unless `send_ahead` has, and wait for the answer."""
-        if self.attempt is None:
-            return self._timed()
-        wait([self.attempt])  # if interrupted, the next call waits again
-        attempt, self.attempt = self.attempt, None
-        return _result_of(attempt)
+        """Send the message, and wait for the answer."""
+        return self.send_once()
+
+    def send_once(self) -> Answer:
+        """Send the message on this thread, measure the time, and return the answer."""
+        begin = time.monotonic()
+        answer = self.session.exchange(self.submission)
+        self.measured["seconds"] = time.monotonic() - begin
+        return answer
 
     def ask_if_answered(self) -> bool:
         """Return whether the message in flight has an answer or has failed.
@@ -66,13 +59,6 @@ class Message:
         """
         assert self.flight is not None
         return self.flight.done()
-
-    def _timed(self) -> Answer:
-        """Send the message on this thread, measure the time, and return the answer."""
-        begin = time.monotonic()
-        answer = self.send()
-        self.measured["seconds"] = time.monotonic() - begin
-        return answer
 
     def send_in_background(self, give_up: float) -> None:
         """Send in the background, with retries for ``give_up`` seconds."""
@@ -92,7 +78,7 @@ class Message:
         pauses = _BACKOFF.pauses()
         while True:
             try:
-                return self._timed()
+                return self.send_once()
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:

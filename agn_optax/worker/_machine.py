@@ -23,7 +23,6 @@ kept. The table `NEXT` has the allowed events for each state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -75,13 +74,6 @@ class Counts(NamedTuple):
         if weight is not None:
             weight = (self.weight or 0.0) + weight
         return Counts(self.steps + steps, self.weight if weight is None else weight)
-
-    def replaced(self, steps: int | None, weight: float | None) -> Counts:
-        """Return the counts with other totals; None keeps a total."""
-        return Counts(
-            self.steps if steps is None else steps,
-            self.weight if weight is None else weight,
-        )
 
 
 class Machine:
@@ -137,21 +129,20 @@ class Machine:
         """End the session; the counts of a message without an answer are lost."""
         self._move("leave")
 
-    def begin(self, call: str, count: Callable[[Counts], Counts]) -> None:
-        """Begin a call.
-
-        Args:
-          call: its name.
-          count: counts of the round so far -> with those of the call.
-        """
+    def begin(self, call: str, steps: int = 0, weight: float | None = None) -> None:
+        """Begin a call of this name, with its local steps and their weight."""
         self._move("begin")
         self._call, self._before, self._begun = call, self.now, False
         if call != self._raised:
-            self.now = count(self.now)
+            self.now = self.now.plus(steps, weight)
         elif self._spent:
             self.now = self.counts
         else:  # it is repeated
-            self.now = count(self.counts)
+            self.now = self.counts.plus(steps, weight)
+
+    def count(self, steps: int, weight: float | None) -> None:
+        """Count a call that is not due."""
+        self.counts = self.now = self.now.plus(steps, weight)
 
     def end(self, *, returns: bool, keeps: bool = False) -> None:
         """End the call.
@@ -243,9 +234,9 @@ class Machine:
         """True if a message can be made: the round has steps, and there is none."""
         return self.state is State.LOCAL and self.now.steps > 0
 
-    def is_full(self, length: int, more: int = 0) -> bool:
-        """Return whether a round of ``length`` is full after ``more`` local steps."""
-        return self.now.steps + more >= length
+    def is_full(self, length: int) -> bool:
+        """Return whether a round of ``length`` is full."""
+        return self.now.steps >= length
 
     def must_act(self, length: int) -> bool:
         """Return whether a call must send, or wait for an answer."""
@@ -261,10 +252,14 @@ class Machine:
         """Return whether an answer to the message in flight may be adopted."""
         return self.in_flight and self.now.steps >= min(self.delay, length)
 
-    def is_due(self, length: int) -> bool:
-        """Return whether a call after one more local step acts, or may act."""
-        receives = self.in_flight and self.now.steps + 1 >= self.delay
-        return receives or self.is_stuck or self.is_full(length, 1)
+    def is_due(self, length: int, steps: int = 1) -> bool:
+        """Return whether a call after ``steps`` more local steps acts, or may act."""
+        made = self.now.steps + steps
+        if made >= length or self._raised:
+            return True
+        if self.state is State.LOCAL:
+            return False
+        return self.is_stuck or (self.in_flight and made >= self.delay)
 
     def _begin_round(self) -> None:
         self.counts = self.now = self._before = Counts()

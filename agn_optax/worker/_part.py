@@ -23,8 +23,14 @@ from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, is_settled
 from agn_optax.worker._machine import Counts, Machine, State
-from agn_optax.worker._processes import ToldMessage, ToldSession
-from agn_optax.worker._programs import AT_ONCE, Adoption, Sent, programs
+from agn_optax.worker._processes import SharedMessage, SharedSession
+from agn_optax.worker._programs import (
+    AT_ONCE,
+    Adoption,
+    Sent,
+    StreamingState,
+    programs,
+)
 
 PyTree = Any
 S = TypeVar("S", Snapshot, Answer)
@@ -64,6 +70,7 @@ class Part:
       machine: the state of the exchanges.
       message: the arrays of the machine's message; None if it has none yet.
       session: the session with the center; None if it has not started.
+      answer: the last answer, without parameters; None before the first.
       reported: numbers that go with every message, by name.
 
     Other attributes are those of `Worker`.
@@ -88,16 +95,17 @@ class Part:
         self.programs = programs(center.rule, inner, gradients, adoption)
         self.machine = Machine(overlap=overlap, delay=adoption.delay, patience=patience)
         self.message: Message | None = None
-        self.session: Session | None = None
+        self.session: Any = None
         self.reported: dict[str, Any] = {}
         self.dropped = 0
         self.refused = 0
-        self.refusal = ""
-        self.staleness: int | None = None
-        self.norm: Any = None
+        self.answer: Answer | None = None
         self.pace: float | None = None
-        self.length = self._lengths(period)
         self._follows = isinstance(period, rounds.DynamicPeriod)  # the worker's speed
+        # Exchanges made so far -> local steps of the next round.
+        self.length: Callable[[int], int] = (
+            (lambda _: period(self.pace)) if self._follows else _scheduled(period)
+        )
         self._give_up = give_up
         self._callbacks = callbacks
         self._anchor: Snapshot | None = None
@@ -139,14 +147,14 @@ class Part:
         """True if the current round is full."""
         return self.machine.is_full(self.round_length)
 
-    def require_start(self) -> tuple[Snapshot, Session]:
-        """Return anchor and session, or raise if the worker has not started."""
+    def require_start(self) -> Snapshot:
+        """Return the anchor, or raise if the worker has not started."""
         if self._anchor is None or self.session is None:
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has not started: call start() before its first "
                 "local step"
             )
-        return self._anchor, self.session
+        return self._anchor
 
     # Start, leave, save and restore.
 
@@ -201,7 +209,7 @@ class Part:
         Raises:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
-        anchor, _ = self.require_start()
+        anchor = self.require_start()
         if self.message is not None:  # the center may or may not have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
@@ -240,8 +248,8 @@ class Part:
         self, params: PyTree, state: LocalState, saved: PartState, life: Any
     ) -> tuple[PyTree, LocalState]:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
-        its, settled = (None, 0) if life is None else life
-        session = self.center.join(self.name, params, life=its)
+        own, settled = (None, 0) if life is None else life
+        session = self.center.join(self.name, params, life=own)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
             settled=settled,
@@ -295,7 +303,12 @@ class Part:
         elif machine.background:
             return self._send(params, state)
         else:
-            message = self._new_message(params, state)
+            anchor, measured = self.require_start(), self._measured(params, state)
+            contribution, codec_state, steps = self.programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._message_of(contribution, steps, measured, codec_state)
+            self.message = message
         if message.answer is None:
             try:
                 message.answer = message.exchange()
@@ -313,41 +326,34 @@ class Part:
                 raise
         if machine.state is State.MADE:
             machine.answer()
-        answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
-        if answer.refused:
-            return self._reset(params, state, message, answer)
-        state = self._taken_back(state, message, answer)
-        params, state = self.programs.adopt(params, state, answer.params)
-        self._adopted(answer)
-        return params, state
+        return self._adopt(params, state, message, message.answer)
 
-    def send_ahead(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Begin to complete a message: send it, without a wait for the answer.
+    def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Wait for the answer to a message in flight, adopt it, and keep progress.
 
-        `complete` then waits for the answer.
+        If no message is in flight, nothing is done.
         """
-        if not self.machine.is_stuck:
+        if not self.machine.in_flight:
             return params, state
         message = self.message
-        if message is not None:  # else `make` has checked them
-            self._check_loop(params, state)
-        elif self.machine.background:
-            return self._send(params, state)
-        (message or self._new_message(params, state)).send_ahead()
+        assert message is not None
+        self._check_loop(params, state)
+        anchor = self.require_start()
+        try:
+            answer = message.receive()
+        except Exception as error:
+            if is_settled(error):
+                self._discard()  # local steps may go on
+            else:
+                self.machine.lose()
+                message.send_in_background(self._give_up)
+            raise
+        params, state = self._adopt(params, state, message, answer, anchor)
+        if self.machine.background:
+            assert message.sent is not None
+            self._spare = message.submission.contribution, message.sent.params
         return params, state
-
-    def _new_message(self, params: PyTree, state: LocalState) -> Message:
-        """Make the arrays of a message, for which the caller waits."""
-        anchor, _ = self.require_start()
-        measured = self._measured(params, state)
-        contribution, codec_state, made = self.programs.contribute(
-            state, params, anchor.params
-        )
-        self.message = self._message_of(contribution, made, measured, codec_state)
-        return self.message
 
     def _discard(self) -> None:
         """Forget a message that was not applied, so that it is not sent again."""
@@ -359,80 +365,14 @@ class Part:
         if self.machine.state is State.MADE and self.message is None:
             self.machine.discard()
 
-    def _reset(
-        self, params: PyTree, state: LocalState, message: Message, answer: Answer
-    ) -> tuple[PyTree, LocalState]:
-        """Reset this worker to the center, after its message was rejected.
-
-        The codec returns the rejected message to its residual, if it can, to send it
-        later. After two rejections in a row the residual is discarded: a message that
-        is rejected again, such as for its size, would always be rejected.
-        """
-        _log.warning(
-            "a message of worker %r was rejected; it continues from the center: %s",
-            self.name,
-            answer.refused,
-        )
-        residual = "discarded" if self.refusal else "restored"
-        if answer.in_part:
-            residual = "kept"
-        params, state = self.programs.reset(
-            params,
-            state,
-            message.submission.contribution,
-            answer.params,
-            residual=residual,
-        )
-        self._adopted(answer, resets=True)
-        return params, state
-
-    def _taken_back(
-        self, state: LocalState, message: Message, answer: Answer
-    ) -> LocalState:
-        """Return a dropped message to the codec's residual, to be sent later.
-
-        A message in parts is lost instead: some parts may have been applied, and
-        nothing may be applied twice.
-        """
-        is_whole = answer.applied or answer.in_part
-        if is_whole or self.programs.take_back is None:
-            return state
-        return self.programs.take_back(state, message.submission.contribution)
-
-    def _message_of(
-        self,
-        contribution: PyTree,
-        made: jax.Array,
-        measured: dict[str, Any],
-        codec_state: PyTree = None,
-    ) -> Message:
-        anchor, session = self.require_start()
-        counts = self.machine.message
-        if self._steps is None:
-            self._steps = made, counts.steps
-        is_known = self.programs.follows and self._knows_anchor
-        submission = Submission(
-            self.machine.number,
-            contribution,
-            anchor.version,
-            steps=counts.steps,
-            weight=counts.weight,
-            reported=dict(self.reported),
-            anchor=anchor.params if is_known else None,
-        )
-        if isinstance(session, ToldSession):
-            return ToldMessage(session, submission, measured, codec_state)
-        return Message(session, submission, measured, codec_state)
-
     def _send(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Make the arrays of a message, and send it while local steps go on."""
-        anchor, _ = self.require_start()
+        anchor, measured = self.require_start(), self._measured(params, state)
         spare, self._spare = self._spare, None
         if spare is None:
             contribution, *_ = self.programs.contribute(state, params, anchor.params)
             kept = params if self.programs.keeps_sent else None
             spare = trees.copy((contribution, kept))
-        measured = self._measured(params, state)
         contribution, sent, state = self.programs.send(
             spare, params, state, anchor.params
         )
@@ -448,44 +388,149 @@ class Part:
         self.machine.send()
         message.send_in_background(self._give_up)
 
-    def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Wait for the answer to a message in flight, adopt it, and keep progress.
+    def _message_of(
+        self,
+        contribution: PyTree,
+        steps: jax.Array,
+        measured: dict[str, Any],
+        codec_state: PyTree = None,
+    ) -> Message:
+        anchor, counts = self.require_start(), self.machine.message
+        if self._steps is None:
+            self._steps = steps, counts.steps
+        is_known = self.programs.follows and self._knows_anchor
+        submission = Submission(
+            self.machine.number,
+            contribution,
+            anchor.version,
+            steps=counts.steps,
+            weight=counts.weight,
+            reported=dict(self.reported),
+            anchor=anchor.params if is_known else None,
+        )
+        kind = SharedMessage if isinstance(self.session, SharedSession) else Message
+        return kind(self.session, submission, measured, codec_state)
 
-        If no message is in flight, nothing is done.
+    def _adopt(
+        self,
+        params: PyTree,
+        state: LocalState,
+        message: Message,
+        answer: Answer,
+        anchor: Snapshot | None = None,
+    ) -> tuple[PyTree, LocalState]:
+        """Adopt an answer, or reset this worker if its message was rejected.
+
+        The codec returns a message that was not applied to its residual, if it can, to
+        send it later. After two rejections in a row the residual is discarded: a
+        message that is rejected again, such as for its size, would always be rejected.
+        A message in parts is lost instead: some parts may have been applied, and
+        nothing may be applied twice.
+
+        Args:
+          params: the loop's parameters.
+          state: the loop's state.
+          message: the message.
+          answer: its answer.
+          anchor: the anchor of a message that was in flight.
         """
-        if not self.machine.in_flight:
-            return params, state
-        message = self.message
-        assert message is not None
-        assert message.sent is not None
-        self._check_loop(params, state)
-        anchor, _ = self.require_start()
-        try:
-            answer = message.receive()
-        except Exception as error:
-            if is_settled(error):
-                self._discard()  # local steps may go on
-            else:
-                self.machine.lose()
-                message.send_in_background(self._give_up)
-            raise
-        answer, sent = self._taken(message, answer, params), message.sent
+        contribution = message.submission.contribution
+        if self._callbacks:
+            dtype = self.center.rule.codec.answer_dtype
+            message.measured["bytes_received"] = (
+                trees.nbytes(answer.params, dtype)
+                if answer.received is None
+                else answer.received
+            )
+        answer = _placed(answer, params)
+        if self._callbacks:
+            distance = self.programs.distance(params, answer.params)
+            message.measured["distance"] = distance
         if answer.refused:
-            params, state = self._reset(params, state, message, answer)
-        else:
-            state = self._taken_back(state, message, answer)
-            params, state = self.programs.receive(
+            _log.warning(
+                "a message of worker %r was rejected; it continues from the center: %s",
+                self.name,
+                answer.refused,
+            )
+            is_next = self.answer is not None and self.answer.refused
+            residual = "discarded" if is_next else "restored"
+            params, state = self.programs.reset(
                 params,
                 state,
-                message.submission.contribution,
-                sent,
-                anchor.params,
+                contribution,
                 answer.params,
+                residual="kept" if answer.in_part else residual,
             )
-            self._adopted(answer)
-        if self.machine.background:
-            self._spare = message.submission.contribution, sent.params
+        else:
+            take_back = self.programs.take_back
+            if take_back is not None and not (answer.applied or answer.in_part):
+                state = take_back(state, contribution)
+            if anchor is None:
+                params, state = self.programs.adopt(params, state, answer.params)
+            else:
+                params, state = self.programs.receive(
+                    params,
+                    state,
+                    contribution,
+                    message.sent,
+                    anchor.params,
+                    answer.params,
+                )
+        self._end(message, answer)
         return params, state
+
+    def _end(self, message: Message, answer: Answer) -> None:
+        """Update counts and the anchor after an exchange."""
+        self._check_steps()
+        self.machine.adopt(resets=bool(answer.refused))
+        self.message = None
+        self.dropped += not (answer.applied or answer.refused)
+        self.refused += bool(answer.refused)
+        self.answer = answer._replace(params=None)
+        if answer.pace is not None:
+            self.pace = answer.pace
+        elif self._follows and self.machine.settled == 2:  # it is measured by then
+            _log.warning(
+                "%r does not report the speed of worker %r: its rounds stay at %d "
+                "local steps",
+                self.center,
+                self.name,
+                self.length(self.exchanges),
+            )
+        self._knows_anchor = True
+        if self._callbacks and self.session is not None:
+            self._call_back(message, answer)
+        self._keep_anchor(answer.snapshot)
+
+    def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
+        """Return the values for callbacks that are known before a message is made."""
+        if not self._callbacks:
+            return {}
+        measured = {"steps": self.machine.message.steps, **self.reported}
+        if not self.center.rule.codec.is_identity:
+            anchor = self.require_start()
+            measured["codec_error"] = self.programs.codec_error(
+                state, params, anchor.params
+            )
+        return measured
+
+    def _call_back(self, message: Message, answer: Answer) -> None:
+        """Call the callbacks after an exchange."""
+        measured = {
+            **message.measured,
+            "staleness": answer.staleness,
+            "message_norm": answer.norm,
+            "applied": answer.applied,
+            "refused": bool(answer.refused),
+            "version": max(jax.tree.leaves(answer.version)),
+            "bytes_sent": trees.nbytes(message.submission.contribution),
+        }
+        values = {k: float(v) for k, v in measured.items() if v is not None}
+        for callback in self._callbacks:
+            try:
+                callback(self.exchanges, values)
+            except Exception:  # not raised: the center has moved, and the loop goes on
+                _log.exception("%r failed; training goes on", callback)
 
     def _check_steps(self) -> None:
         """Warn if the device counted other local steps than `exchange` was told.
@@ -497,26 +542,23 @@ class Part:
         # If the device has not computed its count yet, a later exchange checks it.
         if self._paced or self._steps is None or not self._steps[0].is_ready():
             return
-        (counted, told), self._steps = self._steps, None
+        (counted, steps), self._steps = self._steps, None
         made = int(counted)
         self._empty = 0 if made else self._empty + 1
-        if made > told:
-            is_off = (
-                "its rounds are longer than its period. Call it once after every local "
-                "step, or say of how many it is: exchange(params, state, steps=...)"
+        once = "Call it once after every local step"
+        if made > steps:
+            problem = (
+                f"its rounds are longer than its period. {once}, or say of how many it "
+                "is: exchange(params, state, steps=...)"
             )
-        elif 0 < 2 * made <= told:  # loss scaling skips some steps, but not half
-            is_off = (
-                "its rounds are shorter than its period. Call it once after every "
-                "local step"
-            )
+        elif 0 < 2 * made <= steps:  # loss scaling skips some steps, but not half
+            problem = f"its rounds are shorter than its period. {once}"
         elif self._empty >= 2 and not self.center.rule.needs_params:
-            is_off = (
-                "its messages are empty, and the center does not move. Make local "
-                "steps with worker.tx.update(grads, state, params), which makes the "
-                "record that is sent; an optimizer of your own is the argument inner, "
-                "Worker(center, inner, ...). Only where loss scaling has skipped all "
-                "of these steps, nothing is wrong"
+            problem = (
+                "its messages are empty, and the center does not move, unless loss "
+                "scaling has skipped all of these steps. Make local steps with "
+                "worker.tx.update(grads, state, params), and give an optimizer of your "
+                "own as Worker(center, inner, ...)"
             )
         else:
             return
@@ -526,91 +568,9 @@ class Part:
             "of %d: %s",
             self.name,
             made,
-            told,
-            is_off,
+            steps,
+            problem,
         )
-
-    def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
-        """Return the values for callbacks that are known before a message is made."""
-        if not self._callbacks:
-            return {}
-        anchor, _ = self.require_start()
-        measured: dict[str, Any] = {
-            "steps": self.machine.message.steps,
-            **self.reported,
-        }
-        if not self.center.rule.codec.is_identity:
-            measured["codec_error"] = self.programs.codec_error(
-                state, params, anchor.params
-            )
-        return measured
-
-    def _taken(self, message: Message, answer: Answer, params: PyTree) -> Answer:
-        """Move an answer to the devices of ``params``, and measure it for callbacks."""
-        if self._callbacks:
-            received = answer.received
-            if received is None:
-                dtype = self.center.rule.codec.answer_dtype
-                received = trees.nbytes(answer.params, dtype)
-            message.measured["bytes_received"] = received
-        answer = _placed(answer, params)
-        if self._callbacks:
-            distance = self.programs.distance(params, answer.params)
-            message.measured["distance"] = distance
-        return answer
-
-    def _tell(self, message: Message, answer: Answer) -> None:
-        """Call the callbacks after an exchange."""
-        said = {
-            **message.measured,
-            "staleness": answer.staleness,
-            "message_norm": answer.norm,
-            "applied": answer.applied,
-            "refused": bool(answer.refused),
-            "version": max(jax.tree.leaves(answer.version)),
-            "bytes_sent": trees.nbytes(message.submission.contribution),
-        }
-        values = {k: float(v) for k, v in said.items() if v is not None}
-        for callback in self._callbacks:
-            try:
-                callback(self.exchanges, values)
-            except Exception:  # not raised: the center has moved, and the loop goes on
-                _log.exception("%r failed; training goes on", callback)
-
-    def _adopted(self, answer: Answer, *, resets: bool = False) -> None:
-        """Update counts and the anchor after an exchange: see `Machine.adopt`."""
-        self._check_steps()
-        message = self.message
-        self.machine.adopt(resets=resets)
-        self.message = None
-        self.dropped += not (answer.applied or answer.refused)
-        self.refused += bool(answer.refused)
-        self.refusal = answer.refused
-        self.staleness = answer.staleness
-        self.norm = answer.norm
-        self._set_pace(answer.pace)
-        self._knows_anchor = True
-        if message is not None and self._callbacks:
-            self._tell(message, answer)
-        self._keep_anchor(answer.snapshot)
-
-    def _set_pace(self, pace: float | None) -> None:
-        if pace is not None:
-            self.pace = pace
-        elif self._follows and self.machine.settled == 2:  # it is measured by then
-            _log.warning(
-                "%r does not report the speed of worker %r: its rounds stay at %d "
-                "local steps",
-                self.center,
-                self.name,
-                self.length(self.exchanges),
-            )
-
-    def _lengths(self, period: Any) -> Callable[[int], int]:
-        """Return a function: exchanges made so far -> local steps of the next round."""
-        if isinstance(period, rounds.DynamicPeriod):
-            return lambda exchanges: period(self.pace)
-        return _scheduled(period)
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
         # If the arrays are not read, they are released, so that the center can
@@ -640,7 +600,7 @@ class Part:
                         f"deleted; give worker {self.name!r} what its last local step "
                         "returned"
                     )
-        anchor, _ = self.require_start()
+        anchor = self.require_start()
         if anchor.params is not None:  # the parameters may have moved since `start`
             self._anchor = _placed(anchor, params)
 
@@ -648,6 +608,8 @@ class Part:
 def check_called_from_python(worker: str, tree: PyTree) -> None:
     """Raise if called while tracing: the host would count the steps only once."""
     # Each local step renews `local_steps`, so it is traced if the state is.
+    if isinstance(tree, StreamingState):
+        tree = tree.fragments[0]
     leaves = tree.local_steps if isinstance(tree, LocalState) else tree
     if any(map(check.is_traced, jax.tree.leaves(leaves))):
         raise errors.InvalidTypeError(

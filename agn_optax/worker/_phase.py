@@ -8,7 +8,7 @@ whole, and a state without inner state for each fragment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -18,17 +18,10 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.round import Fragments, LocalState, parts
 from agn_optax.worker._part import Part, check_called_from_python
-from agn_optax.worker._programs import InnerState, check_local, sound
+from agn_optax.worker._programs import StreamingState, local_phase, sound
 
 PyTree = Any
 Loop = tuple[PyTree, Any]  # parameters and state, of a part or of the whole
-
-
-class StreamingState(NamedTuple):
-    """State of the local phase of a worker that exchanges by fragments."""
-
-    inner_state: PyTree  # state of the inner optimizer, for the whole tree
-    fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
 
 
 class Whole:
@@ -36,17 +29,9 @@ class Whole:
 
     def __init__(self, part: Part) -> None:
         self.tx: optax.GradientTransformationExtraArgs = part.programs.tx
-        self._name = part.name
 
-    def check(self, params: PyTree) -> None:
-        """Check the parameters of a start: the part does it."""
-
-    def check_restored(self, params: PyTree, state: Any) -> None:
-        """Check a saved state: the part does it."""
-
-    def check_called_from_python(self, state: Any) -> None:
-        """Raise if called while tracing."""
-        check_called_from_python(self._name, state)
+    def check(self, params: PyTree, state: Any = None) -> None:
+        """Check the parameters of a start, or a saved loop: the part does it."""
 
     def cut(self, params: PyTree) -> list[PyTree]:
         """Return the parameters of each part."""
@@ -56,22 +41,15 @@ class Whole:
         """Return the state of each part."""
         return [state]
 
-    def begun(self, loops: Sequence[Loop]) -> Loop:
-        """Return the loop of a worker that starts, of those of its parts."""
-        return loops[0]
-
-    def restored(self, loops: Sequence[Loop], state: Any) -> Loop:
-        """Return the loop of a worker that was saved with ``state``."""
-        del state
-        return loops[0]
-
-    def joined(self, loops: Sequence[Loop], state: Any, *, resets: bool) -> Loop:
-        """Return the loop after an act of a part.
+    def joined(
+        self, loops: Sequence[Loop], state: Any, *, resets: bool = False
+    ) -> Loop:
+        """Return the whole loop.
 
         Args:
           loops: those of the parts.
-          state: the whole state before the act.
-          resets: whether the part was reset to the center.
+          state: the whole state before, whose inner state is kept; None at a start.
+          resets: whether a part was reset to the center.
         """
         del state, resets
         return loops[0]
@@ -97,70 +75,45 @@ class Divided:
         self._fragments, self._parts, self._name = fragments, each, each[0].name
         self._rule = each[0].center.rule
         self._inner = check.optimizer(inner, "inner")
-        self._before = None
-        if gradients is not None:
-            self._before = check.optimizer(gradients, "gradients")
-        self.tx = optax.GradientTransformationExtraArgs(self._init, self._update)
+        self.tx = local_phase(self._init, self._step, gradients)
         self._begin_inner = jax.jit(self._init_inner)
         self._mend_inner = jax.jit(
             lambda state, params: sound(state, self._init_inner(params)),
             donate_argnums=0,
         )
 
-    def _init_inner(self, params: PyTree) -> PyTree:
-        # A copy, because some optimizers keep the parameters passed to their init.
-        state = self._inner.init(trees.copy(params))
-        check_local(state)
-        if self._before is None:
-            return state
-        return InnerState(self._before.init(trees.copy(params)), state)
-
     def _init(self, params: PyTree) -> StreamingState:
         pairs = zip(self._parts, self.cut(params), strict=True)
         own = tuple(part.programs.tx.init(tree) for part, tree in pairs)
-        return StreamingState(self._init_inner(params), own)
+        # A copy, because some optimizers keep the parameters passed to their init.
+        return StreamingState(self._inner.init(trees.copy(params)), own)
 
-    def _update(
-        self,
-        updates: PyTree,
-        state: StreamingState,
-        params: PyTree = None,
-        **extra_args: Any,
+    def _init_inner(self, params: PyTree) -> PyTree:
+        return self.tx.init(params).inner_state
+
+    def _step(
+        self, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, StreamingState]:
-        rounds.check_step(updates, params, "worker.tx")
-        inner_state, first = state.inner_state, None
-        if self._before is not None:
-            first, inner_state = inner_state
-            updates, first = self._before.update(updates, first, params, **extra_args)
         updates, inner_state, own = rounds.local_step_of_fragments(
             self._fragments.divide(params),
             self._rule,
             self._inner,
             updates,
-            inner_state,
+            state.inner_state,
             state.fragments,
             params,
             [None] * len(state.fragments),
             extra_args,
         )
-        if self._before is not None:
-            inner_state = InnerState(first, inner_state)
         return updates, StreamingState(inner_state, tuple(own))
 
-    def check(self, params: PyTree) -> None:
+    def check(self, params: PyTree, state: Any = None) -> None:
         check.float_leaves(params, "params")
-        jax.eval_shape(self._init_inner, params)
-
-    def check_restored(self, params: PyTree, state: Any) -> None:
-        self.states(state)
         expected = jax.eval_shape(self._init_inner, params)
-        what = "saved.state.inner_state"
-        check.same_tree(state.inner_state, expected, what, "this worker's")
-
-    def check_called_from_python(self, state: Any) -> None:
-        if isinstance(state, StreamingState):
-            state = state.fragments[0]
-        check_called_from_python(self._name, state)
+        if state is not None:
+            self.states(state)
+            what = "saved.state.inner_state"
+            check.same_tree(state.inner_state, expected, what, "this worker's")
 
     def cut(self, params: PyTree) -> list[PyTree]:
         return self._fragments.divide(params).cut(params)
@@ -171,24 +124,17 @@ class Divided:
                 f"state is not of worker {self._name!r}, which wants what worker.start "
                 f"and worker.tx.update return, got {check.show(state)}"
             )
-        self.check_called_from_python(state)
+        check_called_from_python(self._name, state)
         return [*state.fragments]
 
-    def begun(self, loops: Sequence[Loop]) -> Loop:
-        params, own = _united(loops)
-        return params, StreamingState(self._begin_inner(params), own)
-
-    def restored(self, loops: Sequence[Loop], state: Any) -> Loop:
-        params, own = _united(loops)
-        return params, StreamingState(state.inner_state, own)
-
-    def joined(self, loops: Sequence[Loop], state: Any, *, resets: bool) -> Loop:
-        (params, own), inner_state = _united(loops), state.inner_state
-        if resets:  # the inner state may have caused the rejection
-            inner_state = self._mend_inner(inner_state, params)
-        return params, StreamingState(inner_state, own)
-
-
-def _united(loops: Sequence[Loop]) -> tuple[PyTree, tuple[LocalState, ...]]:
-    """Return the whole parameters, and the states of the parts."""
-    return parts.join([params for params, _ in loops]), tuple(own for _, own in loops)
+    def joined(
+        self, loops: Sequence[Loop], state: Any, *, resets: bool = False
+    ) -> Loop:
+        params = parts.join([own for own, _ in loops])
+        if state is None:
+            inner_state = self._begin_inner(params)
+        elif resets:  # the inner state may have caused the rejection
+            inner_state = self._mend_inner(state.inner_state, params)
+        else:
+            inner_state = state.inner_state
+        return params, StreamingState(inner_state, tuple(own for _, own in loops))

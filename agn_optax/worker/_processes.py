@@ -10,10 +10,11 @@ others ask it whether the answer has arrived.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,11 @@ from agn_optax.rules import Rule
 from agn_optax.worker._flight import Message
 
 PyTree = Any
+Record = TypeVar("Record", Snapshot, Answer)
 
 # s between broadcasts while there is no answer yet: on some backends collectives time
 # out early.
 _PAUSE = 5.0
-# Bytes of the first broadcast of a value; the rest of a longer value follows.
-_SHORT = 256
 
 
 def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
@@ -69,16 +69,16 @@ def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
       >>> params, state = worker.start(jnp.zeros(3), chief=True)
     """
     check.instance(rule, Rule, "rule must be one of agn_optax.rules")
-    return connect() if jax.process_count() == 1 else _Told(connect, rule)
+    return connect() if jax.process_count() == 1 else _SharedCenter(connect, rule)
 
 
-class _Told:
+class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
     """A center whose answers to the first process are passed to all processes."""
 
     def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
         self.rule = rule
         self._treedef: Any = None  # structure of the parameters, once known
-        self._center: Any = _told(connect)  # None in the other processes
+        self._center: Any = _in_first(connect)  # None in the other processes
         self._name = _agreed(repr(self._center))
 
     def __repr__(self) -> str:
@@ -92,98 +92,66 @@ class _Told:
         *,
         timeout: float | None = None,
         life: Any = None,
-    ) -> Session:
+    ) -> Any:
         if params is not None:
             self._treedef = jax.tree.structure(params)
-        session = _told(
+        session = _in_first(
             lambda: self._center.join(worker, params, timeout=timeout, life=life)
         )
-        return ToldSession(session, self.answer)
+        return SharedSession(session, self)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
-        return self.snapshot(
-            lambda: self._center.initialize(_here(params), worker=worker)
+        return self.shared(
+            Snapshot, lambda: self._center.initialize(_here(params), worker=worker)
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        return self.snapshot(lambda: self._center.wait(timeout))
+        return self.shared(Snapshot, lambda: self._center.wait(timeout))
 
     def pull(self, **how: Any) -> Snapshot:
-        return self.snapshot(lambda: self._center.pull(**how))
+        return self.shared(Snapshot, lambda: self._center.pull(**how))
 
     def close(self) -> None:
         """Close the center that the first process has opened."""
-        if self._center is not None and hasattr(self._center, "close"):
+        if hasattr(self._center, "close"):
             self._center.close()
-
-    def __enter__(self) -> _Told:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def snapshot(self, ask: Callable[[], Snapshot]) -> Snapshot:
-        """Call ``ask`` in the first process, and return its snapshot in all."""
-        return Snapshot(**self._shared(ask))
-
-    def answer(self, ask: Callable[[], Answer | None]) -> Answer | None:
-        """Call ``ask`` in the first process, and return its answer in all."""
-        said = self._shared(ask)
-        return None if said is None else Answer(**said)
-
-    def _shared(self, ask: Callable[[], Snapshot | Answer | None]) -> Any:
-        """Return the fields of what ``ask`` returns in the first process, in all."""
-        found = _told(ask)
-        own = found and found.params
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
-        said = found and found._asdict() | {"params": trees.describe(own).structure}
-        if said and said.get("norm") is not None:
-            said["norm"] = float(said["norm"])
-        said, kinds = _agreed([said, [(x.dtype.name, x.shape) for x in leaves]])
-        if said is None:
-            return None
+    def shared(self, kind: type[Record], ask: Callable[[], Record]) -> Record:
+        """Call ``ask`` in the first process, and return its record in all."""
+        record = _in_first(ask)
+        params = record and record.params
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        own = record and {
+            **record._asdict(),
+            "params": trees.describe(params).structure,
+        }
+        fields, kinds = _agreed([own, [(x.dtype.name, x.shape) for x in leaves]])
         arrays = map(jnp.asarray, _of_first(leaves, kinds))
         if self._treedef is not None:
-            params = self._treedef.unflatten(arrays)
+            fields["params"] = self._treedef.unflatten(arrays)
         else:
-            params = description.rebuild(said["params"], arrays)
-        version = said["version"]
-        return said | {
-            "params": params,
-            "version": tuple(version) if isinstance(version, list) else version,
-        }
+            fields["params"] = description.rebuild(fields["params"], arrays)
+        if isinstance(version := fields["version"], list):
+            fields["version"] = tuple(version)
+        return kind(**fields)
 
 
-class ToldSession(Session):
-    """A session whose answers to the first process are passed to all processes."""
+class SharedSession:
+    """A session of the first process, which all processes know by its ids."""
 
-    def __init__(
-        self,
-        own: Session | None,
-        answer: Callable[[Callable[[], Answer | None]], Answer | None],
-    ) -> None:
+    def __init__(self, own: Session | None, center: _SharedCenter) -> None:
         self._own: Any = own  # None in the other processes
-        self.answer = answer
+        self.center = center
         known = own and [own.worker, own.incarnation, own.life]
         self.worker, self.incarnation, self.life = _agreed(known)
 
-    def submit(self, submission: Submission) -> None:
-        _told(lambda: self._own.submit(_here(submission)))
-
-    def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        return self.answer(lambda: self._own.collect(sequence, timeout))
-
-    def acknowledge(self, sequence: int) -> None:
-        _told(lambda: self._own.acknowledge(sequence))
-
-    def exchange_alone(self, submission: Submission) -> Answer:
+    def exchange(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""
         return cast(Answer, self._own.exchange(_here(submission)))
-
-    def disconnect(self) -> None:
-        if self._own is not None:
-            self._own.disconnect()
 
     def leave(self) -> None:
         if self._own is not None:
@@ -191,20 +159,13 @@ class ToldSession(Session):
 
 
 @dataclasses.dataclass(eq=False)
-class ToldMessage(Message):
+class SharedMessage(Message):
     """A message that the first process sends, and whose answer all processes get."""
 
-    session: ToldSession
-
-    def send(self) -> Answer:
-        return self.session.exchange_alone(self.submission)
-
-    def send_ahead(self) -> None:
-        if _is_first():
-            super().send_ahead()
+    session: SharedSession
 
     def exchange(self) -> Answer:
-        return cast(Answer, self.session.answer(super().exchange))
+        return self.session.center.shared(Answer, self.send_once)
 
     def send_in_background(self, give_up: float) -> None:
         if _is_first():
@@ -213,29 +174,30 @@ class ToldMessage(Message):
             self.flight = concurrent.futures.Future()  # never done in this process
 
     def ask_if_answered(self) -> bool:
-        return bool(_agreed(super().ask_if_answered()))
+        is_done = np.int32(super().ask_if_answered())
+        return bool(multihost_utils.broadcast_one_to_all(is_done))
 
     def receive(self) -> Answer:
-        return cast(Answer, self.session.answer(super().receive))
+        return self.session.center.shared(Answer, super().receive)
 
 
 def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _told(act: Callable[[], Any]) -> Any:
+def _in_first(act: Callable[[], Any]) -> Any:
     """Call ``act`` in the first process, and return its result there, else None.
 
     All processes wait for it, and all raise its error.
     """
     future = in_background(act, "agn-optax first process") if _is_first() else None
-    while (said := _agreed(_outcome(future))) is None:
+    while (failure := _agreed(_outcome(future))) is None:
         pass
     if future is not None:
         return future.result()
-    if not said:
+    if not failure:
         return None
-    name, text = said
+    name, text = failure
     if name in errors.__all__:
         raise getattr(errors, name)(text)
     raise errors.CenterError(f"the first process of this worker: {name}: {text}")
@@ -254,22 +216,14 @@ def _outcome(future: Any) -> list[str] | None:
 
 def _agreed(value: Any) -> Any:
     """Broadcast the first process's value, which must be serializable as JSON."""
-    text = json.dumps(value).encode()
-    size = np.frombuffer(np.uint32(len(text)).tobytes(), np.uint8)
-    buffer = np.zeros(_SHORT, np.uint8)
-    head = text[: _SHORT - size.size]
-    buffer[: size.size + len(head)] = [*size, *head]
-    buffer = multihost_utils.broadcast_one_to_all(buffer)
-    length = int(buffer[: size.size].view(np.uint32)[0])
-    said = buffer[size.size :].tobytes()
-    if length > len(said):
-        # Round the size up to a power of two, because each size is compiled.
-        rest = np.zeros(1 << (length - len(said)).bit_length(), np.uint8)
-        if _is_first():
-            tail = np.frombuffer(text[len(said) :], np.uint8)
-            rest[: tail.size] = tail
-        said += multihost_utils.broadcast_one_to_all(rest).tobytes()
-    return json.loads(said[:length])
+    # A norm is an array, which becomes a float.
+    text = np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    # Round the size up to a power of two, because each size is compiled.
+    buffer = np.zeros(1 << size.bit_length(), np.uint8)
+    if _is_first():
+        buffer[:size] = text
+    return json.loads(multihost_utils.broadcast_one_to_all(buffer).tobytes()[:size])
 
 
 def _of_first(leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]) -> Any:

@@ -16,6 +16,7 @@ and if local steps go on while the message is in flight
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -44,12 +45,6 @@ class Adoption(NamedTuple):
     delay: int = 0  # adopt after so many local steps; 0 adopts as soon as it arrives
     mixing: float = 0.0  # share of the worker's own parameters that stays
 
-    def keeps_progress(self, rule: Rule) -> bool:
-        """Return whether the progress made meanwhile is kept in full, not mixed."""
-        # A rule that adopts the center before the message moves worker and center by
-        # the same force, which must be that at the time of sending.
-        return not self.delay or rule.adopts == "before"
-
 
 AT_ONCE = Adoption()
 
@@ -59,6 +54,13 @@ class InnerState(NamedTuple):
 
     gradients: PyTree
     inner: PyTree
+
+
+class StreamingState(NamedTuple):
+    """State of the local phase of a worker that exchanges by fragments."""
+
+    inner_state: PyTree  # state of the inner optimizer, for the whole tree
+    fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
 
 
 @functools.lru_cache(maxsize=32)
@@ -76,11 +78,14 @@ def programs(
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
-    before = None if gradients is None else check.optimizer(gradients, "gradients")
     # Only a penalty reads the anchor at every step, and then the state keeps it. For a
     # contribution the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
-    keeps_progress, mixing = adoption.keeps_progress(rule), adoption.mixing
+    delay, mixing = adoption
+    # True if the progress made meanwhile is kept in full, not mixed. A rule that adopts
+    # the center before the message moves worker and center by the same force, which
+    # must be that at the time of sending.
+    keeps_progress = not delay or rule.adopts == "before"
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.
@@ -90,35 +95,21 @@ def programs(
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
-        state = rounds.init_local(rule, inner, params, anchor)
-        check_local(state.inner_state)
-        if before is not None:
-            both = InnerState(before.init(trees.copy(params)), state.inner_state)
-            state = state._replace(inner_state=both)
-        return state
+        return rounds.init_local(rule, inner, params, anchor)
 
     def update(
-        updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: LocalState, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, LocalState]:
-        rounds.check_step(updates, params, "worker.tx")
-        first: PyTree = None
-        if before is not None:
-            first, own = state.inner_state
-            updates, first = before.update(updates, first, params, **extra_args)
-            state = state._replace(inner_state=own)
-        updates, state = rounds.local_step(
-            rule, inner, updates, state, params, None, extra_args
-        )
-        if before is not None:
-            state = state._replace(inner_state=InnerState(first, state.inner_state))
-        return updates, state
+        return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
+
+    tx = local_phase(init, update, gradients)
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(
             lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
         )
         anchor = trees.copy(center) if keep_anchor else None
-        return params, init(params)._replace(anchor=anchor)
+        return params, tx.init(params)._replace(anchor=anchor)
 
     def contribute(
         state: LocalState, params: PyTree, anchor: PyTree
@@ -143,7 +134,7 @@ def programs(
     ) -> tuple[PyTree, LocalState]:
         params = rounds.overwrite(params, center)  # in full, whatever the rule adopts
         state = rounds.begin_round(rule, state, params, center)
-        fresh = init(params)
+        fresh = tx.init(params)
         # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
         if rounds.has_residual(rule) and residual == "restored":
@@ -199,7 +190,7 @@ def programs(
         return params, rounds.move_anchor(state, center)
 
     return SimpleNamespace(
-        tx=optax.GradientTransformationExtraArgs(init, update),
+        tx=tx,
         keeps_sent=keeps_sent,
         follows=follows,
         # True if contributions or answers need an anchor that the state does not keep.
@@ -220,18 +211,48 @@ def programs(
     )
 
 
-def check_local(inner_state: PyTree) -> None:
-    """Check by its state that an inner optimizer makes local steps only.
+def local_phase(
+    init: Callable[[PyTree], Any],
+    step: Callable[..., tuple[PyTree, Any]],
+    gradients: optax.GradientTransformation | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a local phase with a transformation of the gradients before its step.
 
-    Raises:
-      InvalidArgumentError: it exchanges with a center of its own.
+    The state of the transformation is in ``inner_state``, too.
+
+    Args:
+      init: parameters -> state with an ``inner_state``.
+      step: updates, state, parameters and extra arguments -> updates and state.
+      gradients: the transformation; None for none.
     """
-    if trees.nodes(inner_state, rounds.ExchangeState):
-        combinations.refuse(
-            "a Worker",
-            "an inner optimizer that exchanges with a center of its own",
-            "an inner state with an ExchangeState",
-        )
+    before = None if gradients is None else check.optimizer(gradients, "gradients")
+
+    def init_both(params: PyTree) -> Any:
+        state = init(params)
+        if trees.nodes(state.inner_state, rounds.ExchangeState):
+            combinations.refuse(
+                "a Worker",
+                "an inner optimizer that exchanges with a center of its own",
+                "an inner state with an ExchangeState",
+            )
+        if before is None:
+            return state
+        first = before.init(trees.copy(params))
+        return state._replace(inner_state=InnerState(first, state.inner_state))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        rounds.check_step(updates, params, "worker.tx")
+        if before is None:
+            return step(updates, state, params, extra_args)
+        first, own = state.inner_state
+        updates, first = before.update(updates, first, params, **extra_args)
+        state = state._replace(inner_state=own)
+        updates, state = step(updates, state, params, extra_args)
+        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
+
+    return optax.GradientTransformationExtraArgs(init_both, update)
 
 
 def sound(state: PyTree, fresh: PyTree) -> PyTree:

@@ -61,9 +61,7 @@ class _Lost:
 
     life: Any  # as `Worker.life`
     before: Any  # as `Session.before`
-    codec_state: PyTree  # state of the codec, if the message has not arrived
-    # State of the codec, if the message under way has arrived; None if unknown.
-    codec_state_after: PyTree
+    codec_state: PyTree  # state of the codec before the message under way
 
 
 class Uplink:
@@ -110,10 +108,9 @@ class Uplink:
         self.ready = threading.Event()
         self._core = core
         self._parent = parent
-        # With patience 0 the exchange raises if the parent is lost; it is then retried.
-        self._worker = Worker(
-            parent, optax.identity(), period=period, name=name, patience=0
-        )
+        # Each exchange sends a round of the site. With patience 0 it raises if the
+        # parent is lost, and is then retried.
+        self._worker = Worker(parent, optax.identity(), period=1, name=name, patience=0)
         # The worker's state, and whether it has joined; if its session has ended, the
         # session's data.
         self._state: LocalState | None = None
@@ -169,7 +166,7 @@ class Uplink:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
                     "reached: %s",
-                    self._steps + sum(each.steps for each in self._rounds),
+                    self._steps + sum(left.steps for left in self._rounds),
                     self.error,
                 )
         finally:
@@ -216,18 +213,22 @@ class Uplink:
         """
         is_lost = isinstance(error, errors.CenterUnreachableError)
         if self._joined and not is_lost:
-            self._lost, self._joined = self._now_lost(), False
+            assert self._state is not None
+            codec_state = self._state.codec_state
+            self._lost = _Lost(self._worker.life, self._before, codec_state)
+            self._joined = False
         if not is_lost:
             self.ready.set()
-        if type(error) is not type(self.error):
+        is_new = type(error) is not type(self.error)
+        if is_new:
             self._since = time.strftime("%X")
-        said = (
+        text = (
             f"this center goes on without its parent since {self._since}: {error}. "
             "What its workers do is kept, and sent once the parent is there again"
         )
-        if type(error) is not type(self.error):
-            _log.warning("%s", said)
-        self.error, self._core.detached = error, said
+        if is_new:
+            _log.warning("%s", text)
+        self.error, self._core.detached = error, text
 
     # Joining the parent.
 
@@ -275,13 +276,11 @@ class Uplink:
         adopted, state = self._worker.start(self._base)
         base, left, lost = self._base, self._rounds, self._lost
         if lost is not None:
-            codec_state = lost.codec_state
             if left and self._has_arrived(lost):
+                # The codec begins again: its residual is lost rather than sent twice.
                 base, left = left[0].sent, left[1:]
-                codec_state = lost.codec_state_after
-                if codec_state is None:  # the residual is lost rather than sent twice
-                    codec_state = state.codec_state
-            state = state._replace(codec_state=codec_state)
+            else:
+                state = state._replace(codec_state=lost.codec_state)
         if jax.tree.all(jax.tree.map(jnp.array_equal, base, adopted)):
             self._base, self._rounds = base, left
         else:
@@ -320,30 +319,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        _, session = self._worker._parts[0].require_start()
-        return session.before
-
-    def _now_lost(self) -> _Lost:
-        """Return the data of the session that ends with an error."""
-        assert self._state is not None
-        try:
-            after = self._codec_state_after()
-        except Exception:  # a program has failed; the site goes on anyway
-            _log.exception("what the codec keeps for the next message may be lost")
-            after = None
-        return _Lost(self._worker.life, self._before, self._state.codec_state, after)
-
-    def _codec_state_after(self) -> PyTree:
-        """Return the codec's state if the message under way has reached the parent."""
-        state = self._state
-        assert state is not None
-        if not self._rounds or not jax.tree.leaves(state.codec_state):
-            return state.codec_state
-        part = self._worker._parts[0]
-        anchor, _ = part.require_start()
-        sent = self._rounds[0]
-        state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
-        return part.programs.contribute(state, sent.sent, anchor.params)[1]
+        return self._worker._parts[0].session.before
 
     # Sending and adopting.
 
@@ -368,7 +344,7 @@ class Uplink:
         assert self._state is not None
         steps = sent.steps
         state = self._state._replace(local_steps=jnp.int32(steps), record=sent.record)
-        adopted, self._state = self._worker.flush(
+        adopted, self._state = self._worker.exchange(
             sent.copied, state, steps=steps, weight=sent.weight
         )
         # The parent has the round, even if the site cannot adopt the answer.
@@ -382,13 +358,10 @@ class Uplink:
         The rounds in ``left`` are moved as well. If this raises, nothing has changed.
         """
         left = [
-            _Round(
-                rounds.with_progress(adopted, each.sent, base),
-                each.steps,
-                each.weight,
-                each.record,
+            dataclasses.replace(
+                part, sent=rounds.with_progress(adopted, part.sent, base)
             )
-            for each in left
+            for part in left
         ]
         self._core.shift(adopted, base)
         self._base, self._rounds = adopted, left

@@ -23,8 +23,12 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
-from agn_optax.worker._machine import Counts
-from agn_optax.worker._part import Callback, Part, PartState
+from agn_optax.worker._part import (
+    Callback,
+    Part,
+    PartState,
+    check_called_from_python,
+)
 from agn_optax.worker._phase import Divided, Whole
 from agn_optax.worker._programs import Adoption
 
@@ -86,7 +90,7 @@ class Worker:
         state is a `StreamingState`. A call of `exchange` waits for one fragment at
         most. If several are due at once, the others have their turns at the next calls,
         except that one may be sent while the answer of another one is adopted. `flush`
-        sends all fragments before it waits. `version` and `life` have an entry for each
+        sends all fragments in turn. `version` and `life` have an entry for each
         fragment, `exchanges` is the smallest count among them, and attributes of the
         last message are those of the fragment that sent it. Callbacks get its index as
         ``fragment``. All workers of the center need the same fragments.
@@ -161,13 +165,12 @@ class Worker:
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
+        check.instance(center, Center, f"center must be {such_as}")
         shards: Sequence[Center] = ()
-        if fragments is None:
-            such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
-            check.instance(center, Center, f"center must be {such_as}")
-        else:
-            divided = _divided(center, fragments, period, overlap)
-            center, shards = divided, divided.centers
+        if fragments is not None:
+            center = divided = _divided(center, fragments, period, overlap)
+            shards = divided.centers
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
@@ -215,12 +218,11 @@ class Worker:
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
-        made, where = f"{self.exchanges} exchanges", f"version {self.version}"
+        made = f"{self.exchanges} exchanges"
         if self.fragments is not None:
-            each = [part.exchanges for part in self._parts]
-            made = f"{each} exchanges of {len(each)} fragments"
-        if self.version is None:
-            where = "not started"
+            counts = [part.exchanges for part in self._parts]
+            made = f"{counts} exchanges of {len(counts)} fragments"
+        where = "not started" if self.version is None else f"version {self.version}"
         return (
             f"Worker({self.name!r}, {self.center.rule.name}, {made}, {where}, "
             f"at {self.center!r})"
@@ -278,7 +280,7 @@ class Worker:
             lambda part, own: part.start(own, chief=chief, timeout=timeout), cut
         )
         self._turn, self._last = 0, self._parts[0]
-        return self._phase.begun(loops)
+        return self._phase.joined(loops, None)
 
     def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
         """Call ``begin(part, ...)`` for every part; leave all if one raises."""
@@ -306,17 +308,17 @@ class Worker:
     @property
     def refusal(self) -> str:
         """The reason why the last message was rejected; "" if it was not."""
-        return self._last.refusal
+        return "" if self._last.answer is None else self._last.answer.refused
 
     @property
     def staleness(self) -> int | None:
         """The staleness of the last message; None before the first."""
-        return self._last.staleness
+        return None if self._last.answer is None else self._last.answer.staleness
 
     @property
     def norm(self) -> Any:
         """The norm of the last message; None before the first."""
-        return self._last.norm
+        return None if self._last.answer is None else self._last.answer.norm
 
     @property
     def pace(self) -> float | None:
@@ -350,9 +352,13 @@ class Worker:
         This is for loops that must first gather their arrays, such as those of
         `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
-        return self._kept is not None or any(
-            part.machine.is_due(part.round_length) for part in self._parts
-        )
+        return self._is_due(1)
+
+    def _is_due(self, steps: int) -> bool:
+        """Return whether a call of `exchange` with ``steps`` acts, or may act."""
+        # A list: all lengths are asked for, and raise if they are invalid.
+        due = [part.machine.is_due(part.round_length, steps) for part in self._parts]
+        return self._kept is not None or any(due)
 
     def exchange(
         self,
@@ -406,17 +412,15 @@ class Worker:
         """
         for part in self._parts:
             part.require_start()
-            part.length(part.machine.round)  # raises if invalid
-        self._phase.check_called_from_python(state)
+        check_called_from_python(self.name, state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        return self._call(
-            params,
-            state,
-            self._exchanging(),
-            "exchange",
-            lambda counts: counts.plus(steps, weight),
-        )
+        if not self._is_due(steps):
+            for part in self._parts:
+                part.machine.count(steps, weight)
+            return params, state
+        acts = self._exchanging()
+        return self._call(params, state, acts, "exchange", steps, weight)
 
     def _call(
         self,
@@ -424,7 +428,8 @@ class Worker:
         state: Any,
         acts: Iterable[Act],
         name: str = "",
-        count: Callable[[Counts], Counts] | None = None,
+        steps: int = 0,
+        weight: float | None = None,
     ) -> tuple[PyTree, Any]:
         """Run the acts of a call in order, with its steps and weight counted.
 
@@ -436,16 +441,16 @@ class Worker:
           params: the loop's parameters.
           state: the loop's state.
           acts: the acts.
-          name: name of a call with steps.
-          count: counts of a round so far -> with those of the call; None for a call
-            without steps.
+          name: name of the call; "" for one that neither counts nor sends.
+          steps: its local steps.
+          weight: their weight.
         """
         kept, self._kept = self._kept, None
         keeps = kept is None  # arrays of this call, if any
         try:
-            if count is not None:
+            if name:
                 for part in self._parts:
-                    part.machine.begin(name, count)
+                    part.machine.begin(name, steps, weight)
             if kept is not None:
                 params, state = kept
             for act in acts:
@@ -456,10 +461,10 @@ class Worker:
             self._kept = kept
             for part in self._parts:
                 part.discard_unsent()
-                if count is not None:
+                if name:
                     part.machine.end(returns=False, keeps=keeps and kept is not None)
             raise
-        if count is not None:
+        if name:
             for part in self._parts:
                 part.machine.end(returns=True)
         return params, state
@@ -487,82 +492,66 @@ class Worker:
             yield from self._receiving()
         acting = self._acting()
         for p in acting:
-            yield from self._ending(p)
+            part = self._parts[p]
+            length = part.round_length
+            yield self._on(p, part.receive)
+            if part.machine.must_act(length):
+                part.length(part.exchanges + 1)  # raises if the next period is invalid
+                yield self._making([p])
+                yield self._on(p, part.complete)
         if acting:
             self._turn = (acting[-1] + 1) % len(self._parts)
 
     @property
+    def _stuck(self) -> list[int]:
+        """The part with a message to complete before anything else, if there is one."""
+        return [p for p, part in enumerate(self._parts) if part.machine.is_stuck]
+
+    @property
     def _announces_next(self) -> bool:
         """True if this call makes a message of which ``before_send`` is told."""
-        if self.before_send is None or self._parts[self._order[0]].machine.is_stuck:
+        if self.before_send is None or self._stuck:
             return False
         return any(part.is_full for part in self._parts)
 
     @property
     def _order(self) -> list[int]:
-        """Parts in the order of their turns, after one with a message to complete."""
-        order = [*range(self._turn, len(self._parts)), *range(self._turn)]
-        return sorted(order, key=lambda p: not self._parts[p].machine.is_stuck)
+        """The parts in the order of their turns."""
+        return [*range(self._turn, len(self._parts)), *range(self._turn)]
 
     def _acting(self) -> list[int]:
         """Return the parts of one call: one to adopt, and perhaps one to send."""
-        parts, order = self._parts, self._order
-        if parts[order[0]].machine.is_stuck:
-            return order[:1]
-        now = [p for p in order if parts[p].ask_if_acting()]
+        if stuck := self._stuck:
+            return stuck
+        parts = self._parts
+        now = [p for p in self._order if parts[p].ask_if_acting()]
         receiving = [p for p in now if parts[p].machine.in_flight][:1]
         if not receiving or parts[receiving[0]].is_full:  # it sends, too
             return now[:1]
         sending = [p for p in now if parts[p].machine.sends_in_background]
         return receiving + sending[:1]
 
-    def _ending(self, p: int) -> Iterator[Act]:
-        """Yield the acts that adopt a part's answer, and end a round that is full."""
-        part = self._parts[p]
-        length = part.round_length
-        yield self._on(p, part.receive)
-        if part.machine.must_act(length):
-            part.length(part.exchanges + 1)  # raises if the next period is invalid
-            yield self._making([p])
-            yield self._on(p, part.complete)
+    def _flushing(self, parts: Iterable[int]) -> Iterator[Act]:
+        """Yield the acts of `flush`, which ends the rounds of parts.
 
-    def _flushing(self, parts: Sequence[int]) -> Iterator[Act]:
-        """Yield the acts of `flush`, which sends all messages before it waits.
-
-        If a part already has a message in flight, the answer of that one must be
-        adopted before the next can be sent. The next period is not checked: the steps
-        are sent in any case.
+        If a part already has a message, its answer must be adopted before the next is
+        made. The next period is not checked: the steps are sent in any case. Workers of
+        synchronous rounds wait for each other, so all take the parts in turns.
         """
-        if self.before_send is not None:
-            yield from self._finishing()
-        if len(parts) > 1:
-            flying = [p for p in parts if self._parts[p].machine.in_flight]
-            yield self._making(parts)
-            yield from (self._on(p, self._parts[p].send_ahead) for p in parts)
-            for p in flying:
-                yield self._on(p, self._parts[p].receive)
-                yield self._making([p])
-                yield self._on(p, self._parts[p].send_ahead)
-        for p in parts:
-            yield self._on(p, self._parts[p].receive)
-            yield self._making([p])
-            yield self._on(p, self._parts[p].complete)
-            yield self._on(p, self._parts[p].receive)
+        yield from self._finishing()
+        yield self._making(parts)
+        yield from self._finishing()
 
     def _finishing(self) -> Iterator[Act]:
-        """Yield the acts that complete all messages; no new one is sent."""
-        each = list(enumerate(self._parts))
-        if len(each) > 1:
-            yield from (self._on(p, part.send_ahead) for p, part in each)
-        for p, part in each:
-            yield self._on(p, part.receive)
-            yield self._on(p, part.complete)
-            yield self._on(p, part.receive)
+        """Yield the acts that complete all messages; no new one is made."""
+        for p in self._order:
+            yield self._on(p, self._parts[p].complete)
+        yield from self._receiving()
 
     def _receiving(self) -> Iterator[Act]:
         """Yield the acts that adopt the answers of all messages in flight."""
-        for p, part in enumerate(self._parts):
-            yield self._on(p, part.receive)
+        for p in self._order:
+            yield self._on(p, self._parts[p].receive)
 
     def _making(self, parts: Iterable[int]) -> Act:
         """Return an act: messages of the rounds of parts exist, before any is sent."""
@@ -614,41 +603,20 @@ class Worker:
         for part in self._parts:
             part.reported = reported
 
-    def flush(
-        self,
-        params: PyTree,
-        state: LocalState,
-        *,
-        steps: int | None = None,
-        weight: float | None = None,
-    ) -> tuple[PyTree, LocalState]:
+    def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Exchange now, unless the round has had no local steps.
 
         This is for a worker that is about to leave, or to be preempted. The message
         carries the number of steps really made. The call waits for the answers of this
         exchange and of one in flight.
 
-        Arguments, results and errors are those of `exchange`, except that ``steps`` is
-        the total number of local steps of the round and ``weight`` their total weight.
-        None keeps the values counted by `exchange`, and is needed with fragments, whose
-        rounds began at different times.
+        Arguments, results and errors are those of `exchange`.
         """
         for part in self._parts:
             part.require_start()
-        self._phase.check_called_from_python(state)
-        given = steps is not None or weight is not None
-        if self.fragments is not None and given:
-            got = f"steps={steps!r}, weight={weight!r}"
-            combinations.refuse("fragments", "steps or weight of a flush", got)
-        check.whole_number(steps, "steps", least=0)
-        weight = check.weight(weight)
-        return self._call(
-            params,
-            state,
-            self._flushing(range(len(self._parts))),
-            "flush",
-            lambda counts: counts.replaced(steps, weight),
-        )
+        check_called_from_python(self.name, state)
+        acts = self._flushing(range(len(self._parts)))
+        return self._call(params, state, acts, "flush")
 
     def resend(
         self, params: PyTree, state: Any, parts: Sequence[int]
@@ -662,9 +630,7 @@ class Worker:
         hook, self.before_send = self.before_send, None
         try:
             acts = self._flushing(parts)
-            params, state = self._call(
-                params, state, acts, "flush", lambda counts: counts
-            )
+            params, state = self._call(params, state, acts, "flush")
         finally:
             self.before_send = hook
         if len(parts) == 1:
@@ -715,7 +681,7 @@ class Worker:
         """
         for part in self._parts:
             part.require_start()
-        self._phase.check_called_from_python(state)
+        check_called_from_python(self.name, state)
         params, state = self._kept or (params, state)
         self._phase.states(state)  # raises if it is not of this worker
         parts = tuple(part.save() for part in self._parts)
@@ -743,20 +709,16 @@ class Worker:
             session.
         """
         count = len(self._parts)
-        if len(saved.parts) != count:
-            raise errors.WorkerStateError(
-                f"saved is of a worker with {len(saved.parts)} fragments, and worker "
-                f"{self.name!r} has {count}"
-            )
         lives: Sequence[Any] = [None] * count if life is None else life
         if self.fragments is None:
             lives = [life]
-        if len(lives) != count:
-            raise errors.WorkerStateError(
-                f"life is of a worker with {len(lives)} fragments, and worker "
-                f"{self.name!r} has {count}"
-            )
-        self._phase.check_restored(saved.params, saved.state)
+        for what, given in (("saved", saved.parts), ("life", lives)):
+            if len(given) != count:
+                raise errors.WorkerStateError(
+                    f"{what} is of a worker with {len(given)} fragments, and worker "
+                    f"{self.name!r} has {count}"
+                )
+        self._phase.check(saved.params, saved.state)
         cut, states = self._phase.cut(saved.params), self._phase.states(saved.state)
         for part, *own in zip(self._parts, cut, states, saved.parts, strict=True):
             part.check_restored(*own)
@@ -768,7 +730,7 @@ class Worker:
         self.leave()
         loops = self._all(lambda part, own, life: part.restore(*own, life), each, lives)
         self._turn, self._last = int(saved.turn) % count, self._parts[0]
-        return self._phase.restored(loops, state)
+        return self._phase.joined(loops, state)
 
 
 def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
@@ -782,10 +744,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _of_fragment(p: int, callback: Callback) -> Callback:
-    def told(step: int, values: Mapping[str, float]) -> object:
-        return callback(step, {**values, "fragment": float(p)})
-
-    return told
+    return lambda step, values: callback(step, {**values, "fragment": float(p)})
 
 
 def _divided(
@@ -794,8 +753,6 @@ def _divided(
     """Return a center in shards with one fragment each, or raise if that cannot be."""
     such_as = "an agn_optax.Fragments, such as Fragments(2)"
     check.instance(fragments, Fragments, f"fragments must be {such_as}")
-    such_as = "a center, such as agn_optax.service.connect(addresses, rule)"
-    check.instance(center, Center, f"center must be {such_as}")
     if not isinstance(center, ShardedCenter):
         center = ShardedCenter([center])
     if len(center.centers) != len(fragments):

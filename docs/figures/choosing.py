@@ -186,7 +186,7 @@ class Problem:
                     batches = rows[seed, i, begin : begin + period]
                     loops[i] = local(*loop, data, batches)
                 for i, member in enumerate(members):
-                    loops[i] = member.flush(*loops[i], steps=period)
+                    loops[i] = member.exchange(*loops[i], steps=period)
             for member in members:
                 member.leave()
             centers.append(center.pull().params)

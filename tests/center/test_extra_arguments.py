@@ -95,8 +95,8 @@ def test_center_optimizer_gets_the_extras_of_each_message():
     local(bert, weight=2.0)
     loops[bert] = bert.flush(*loops[bert])
     assert received_extras(center) == (1, 1, 2.0, 2, 1)
-    local(bert)
-    loops[bert] = bert.flush(*loops[bert], steps=3, weight=7.0)
+    local(bert, steps=3, weight=7.0)
+    loops[bert] = bert.flush(*loops[bert])
     assert received_extras(center) == (0, 3, 7.0, 4, 1)
 
 
@@ -382,9 +382,8 @@ def test_weight_out_of_range_is_rejected(weight):
     center = agn_optax.LocalCenter(RULE, jnp.ones(3))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     loop = worker.start()
-    for call in (worker.exchange, worker.flush):
-        with pytest.raises(errors.InvalidArgumentError, match="weight must be a posit"):
-            call(*loop, weight=weight)
+    with pytest.raises(errors.InvalidArgumentError, match="weight must be a posit"):
+        worker.exchange(*loop, weight=weight)
     assert worker.exchange(*loop, weight=2.0) is not None
     assert received_extras(center)[1:3] == (
         1,

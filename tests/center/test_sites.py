@@ -14,9 +14,8 @@ from helpers import shared, tuning
 from helpers.waiting import wait_until
 
 import agn_optax
-from agn_optax import accumulate, elastic_pull, errors, rules
+from agn_optax import accumulate, elastic_pull, errors
 from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
-from agn_optax.rules import codecs
 from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
@@ -402,28 +401,6 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
         made.exchange(1.0)
     np.testing.assert_array_equal(parent.pull().params, -4.0)
     np.testing.assert_array_equal(made.core.snapshot().params, -4.0)
-
-
-@pytest.mark.usefixtures("soon")
-def test_site_continues_if_its_codec_fails_while_the_parent_is_lost(monkeypatch):
-    rule = rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
-    parent = Parent(rule, jnp.zeros(4))
-    with site(shared.downpour(), parent, period=2) as made:
-        programs = made.uplink._worker._parts[0].programs
-
-        def loses():
-            monkeypatch.setattr(programs, "contribute", lambda *_: fails())
-            fails()
-
-        def heals():
-            return made.uplink.error is not None and monkeypatch.undo() is None
-
-        parent.before.append(loses)
-        made.exchange(1.0, times=2)
-        wait_until(heals)
-        wait_until(lambda: made.uplink.error is None and not made.uplink._rounds)
-        made.exchange(1.0)
-    np.testing.assert_allclose(parent.pull().params, -3.0, rtol=0.05)
 
 
 def test_record_of_a_site_is_traced_once():

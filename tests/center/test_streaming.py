@@ -209,7 +209,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
     ],
     ids=["waits", "overlaps", "has no patience", "delay"],
 )
-def test_flush_sends_all_fragments_before_waiting_for_a_response(settings):
+def test_flushes_of_synchronous_workers_a_step_apart_end(settings):
     """Otherwise workers in rounds a step apart would wait for each other."""
     center = shards(shared.downpour(), mode=Synchronous())
     workers = [worker_of(center, name=name, **settings) for name in "ab"]
@@ -479,8 +479,6 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
         errors.TreeMismatchError, match=r"which wants what worker\.start"
     ):
         worker.flush(params, None)
-    with pytest.raises(errors.InvalidArgumentError, match="steps and weight must"):
-        worker.flush(params, state, steps=1)
     saved = worker.save(params, state)
     with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
         worker.restore(saved, life=worker.life[:1])

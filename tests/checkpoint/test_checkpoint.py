@@ -79,8 +79,9 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     """The names in a checkpoint are a contract with existing checkpoints."""
     path, _, (params, _), center = saved
     kept = ocp.load(path, checkpointable_name="worker")
-    assert sorted(kept) == ["params", "state"]  # agn reads no anchor
-    own = kept["params"]["layers"]["0"]["w"]
+    assert sorted(kept) == ["anchors", "params", "state"]
+    assert kept["anchors"] == [None]  # agn reads none
+    own = kept["params"]["layers"][0]["w"]
     support.assert_identical(own, params["layers"][0]["w"])
     names = {
         "local_steps",
@@ -98,7 +99,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     }
     assert names <= found
     kept = ocp.load(path, checkpointable_name="center")
-    assert sorted(kept) == ["center_state", "params"]
+    assert sorted(kept) == ["center_state", "params", "public"]
     support.assert_identical(kept["params"]["scale"], center.pull().params["scale"])
 
 

@@ -290,7 +290,7 @@ def test_markup_and_escapes_in_names_and_labels_are_not_obeyed():
     ):
         params, state = worker.start()
         worker.report(**{label: 0.5})
-        worker.flush(params, state, steps=1)
+        worker.exchange(params, state)
         said = succeeds("status", server.address)
     assert label in said
     assert "\x1b" not in said

@@ -25,7 +25,7 @@ def happen(machine, event):
     """Report an event with the arguments of a plain one."""
     told = {
         "start": lambda: machine.start(counts=NOTHING),
-        "begin": lambda: machine.begin("exchange", lambda counts: counts.plus(1, None)),
+        "begin": lambda: machine.begin("exchange", 1),
     }
     told.get(event, lambda: getattr(machine, event)())()
 
@@ -82,7 +82,7 @@ class Events(RuleBasedStateMachine):
         self.call = None  # name, arrays before, and whether a round began since
         self.raised = None  # name of a call that is repeated, and whether it is spent
 
-    def count(self, made):
+    def counted(self, made):
         """Return the counts of steps."""
         weighed = [weight for _, weight in made if weight is not None]
         return Counts(sum(n for n, _ in made), sum(weighed) if weighed else None)
@@ -127,7 +127,13 @@ class Events(RuleBasedStateMachine):
         base = self.round if repeated else self.arrays
         spent = repeated and self.raised[1]
         self.arrays = list(self.round) if spent else base + added
-        self.machine.begin(name, lambda counts: counts.plus(n, weight) if n else counts)
+        self.machine.begin(name, n, weight if n else None)
+
+    @precondition(lambda self: self.is_there and not self.call and not self.raised)
+    @rule(n=steps, weight=weights)
+    def count(self, n, weight):
+        self.machine.count(n, weight)
+        self.round = self.arrays = [*self.arrays, (n, weight)]
 
     @precondition(lambda self: self.call)
     @rule()
@@ -196,14 +202,14 @@ class Events(RuleBasedStateMachine):
         assert machine.state is self.state
         assert (machine.exchanges, machine.settled) == (self.exchanges, self.settled)
         assert machine.number == self.settled + 1
-        assert machine.counts == self.count(self.round)
-        assert machine.now == self.count(self.arrays)
+        assert machine.counts == self.counted(self.round)
+        assert machine.now == self.counted(self.arrays)
         if self.state in (*SLOW, State.IN_FLIGHT):
-            assert machine.message == self.count(self.message)
+            assert machine.message == self.counted(self.message)
 
     @invariant()
     def answers_are_those_of_the_model(self):
-        machine, made = self.machine, self.count(self.arrays).steps
+        machine, made = self.machine, self.counted(self.arrays).steps
         flies = self.state is State.IN_FLIGHT
         assert machine.in_flight is flies
         assert machine.round == self.exchanges + flies
@@ -235,51 +241,50 @@ def test_every_event_in_every_state():
 def test_repeated_call_counts_once():
     machine = machine_in(State.LOCAL)
     for _ in range(3):
-        machine.begin("exchange", lambda counts: counts.plus(2, 1.5))
+        machine.begin("exchange", 2, 1.5)
         assert machine.now == (2, 1.5)
         machine.end(returns=False)
         assert machine.now == machine.counts == (0, None)
-    machine.begin("exchange", lambda counts: counts.plus(2, 1.5))
+    machine.begin("exchange", 2, 1.5)
     machine.end(returns=True)
     assert machine.now == machine.counts == (2, 1.5)
 
 
-def test_total_of_a_repeated_flush_is_not_sent_twice():
+def test_steps_of_a_repeated_call_are_not_sent_twice():
     """Its message was sent in the background, and waiting for the answer raised."""
     machine = machine_in(State.LOCAL, delay=1)
-    total = Counts().replaced(3, 6.0)
-    machine.begin("flush", lambda counts: total)
+    machine.begin("exchange", 3, 6.0)
     machine.make()
     machine.send()
     machine.lose()
     machine.end(returns=False, keeps=True)
-    assert machine.message == total
-    machine.begin("flush", lambda counts: total)
+    assert machine.message == (3, 6.0)
+    machine.begin("exchange", 3, 6.0)
     machine.adopt()
     assert not machine.can_make
     machine.end(returns=True)
-    machine.begin("flush", lambda counts: total)
+    machine.begin("exchange", 3, 6.0)
     assert machine.can_make
 
 
 def test_steps_in_kept_arrays_are_in_the_next_message():
     """Another call than the one that raised takes them along."""
     machine = machine_in(State.IN_FLIGHT)
-    machine.begin("exchange", lambda counts: counts.plus(1, 4.0))
+    machine.begin("exchange", 1, 4.0)
     machine.adopt()
     machine.end(returns=False, keeps=True)
     assert (machine.counts, machine.now) == (Counts(), Counts(1, 4.0))
-    machine.begin("flush", lambda counts: counts)
+    machine.begin("flush")
     machine.make()
     assert machine.message == (1, 4.0)
 
 
 def test_discarded_message_leaves_its_steps_in_the_round():
     machine = machine_in(State.LOCAL)
-    machine.begin("exchange", lambda counts: counts.plus(2, None))
+    machine.begin("exchange", 2)
     machine.end(returns=True)
     for _ in range(2):
-        machine.begin("exchange", lambda counts: counts.plus(1, None))
+        machine.begin("exchange", 1)
         machine.make()
         assert (machine.number, machine.message.steps) == (1, 3)
         machine.discard()
