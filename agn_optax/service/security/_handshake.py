@@ -34,8 +34,7 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
     Returns:
       The reason as text; "" if the handshake succeeds, or the center does not answer.
     """
-    # gRPC expects this name at a Unix socket.
-    host = "localhost" if address.startswith("unix:") else _address.host(address)
+    host = host_named(address)
     is_greeted = False
     try:
         context = _any_certificate() if tls is None else tls.context(serves=False)
@@ -69,6 +68,12 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
         f"trusts (its own ca) has issued, got {tls}: give --tls-certificate and "
         "--tls-key (certificate= and key= of Tls)"
     )
+
+
+def host_named(address: str) -> str:
+    """Return the host name that a center's certificate must have."""
+    # gRPC expects this name at a Unix socket.
+    return "localhost" if address.startswith("unix:") else _address.host(address)
 
 
 def connected(address: str, timeout: float) -> socket.socket:

@@ -77,8 +77,8 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
                 context = tls.context(serves=False)
             except errors.InvalidArgumentError as error:  # files have changed meanwhile
                 raise OSError(str(error)) from None
-            name = _handshake.name_of(center)
-            end = context.wrap_socket(end, server_hostname=name)
+            host = _handshake.host_named(center)
+            end = context.wrap_socket(end, server_hostname=host)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
         with end.makefile("rb", buffering=0) as lines:
