@@ -23,8 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import _reach
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.center._reach import Bound, Reach, extremes, reach_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Public
 from agn_optax.rules import Rule, downpour, robust
@@ -36,8 +36,9 @@ _BLOCK = 1 << 18  # numbers whose squares are summed in float32
 _MOST = (1 << 31) - _BLOCK  # maximum size of an array whose blocks int32 can index
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # squares of smaller numbers underflow in float32
-_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed first
+_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed
 _MOST_NORM = float(np.finfo(np.float32).max)
+_MESSAGES = 512, 16  # numbers of messages for which bounds are computed, in turn
 _MISSES = 100  # number of finiteness checks after which bounds are computed again
 
 
@@ -74,16 +75,10 @@ class Prepared(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A bound of messages, at a center whose range is known."""
+    """A number of messages that leave the center finite."""
 
-    bound: Bound
-    largest: float  # upper bound of the absolute value of the center's numbers
-
-    def after(self, norm: float) -> Known | None:
-        """Return the bound after messages of a norm; None if they may exceed it."""
-        reached = self.largest + self.bound.update
-        fits = norm <= self.bound.message and reached < self.bound.center
-        return Known(self.bound, reached) if fits else None
+    messages: int
+    norm: float  # maximum norm of each
 
 
 class Store:
@@ -422,50 +417,45 @@ class Store:
             self._differences.append((number, made))
 
     @functools.cached_property
-    def _reach(self) -> tuple[Reach | None, float]:
-        """The bounds of messages if there are any, and the largest allowed number."""
+    def _most(self) -> float:
+        """The largest number that the center may have; 0 if no bounds are computed."""
+        if _is_narrower(self.difference_like, self.like):
+            return 0.0  # a delta may overflow its narrower dtype
+        if not _reach.is_bounded(self._rule):
+            return 0.0
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
-        most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
-        if _is_narrower(self.difference_like, self.like):
-            return None, most / 2  # a delta may overflow its narrower dtype
-        reach = reach_of(self._rule, self.current.params, self._center_state)
-        return reach, most / 2
+        return min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0) / 2
 
     def is_bounded(self, prepared: Prepared) -> bool:
         """Return whether a prepared version must be finite; if so, `move` to it.
 
-        The decision bounds the distance by which all messages since the last `look` can
-        have moved the center, and does not wait for the device.
+        The decision counts the messages since the last `look`, and does not wait for
+        the device.
         """
-        after = self._known and self._known.after(prepared.norm)
-        if after is not None:
-            self._known = after
-        return after is not None
+        known = self._known
+        if known is None or not known.messages or prepared.norm > known.norm:
+            return False
+        self._known = known._replace(messages=known.messages - 1)
+        return True
 
     def _find_bound(self, before: Version, norm: float) -> Known | None:
-        """Return bounds for messages of at least a norm, from the center's range."""
-        if not norm < _MOST_NORM:
+        """Return a bound for messages of a norm or more, if this one is within it."""
+        if not (self._most and norm < math.inf):
             return None
         if self._misses > 0 and norm > self._missed / 2:
             self._misses -= 1
             return None
-        reach, most = self._reach
-        if reach is None:
-            return None
-        params = jax.tree.leaves(before.params)
-        found = extremes([*params, *jax.tree.leaves(self._center_state)])
-        boxes, state = found[: len(params)], found[len(params) :]
-        if None not in boxes:
-            largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
-            # With a weight decay, updates are larger at a larger center.
-            for message in (_AT_ONCE * norm, norm):
-                for center in (most, min(most, 2 * largest + 1)):
-                    bound = reach.bound(message, center, state)
-                    known = bound and Known(bound, largest).after(norm)
-                    if known is not None:
-                        return known
+        params, state, message = before.params, self._center_state, _AT_ONCE * norm
+        found = _reach.largest_of(params, state)
+        center, within = largest = float(found[0]), float(found[1])
+        for messages in _MESSAGES if math.isfinite(center + within) else ():
+            reached = _reach.bound(
+                self._rule, params, state, message, messages, largest
+            )
+            if reached < self._most:
+                return Known(messages - 1, message)
         self._missed, self._misses = norm, _MISSES
         return None
 
