@@ -455,13 +455,12 @@ class Core:
         # The rest is not used: answers are always whole.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
-            norm: Any
-            norm, largest = store.measure(
-                contribution, version.params, elements=refuse.element is not None
-            )
+            norm: Any = store.norm(contribution, version.params, waits=refuse.measures)
             if refuse.measures:
-                norm = np.float32(norm)
-                size = Size(float(norm), None if largest is None else float(largest))
+                largest = None
+                if refuse.element is not None:
+                    largest = float(store.largest(contribution, version.params))
+                size = Size(float(norm), largest)
         return _Message(submission, norm, size, threading.Condition(self._lock))
 
     def _late_answer(self, worker: str, member: Member) -> KeptAnswer:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ PyTree = Any
 
 _SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
-_MOST = (1 << 31) - _BLOCK  # maximum size of an array whose blocks int32 can index
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # squares of smaller numbers underflow in float32
 _AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed
@@ -279,12 +278,21 @@ class Store:
         """Return a contribution, or parameters of a version, as a tree."""
         return kept if self.packing is None else self.packing.unpack(kept)
 
-    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
+    def norm(
+        self, contribution: PyTree, center: PyTree, *, waits: bool = True
+    ) -> jax.Array | np.floating:
         """Return the global norm of a contribution's message to ``center``, in float32.
 
         The norm is finite if and only if the message is finite: a finite norm beyond
         the range of float32 is replaced by the largest number of float32.
+
+        Args:
+          contribution: result of `take`.
+          center: parameters of a version.
+          waits: whether to wait for the device. Otherwise the norm may be infinite, or
+            zero, if squares of the message leave the range of float32.
         """
+        norm: jax.Array | np.floating
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
@@ -292,17 +300,19 @@ class Store:
         ):
             # NumPy takes less time than a call of a compiled program.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
-            if _LEAST_NORM < norm < math.inf:
-                return norm
-        return self._programs.norm(contribution, center)
+        else:
+            norm = self._programs.norm(contribution, center)
+        if not waits:
+            return norm
+        norm = np.float32(norm)
+        if _LEAST_NORM < norm < math.inf:
+            return norm
+        message = rounds.message_of(self._rule, contribution, center)
+        return _careful_norm(jax.tree.leaves(message))
 
-    def measure(
-        self, contribution: PyTree, center: PyTree, *, elements: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the `norm`, and the largest absolute element if ``elements``."""
-        if elements:
-            return self._programs.measure(contribution, center)
-        return self.norm(contribution, center), None
+    def largest(self, contribution: PyTree, center: PyTree) -> jax.Array:
+        """Return the largest absolute element of a contribution's message."""
+        return self._programs.largest(contribution, center)
 
     def apply(
         self,
@@ -474,28 +484,25 @@ class Store:
 _with_progress = jax.jit(rounds.with_progress)
 
 
+def _blocks(array: np.ndarray) -> list[np.ndarray]:
+    flat = array.reshape(-1)
+    return [flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK)]
+
+
 def _square(part: np.ndarray) -> float:
     """Return the square of a norm, with blocks summed in float64 to round less."""
-    blocks = (part[i : i + _BLOCK] for i in range(0, part.size, _BLOCK))
     with np.errstate(over="ignore", invalid="ignore"):
-        return sum(float(np.dot(block, block)) for block in blocks)
+        return sum(float(np.dot(block, block)) for block in _blocks(part))
 
 
-def _by_blocks(
-    square: Callable[..., jax.Array], arrays: Sequence[jax.Array], dtype: Any
-) -> jax.Array:
-    """Return the sum of ``square`` over arrays of one length, block by block."""
-    count = arrays[0].size
-    size = min(_BLOCK, count)
-
-    def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        begin = i * size
-        start = jnp.minimum(begin, count - size)  # the last block overlaps its neighbor
-        blocks = [jax.lax.dynamic_slice(a, (start,), (size,)) for a in arrays]
-        is_new = jnp.arange(size, dtype=begin.dtype) >= begin - start
-        return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
-
-    return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
+def _careful_norm(message: Sequence[Any]) -> np.float32:
+    """Return the norm of a message whose squares may overflow or underflow."""
+    blocks = [block for leaf in message for block in _blocks(np.asarray(leaf))]
+    largest = np.max([np.float64(np.abs(block).max()) for block in blocks], initial=0.0)
+    if not 0 < largest < math.inf:
+        return np.float32(largest)
+    square = sum(np.sum((block.astype(np.float64) / largest) ** 2) for block in blocks)
+    return np.float32(min(largest * np.sqrt(square), _MOST_NORM))
 
 
 def _floats(tree: PyTree) -> list[Any]:
@@ -561,52 +568,15 @@ def _measures(rule: Rule) -> dict[str, Any]:
     """Return the compiled measurements, shared by rules whose messages are the same."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        def messages(sent: PyTree, center: PyTree) -> list[jax.Array]:
-            made = jax.tree.leaves(rounds.message_of(rule, sent, center))
-            wide = trees.wider(jnp.float32, *(m.dtype for m in made))
-            return [m.astype(wide) for m in made]
+        made = jax.tree.leaves(rounds.message_of(rule, contribution, center))
+        wide = trees.wider(jnp.float32, *(m.dtype for m in made))
+        squares = [jnp.sum(m.astype(wide) ** 2) for m in made]
+        return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
 
-        def root(squares: Sequence[jax.Array]) -> jax.Array:
-            none = jnp.zeros((), squares[0].dtype if squares else jnp.float32)
-            return jnp.sqrt(sum(squares, none))
+    def largest(contribution: PyTree, center: PyTree) -> jax.Array:
+        return _largest(rounds.message_of(rule, contribution, center))
 
-        plain = root([jnp.sum(m**2) for m in messages(contribution, center)])
-        # If squares overflow or underflow, the numbers are first scaled closer to 1.
-        digits = int(jnp.finfo(plain.dtype).maxexp)
-        # The scaled squares of numbers below `_LEAST_NORM`, about 2^-40, are finite.
-        up, down = 2.0 ** (0.5 * digits + 32), 2.0 ** (-0.625 * digits)
-        scale = jnp.where(plain < 1, up, down).astype(plain.dtype)
-
-        def carefully() -> jax.Array:
-            def square(*block: jax.Array) -> jax.Array:
-                (message,) = messages(*block)
-                return (message * scale) ** 2
-
-            # XLA would scale the whole array before it sums the squares.
-            if (
-                isinstance(contribution, Packed)
-                and max(map(jnp.size, contribution)) < _MOST
-            ):
-                pairs = zip(contribution, center, strict=True)
-                found = root([_by_blocks(square, pair, plain.dtype) for pair in pairs])
-            else:
-                made = messages(contribution, center)
-                found = root([jnp.sum((m * scale) ** 2) for m in made])
-            return jnp.where(jnp.isfinite(found), at_most(found / scale), found)
-
-        def at_most(norm: jax.Array) -> jax.Array:
-            return jnp.minimum(norm, jnp.asarray(_MOST_NORM, norm.dtype))
-
-        is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
-        made = jax.lax.cond(is_plain, lambda: plain, carefully)
-        made = jnp.where(jnp.isfinite(made), at_most(made), made)
-        return made.astype(jnp.float32)
-
-    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
-        message = rounds.message_of(rule, contribution, center)
-        return norm(contribution, center), _largest(message)
-
-    return {"norm": jax.jit(norm), "measure": jax.jit(measure)}
+    return {"norm": jax.jit(norm), "largest": jax.jit(largest)}
 
 
 @functools.lru_cache(maxsize=32)
