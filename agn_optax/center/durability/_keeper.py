@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
 _SNAPSHOTS = 4  # minimum journal size in snapshots, so that these are few of all writes
 _RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
-_REMINDS = 60.0  # s, between two log messages about a center in memory only
+_REPEATS = 60.0  # s, pause before a failed snapshot is tried again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +120,9 @@ class Journal:
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
       interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
-      on_failure: whether to ``"stop"`` if the disk is full or fails, or if the
-        directory is moved, or to ``"go on"`` in memory and report it. ``"stop"`` closes
-        the center, which answers no further exchange. ``"go on"`` has a message in the
-        status and in the log, and tries to write a snapshot once a minute and at the
-        end.
+
+    If the disk is full or fails, or if the directory is moved, the center closes and
+    answers no further exchange.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -147,14 +145,12 @@ class Journal:
     directory: str | os.PathLike[str]
     size: int | None = None
     interval: float | None = None
-    on_failure: Literal["stop", "go on"] = "stop"
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
         check.whole_number(self.size, "size", least=1)
         if self.interval is not None:
             check.seconds(self.interval, "interval", positive=True)
-        check.one_of(self.on_failure, "on_failure", ("stop", "go on"))
 
 
 Durability = Snapshots | Journal
@@ -200,7 +196,7 @@ class Keeper:
         self.found = ""
         self.saved_version: int | None = None
         self._durability = durability
-        self._lost_journal = self._lost_snapshot = ""  # why the last write failed
+        self._lost_snapshot = ""  # why the last snapshot could not be written
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -311,7 +307,7 @@ class Keeper:
             return self.recorded
         self._number += 1
         self._exchanges += bool(submissions)
-        if self._writer is not None and not self._lost_journal:
+        if self._writer is not None:
             about = {
                 "ledger": ledger,
                 "messages": [plain(each) for each in submissions],
@@ -325,12 +321,12 @@ class Keeper:
     @property
     def recorded(self) -> int:
         """Number of the newest record, to wait for; see `is_kept`."""
-        return 0 if self._writer is None or self._lost_journal else self._number
+        return 0 if self._writer is None else self._number
 
     @property
     def degraded(self) -> str:
         """The reason why changes are missing on disk; "" if none are."""
-        return self.failure or self._lost_journal or self._lost_snapshot
+        return self.failure or self._lost_snapshot
 
     def room(self) -> Room | None:
         """Return the free and the needed disk space; None if unknown."""
@@ -343,11 +339,8 @@ class Keeper:
             return None
 
     def is_kept(self, recorded: int) -> bool:
-        """Return whether records are on disk, or are not guaranteed to be.
-
-        After a `failure` they never will be.
-        """
-        return recorded <= self._written or bool(self._lost_journal)
+        """Return whether records are on disk; after a `failure` they never will be."""
+        return recorded <= self._written
 
     def save(self) -> int:
         """Write a snapshot, which replaces the journal; return when it is on disk.
@@ -397,10 +390,6 @@ class Keeper:
                         self._save(number, image)
                     self._directory.make_promise("whole", number)
                     self._forget(number + 1)
-                    if self._lost_journal:
-                        _log.warning(
-                            "the center is complete on disk, in its last snapshot"
-                        )
             except OSError as error:
                 self._fail(error)
 
@@ -417,7 +406,7 @@ class Keeper:
         else:
             interval, self._written = self._durability.interval, number
             self._writer = Writer(
-                self._directory, number, interval, self._is_written, self._cannot_write
+                self._directory, number, interval, self._is_written, self._fail
             )
             kind: Kind = "journal" if interval is None else "interval"
             self._directory.make_promise(kind, number)
@@ -432,28 +421,6 @@ class Keeper:
     def _is_written(self, number: int) -> None:
         with self._changed:
             self._written = number
-            self._changed.notify_all()
-
-    def _cannot_write(self, error: Exception) -> None:
-        """Stop the center or continue in memory, after the journal has failed."""
-        if getattr(self._durability, "on_failure", "stop") == "stop":
-            self._fail(error)
-            return
-        assert self._saved is not None
-        said = (
-            "this center is in memory only, because its exchanges can no longer be "
-            f"written to {self._directory.path}: {error}"
-        )
-        try:
-            self._directory.make_promise("memory", self._saved[0])
-        except OSError as unmarked:
-            said += (
-                f". Nor can the lock there be marked as incomplete ({unmarked}): if a "
-                "center continues from that directory, have all workers start again"
-            )
-        with self._changed:
-            self._lost_journal, self._saved_at = said, time.monotonic()
-            _log.error("%s", said)
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -476,8 +443,6 @@ class Keeper:
                     return
                 self._exchanges, self._saved_at = 0, time.monotonic()
                 seen = self._seen
-            if self._lost_journal:
-                _log.error("%s", self._lost_journal)
             try:
                 version = self._replace_journal()
             except Exception as error:  # of any kind: a later snapshot may succeed
@@ -499,8 +464,6 @@ class Keeper:
         kept, records = self._durability, self._number - self._seen
         if self._askers:
             return 0.0
-        if self._lost_journal:
-            return max(0.0, self._saved_at + _REMINDS - time.monotonic())
         if isinstance(kept, Journal):
             assert self._writer is not None
             size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
@@ -509,7 +472,7 @@ class Keeper:
             is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
             pause = kept.seconds
             if pause is None and self._lost_snapshot:
-                pause = _REMINDS
+                pause = _REPEATS
             if pause is not None and records and not is_due:
                 return max(0.0, self._saved_at + pause - time.monotonic())
         return 0.0 if is_due else None
@@ -522,14 +485,12 @@ class Keeper:
         """
         with self._changed:
             self._seen = begin = number = self._number
-            writer = None if self._lost_journal else self._writer
+            writer = self._writer
             if writer:
                 writer.begin_file()
             image = self._image()
             if writer:
-                self._changed.wait_for(
-                    lambda: not writer.is_turning or self.failure or self._lost_journal
-                )
+                self._changed.wait_for(lambda: not writer.is_turning or self.failure)
                 begin = writer.begin
         version = self._save(number, image)
         promise = self._directory.promise

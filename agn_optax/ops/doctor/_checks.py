@@ -289,8 +289,8 @@ class Checks:
             )
             if free < needed:
                 return "failed", (
-                    f"{room}: make room there, or the center stops, or goes on in "
-                    f"memory alone, as it is set to. {status['degraded']}".strip()
+                    f"{room}: make room there, or the center stops. "
+                    f"{status['degraded']}".strip()
                 )
         said = status["degraded"]
         if said and not status["parent"]:
