@@ -85,8 +85,12 @@ class _Look:
     batch: Batch
     messages: list[_Message]
     prepared: Prepared
+    store: Store
     is_begun: bool = False  # whether a thread was started to wait for the device
     looker: int | None = None  # id of the thread that waits for the device
+    is_finite: bool | None = None  # None until the device has reported
+    known: Known | None = None
+    failure: Exception | None = None
 
 
 class Core:
@@ -514,7 +518,7 @@ class Core:
                 norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
                 prepared = self.store.prepare(*_applied(batch, messages), norm)
                 if looks and not self.store.is_bounded(prepared):
-                    self._look = _Look(batch, messages, prepared)
+                    self._look = _Look(batch, messages, prepared, self.store)
                     return
         except Exception as error:
             self._end_batch(batch, messages, None, _kept(error))
@@ -528,50 +532,43 @@ class Core:
         messages are applied, so that the messages keep their turns.
         """
         me = threading.get_ident()
-        store, is_finite, known, failure = self.store, None, None, None
         try:
             with self._changed:
                 if look.looker is None:
                     look.looker = me
             if look.looker == me:
                 try:
-                    is_finite, known = store.look(look.prepared)
+                    look.is_finite, look.known = look.store.look(look.prepared)
                 except Exception as error:
-                    failure = _kept(error)
+                    look.failure = _kept(error)
         finally:  # after Ctrl-C the messages still wait, and another thread checks them
             with self._changed:
                 if look.looker == me:
                     self._look = None
-                    if is_finite is not None or failure is not None:
-                        self._seen(look, store, is_finite, known, failure)
+                    self._seen(look)
                     self._settle()
                     # Rounds may end by time.
                     if self.ledger.mode.round_grace is not None:
                         for message in self._messages.values():
                             message.over.notify_all()
 
-    def _seen(
-        self,
-        look: _Look,
-        store: Store,
-        is_finite: bool | None,
-        known: Known | None,
-        failure: Exception | None,
-    ) -> None:
+    def _seen(self, look: _Look) -> None:
         """End the messages of a check, unless the center or its workers have changed.
 
         The center may have been rebased or restored meanwhile, and workers may have
         left. Then the ledger decides again which messages are due.
         """
+        store, batch = look.store, look.batch
         is_current = self._store is store and store.current is look.prepared.before
-        batch = look.batch
         if self._ended or not is_current or not self.ledger.is_waiting(batch):
             return
-        if is_finite:
-            store.learn(known)
-        elif failure is None:
+        if look.is_finite:
+            store.learn(look.known)
+        elif look.is_finite is not None:
             batch = self._not_finite(batch)
-        self._end_batch(batch, look.messages, look.prepared, failure)
+        elif look.failure is None:  # interrupted
+            return
+        self._end_batch(batch, look.messages, look.prepared, look.failure)
 
     def _not_finite(self, batch: Batch) -> Batch:
         """Return a batch in which all messages to be applied are rejected."""
