@@ -9,6 +9,7 @@ asks it whether the change is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -210,7 +211,7 @@ class Keeper:
         self._seen = 0  # number of records before that attempt
         self._saved_size = 0
         self._exchanges = 0  # since that attempt
-        self._askers: list[Future[int]] = []  # callers that wait for a snapshot
+        self._saving = threading.Lock()  # held while a snapshot is written
         self._saver: Future[None] | None = None  # set once there is a center
 
     def restore(
@@ -352,18 +353,12 @@ class Keeper:
           DurabilityError: the snapshot cannot be written.
           CenterClosedError: the center has ended meanwhile.
         """
-        asker: Future[int] = Future()
-        with self._changed:
+        with self._saving:
             if self._saver is None:
                 raise errors.NotInitializedError("there are no parameters yet")
             if self._closed or self.failure:
-                raise self._no_snapshot()
-            self._askers.append(asker)
-            self._changed.notify_all()
-        return asker.result()
-
-    def _no_snapshot(self) -> errors.CenterClosedError:
-        return errors.CenterClosedError(self.failure or "the center has ended")
+                raise errors.CenterClosedError(self.failure or "the center has ended")
+            return self._try_to_save()
 
     def close(self) -> None:
         """Write the remaining records and a last snapshot; release the directory."""
@@ -373,25 +368,26 @@ class Keeper:
             self._closed = True
             self._changed.notify_all()
         try:
-            self._write_last()
+            if self._saver is not None:
+                self._saver.result()
+                with self._saving:
+                    self._write_last()
         finally:
             self._directory.close()
 
     def _write_last(self) -> None:
-        if self._saver is not None:
-            self._saver.result()
-            if self._writer is not None:
-                self._writer.close()
-            try:
-                with self._changed:
-                    number, image = self._number, self._image()
-                if not self.failure:
-                    if self._saved != (number, self.life):
-                        self._save(number, image)
-                    self._directory.make_promise("whole", number)
-                    self._forget(number + 1)
-            except OSError as error:
-                self._fail(error)
+        if self._writer is not None:
+            self._writer.close()
+        try:
+            with self._changed:
+                number, image = self._number, self._image()
+            if not self.failure:
+                if self._saved != (number, self.life):
+                    self._save(number, image)
+                self._directory.make_promise("whole", number)
+                self._forget(number + 1)
+        except OSError as error:
+            self._fail(error)
 
     def _write_first(self, number: int) -> None:
         """Write the files that must be on disk before the first exchange.
@@ -432,38 +428,42 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._closed or self.failure) and self._time_left() != 0.0:
-                    self._changed.wait(self._time_left())
-                askers, self._askers = self._askers, []
-                if self._closed or self.failure:
-                    for asker in askers:
-                        asker.set_exception(self._no_snapshot())
-                    return
-                self._exchanges, self._saved_at = 0, time.monotonic()
-                seen = self._seen
-            try:
-                version = self._replace_journal()
-            except Exception as error:  # of any kind: a later snapshot may succeed
-                self._lost_snapshot = (
-                    f"no snapshot could be written to {self._directory.path}; the next "
-                    f"attempt follows in due time: {error}"
-                )
-                _log.error("%s", self._lost_snapshot)
-                if not isinstance(self._durability, Journal):  # a journal has it all
-                    self._seen = seen  # so that the next attempt needs no exchange
-                for asker in askers:
-                    asker.set_exception(errors.DurabilityError(self._lost_snapshot))
-            else:
-                for asker in askers:
-                    asker.set_result(version)
+        while self._wait_until_due():
+            # The next attempt follows in due time.
+            with self._saving, contextlib.suppress(errors.DurabilityError):
+                if self._time_left() == 0.0:  # nobody else has written one meanwhile
+                    self._try_to_save()
+
+    def _wait_until_due(self) -> bool:
+        """Wait until a snapshot is due; return False if the center ends before."""
+        with self._changed:
+            while not (self._closed or self.failure):
+                left = self._time_left()
+                if left == 0.0:
+                    return True
+                self._changed.wait(left)
+            return False
+
+    def _try_to_save(self) -> int:
+        """Write a snapshot, which replaces the journal; return its version."""
+        with self._changed:
+            self._exchanges, self._saved_at = 0, time.monotonic()
+            seen = self._seen
+        try:
+            return self._replace_journal()
+        except Exception as error:  # of any kind: a later snapshot may succeed
+            self._lost_snapshot = (
+                f"no snapshot could be written to {self._directory.path}; the next "
+                f"attempt follows in due time: {error}"
+            )
+            _log.error("%s", self._lost_snapshot)
+            if not isinstance(self._durability, Journal):  # a journal has it all
+                self._seen = seen  # so that the next attempt needs no exchange
+            raise errors.DurabilityError(self._lost_snapshot) from error
 
     def _time_left(self) -> float | None:
         """Return the seconds to the next snapshot; None if time does not decide."""
         kept, records = self._durability, self._number - self._seen
-        if self._askers:
-            return 0.0
         if isinstance(kept, Journal):
             assert self._writer is not None
             size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
