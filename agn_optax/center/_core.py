@@ -614,10 +614,10 @@ class Core:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())
+        taken, current = batch.taken, store.current
         exchange: tuple[Any, ...] = ()
-        seen: list[Submission] = []
         reads: dict[int, Any] = {}  # by the message's index in the batch
-        if batch.taken and (self.observer or self._keeper):
+        if taken and (self.observer or self._keeper):
             submissions, *others = _applied(batch, messages)
             seen = [
                 each._replace(contribution=store.unplace(each.contribution))
@@ -626,30 +626,19 @@ class Core:
             exchange = seen, *others
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
-        if self.observer is not None:
-            for i, submission in zip(batch.taken, seen, strict=True):
-                reads[i] = self.observer(submission)
-        taken, current = batch.taken, store.current
-        for i, entry in enumerate(batch.entries):
-            sequence = entry.submission.sequence
-            refusal = batch.refused.get(entry.worker)
-            why = "" if refusal is None else refusal.why
+        if taken and self.observer is not None:
+            reads = dict(zip(taken, map(self.observer, seen), strict=True))
+        for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
+            sequence = message.submission.sequence
+            refusal = batch.refused.get(worker)
             if refusal is not None:
                 _log.warning(
-                    "a message of worker %r was rejected: %s", entry.worker, why
+                    "a message of worker %r was rejected: %s", worker, refusal.why
                 )
-            if refusal is not None and refusal.is_last:
-                in_a_row = self.ledger.refusals.refuse.in_a_row
-                self._failures[entry.worker] = (
-                    sequence,
-                    errors.MessageRefusedError(
-                        f"worker {entry.worker!r} has sent {in_a_row} messages or more "
-                        "in a row that this center rejects, the last one because "
-                        f"{why}; the center is unchanged. Start again from the "
-                        "center, with a smaller learning rate or with clipping"
-                    ),
-                )
-                continue
+                if refusal.is_last:
+                    error = self._too_many_rejected(worker, refusal)
+                    self._failures[worker] = sequence, error
+                    continue
             # A rejected worker adopts the center with the other messages of the round.
             adopts_before = self.rule.adopts == "before" and i in taken
             adopted = before if adopts_before else current
@@ -659,13 +648,23 @@ class Core:
                 adopted.number,
                 sequence,
                 staleness=batch.staleness[i],
-                norm=messages[i].norm,
+                norm=message.norm,
                 applied=i in taken,
-                refused=why,
-                pace=self.ledger.pace(entry.worker),
+                refused="" if refusal is None else refusal.why,
+                pace=self.ledger.pace(worker),
             )
-            read = reads.get(i), messages[i].read_until(current)
-            self._answers[entry.worker] = KeptAnswer(answer, adopted, recorded, read)
+            read = reads.get(i), message.read_until(current)
+            self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
+
+    def _too_many_rejected(
+        self, worker: str, refusal: Refusal
+    ) -> errors.MessageRefusedError:
+        return errors.MessageRefusedError(
+            f"worker {worker!r} has sent {self.ledger.refusals.refuse.in_a_row} "
+            "messages or more in a row that this center rejects, the last one because "
+            f"{refusal.why}; the center is unchanged. Start again from the center, "
+            "with a smaller learning rate or with clipping"
+        )
 
     def _prune(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""

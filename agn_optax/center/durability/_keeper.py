@@ -247,17 +247,16 @@ class Keeper:
             memories.append(record.about["ledger"])
         version = ledger.version = store.current.number
         self.found = f"{where} continues at version {version}"
-        if lost := self._directory.lost(self._number):
-            # Its workers may be ahead of it, so they must start again.
+        lost = self._directory.lost(self._number)
+        for memory in memories:
+            # If updates are lost, workers may be ahead of it, and must start again.
+            ledger.recall(memory, now, gone=bool(lost))
+        if lost:
             self.found = (
                 f"{where} continues with a new id, at version {version}: {lost}"
             )
             _log.warning("%s", self.found)
-            for memory in memories:
-                ledger.recall(memory, now, gone=True)
         else:
-            for memory in memories:
-                ledger.recall(memory, now)
             self.life, self.chief = snapshot.about["life"], snapshot.about["chief"]
             if self._number == snapshot.number:
                 self._saved = self._number, self.life
@@ -493,8 +492,7 @@ class Keeper:
                 self._changed.wait_for(lambda: not writer.is_turning or self.failure)
                 begin = writer.begin
         version = self._save(number, image)
-        promise = self._directory.promise
-        if promise is not None and promise.kind == "memory":
+        if isinstance(self._durability, Snapshots):
             self._directory.note(number)
         self._forget(begin)
         return version
