@@ -116,13 +116,15 @@ def bound(
         is_count = jnp.issubdtype(leaf.dtype, jnp.integer)
         return (np.asarray(leaf) + is_count * later).astype(leaf.dtype)
 
+    def state_within(largest: float) -> PyTree:
+        columns = iter(kept)
+        return states(lambda tree: corners(tree, largest * next(columns)), others)
+
     center, within = largest
     while math.isfinite(center + within):
         with np.errstate(over="ignore"):
-            columns = iter(within * column for column in kept)
-            moments = states(lambda tree, of=columns: corners(tree, next(of)), others)
             both = corners(params, message * sent), corners(params, center * held)
-        growth, after = map(float, program(*both, moments))
+            growth, after = map(float, program(*both, state_within(within)))
         reached = largest[0] + messages * _SLACK * growth
         if reached <= center and after <= within:
             return reached

@@ -357,10 +357,10 @@ class Store:
         own = [1.0 if each.weight is None else each.weight for each in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
         counted = []
-        for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+        for of_message, weight, weighs in zip(abouts, weights, own, strict=True):
             counts = 1.0 if self._rule.discount else weight
             counts *= weighs / mean if is_mean else 1.0
-            counted.append((told_of, _on_device(counts)))
+            counted.append((of_message, _on_device(counts)))
         contributions = [each.contribution for each in submissions]
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
@@ -525,7 +525,7 @@ class _About(NamedTuple):
     since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
 
-    def said(self) -> dict[str, Any]:
+    def extra_args(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
@@ -591,7 +591,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = rounds.weigh(rule, message, about.said())
+        message = rounds.weigh(rule, message, about.extra_args())
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
@@ -615,7 +615,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
     def move(
         one: PyTree, about: _About, center: PyTree, state: PyTree, public: PyTree
     ) -> rounds.Moved:
-        return rounds.receive(rule, one, center, state, public, about.said())
+        return rounds.receive(rule, one, center, state, public, about.extra_args())
 
     def move_round(
         total: PyTree,
@@ -627,7 +627,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         parts, about = of_round
         mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, public, about.said())
+        return rounds.apply(rule, message, center, state, public, about.extra_args())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""

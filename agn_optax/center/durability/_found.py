@@ -276,10 +276,10 @@ def _state(directory: str | os.PathLike[str]) -> object:
 def this_boot() -> str:
     """Return the id of this boot of the machine; unique to the process if unknown."""
     try:
-        said = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return f"process-{os.getpid()}"
-    return said.replace("-", "")[:16]
+    return text.replace("-", "")[:16]
 
 
 @contextlib.contextmanager
