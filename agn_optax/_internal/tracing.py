@@ -143,11 +143,6 @@ def operations(program: Any) -> Iterator[JaxprEqn]:
             yield from operations(inner)
 
 
-def called(operation: JaxprEqn) -> Any:
-    """Return the program that an operation calls, once, with its operands, or None."""
-    return _programs(operation)[0] if operation.primitive.name in _CALLS else None
-
-
 class _Reader:
     """An interpreter that follows values through programs.
 

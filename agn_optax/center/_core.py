@@ -85,8 +85,12 @@ class _Look:
     batch: Batch
     messages: list[_Message]
     prepared: Prepared
+    store: Store
     is_begun: bool = False  # whether a thread was started to wait for the device
     looker: int | None = None  # id of the thread that waits for the device
+    is_finite: bool | None = None  # None until the device has reported
+    known: Known | None = None
+    failure: Exception | None = None
 
 
 class Core:
@@ -455,13 +459,12 @@ class Core:
         # The rest is not used: answers are always whole.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
-            norm: Any
-            norm, largest = store.measure(
-                contribution, version.params, elements=refuse.element is not None
-            )
+            norm: Any = store.norm(contribution, version.params, waits=refuse.measures)
             if refuse.measures:
-                norm = np.float32(norm)
-                size = Size(float(norm), None if largest is None else float(largest))
+                largest = None
+                if refuse.element is not None:
+                    largest = float(store.largest(contribution, version.params))
+                size = Size(float(norm), largest)
         return _Message(submission, norm, size, threading.Condition(self._lock))
 
     def _late_answer(self, worker: str, member: Member) -> KeptAnswer:
@@ -515,7 +518,7 @@ class Core:
                 norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
                 prepared = self.store.prepare(*_applied(batch, messages), norm)
                 if looks and not self.store.is_bounded(prepared):
-                    self._look = _Look(batch, messages, prepared)
+                    self._look = _Look(batch, messages, prepared, self.store)
                     return
         except Exception as error:
             self._end_batch(batch, messages, None, _kept(error))
@@ -529,50 +532,43 @@ class Core:
         messages are applied, so that the messages keep their turns.
         """
         me = threading.get_ident()
-        store, is_finite, known, failure = self.store, None, None, None
         try:
             with self._changed:
                 if look.looker is None:
                     look.looker = me
             if look.looker == me:
                 try:
-                    is_finite, known = store.look(look.prepared)
+                    look.is_finite, look.known = look.store.look(look.prepared)
                 except Exception as error:
-                    failure = _kept(error)
+                    look.failure = _kept(error)
         finally:  # after Ctrl-C the messages still wait, and another thread checks them
             with self._changed:
                 if look.looker == me:
                     self._look = None
-                    if is_finite is not None or failure is not None:
-                        self._seen(look, store, is_finite, known, failure)
+                    self._seen(look)
                     self._settle()
                     # Rounds may end by time.
                     if self.ledger.mode.round_grace is not None:
                         for message in self._messages.values():
                             message.over.notify_all()
 
-    def _seen(
-        self,
-        look: _Look,
-        store: Store,
-        is_finite: bool | None,
-        known: Known | None,
-        failure: Exception | None,
-    ) -> None:
+    def _seen(self, look: _Look) -> None:
         """End the messages of a check, unless the center or its workers have changed.
 
         The center may have been rebased or restored meanwhile, and workers may have
         left. Then the ledger decides again which messages are due.
         """
+        store, batch = look.store, look.batch
         is_current = self._store is store and store.current is look.prepared.before
-        batch = look.batch
         if self._ended or not is_current or not self.ledger.is_waiting(batch):
             return
-        if is_finite:
-            store.learn(known)
-        elif failure is None:
+        if look.is_finite:
+            store.learn(look.known)
+        elif look.is_finite is not None:
             batch = self._not_finite(batch)
-        self._end_batch(batch, look.messages, look.prepared, failure)
+        elif look.failure is None:  # interrupted
+            return
+        self._end_batch(batch, look.messages, look.prepared, look.failure)
 
     def _not_finite(self, batch: Batch) -> Batch:
         """Return a batch in which all messages to be applied are rejected."""
@@ -618,10 +614,10 @@ class Core:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())
+        taken, current = batch.taken, store.current
         exchange: tuple[Any, ...] = ()
-        seen: list[Submission] = []
         reads: dict[int, Any] = {}  # by the message's index in the batch
-        if batch.taken and (self.observer or self._keeper):
+        if taken and (self.observer or self._keeper):
             submissions, *others = _applied(batch, messages)
             seen = [
                 each._replace(contribution=store.unplace(each.contribution))
@@ -630,30 +626,19 @@ class Core:
             exchange = seen, *others
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
-        if self.observer is not None:
-            for i, submission in zip(batch.taken, seen, strict=True):
-                reads[i] = self.observer(submission)
-        taken, current = batch.taken, store.current
-        for i, entry in enumerate(batch.entries):
-            sequence = entry.submission.sequence
-            refusal = batch.refused.get(entry.worker)
-            why = "" if refusal is None else refusal.why
+        if taken and self.observer is not None:
+            reads = dict(zip(taken, map(self.observer, seen), strict=True))
+        for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
+            sequence = message.submission.sequence
+            refusal = batch.refused.get(worker)
             if refusal is not None:
                 _log.warning(
-                    "a message of worker %r was rejected: %s", entry.worker, why
+                    "a message of worker %r was rejected: %s", worker, refusal.why
                 )
-            if refusal is not None and refusal.is_last:
-                in_a_row = self.ledger.refusals.refuse.in_a_row
-                self._failures[entry.worker] = (
-                    sequence,
-                    errors.MessageRefusedError(
-                        f"worker {entry.worker!r} has sent {in_a_row} messages or more "
-                        "in a row that this center rejects, the last one because "
-                        f"{why}; the center is unchanged. Start again from the "
-                        "center, with a smaller learning rate or with clipping"
-                    ),
-                )
-                continue
+                if refusal.is_last:
+                    error = self._too_many_rejected(worker, refusal)
+                    self._failures[worker] = sequence, error
+                    continue
             # A rejected worker adopts the center with the other messages of the round.
             adopts_before = self.rule.adopts == "before" and i in taken
             adopted = before if adopts_before else current
@@ -663,13 +648,23 @@ class Core:
                 adopted.number,
                 sequence,
                 staleness=batch.staleness[i],
-                norm=messages[i].norm,
+                norm=message.norm,
                 applied=i in taken,
-                refused=why,
-                pace=self.ledger.pace(entry.worker),
+                refused="" if refusal is None else refusal.why,
+                pace=self.ledger.pace(worker),
             )
-            read = reads.get(i), messages[i].read_until(current)
-            self._answers[entry.worker] = KeptAnswer(answer, adopted, recorded, read)
+            read = reads.get(i), message.read_until(current)
+            self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
+
+    def _too_many_rejected(
+        self, worker: str, refusal: Refusal
+    ) -> errors.MessageRefusedError:
+        return errors.MessageRefusedError(
+            f"worker {worker!r} has sent {self.ledger.refusals.refuse.in_a_row} "
+            "messages or more in a row that this center rejects, the last one because "
+            f"{refusal.why}; the center is unchanged. Start again from the center, "
+            "with a smaller learning rate or with clipping"
+        )
 
     def _prune(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""

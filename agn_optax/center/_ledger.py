@@ -294,13 +294,13 @@ class Ledger:
         self._fastest = None
         member.connected, member.silence = True, silence
         member.connection += 1
-        self._hear(member, now)
+        self._extend_lease(member, now)
         self.is_open = self.is_open or len(self._present) >= self.barrier
         return member.connection
 
     def leave(self, worker: str, incarnation: str) -> bool:
         """Remove a worker; return False if the session is not registered."""
-        member = self._life(worker, incarnation)
+        member = self._session(worker, incarnation)
         if member is not None:
             self._give_up(worker, member)
         return member is not None
@@ -312,18 +312,18 @@ class Ledger:
 
         A connection that is not the worker's newest one is ignored.
         """
-        member = self._life(worker, incarnation)
+        member = self._session(worker, incarnation)
         if member is not None and member.connection == connection:
             member.state = NEXT[member.state, "disconnect"]
             member.connected = False
-            self._expect(member, now + self.limits.lease)
+            self._expire_at(member, now + self.limits.lease)
 
     def hear(self, worker: str, incarnation: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""
         self.expire(now)
-        member = self._life(worker, incarnation)
+        member = self._session(worker, incarnation)
         if member is not None and member.connected:
-            self._hear(member, now)
+            self._extend_lease(member, now)
         return member is not None
 
     def expire(self, now: float) -> None:
@@ -515,7 +515,7 @@ class Ledger:
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """Record that a worker has received the answer to an exchange."""
-        member = self._life(worker, incarnation)
+        member = self._session(worker, incarnation)
         if member is not None and member.sequence == sequence:
             member.state = NEXT[member.state, "acknowledge"]
 
@@ -539,9 +539,9 @@ class Ledger:
           gone: whether the center has a new id, so that its workers join again. Then
             the ledger only remembers which of their exchanges the center has.
         """
-        for name, told in memory["members"].items():
+        for name, saved in memory["members"].items():
             # Missing fields keep their defaults.
-            fields = {field: told[field] for field in _KEPT if field in told}
+            fields = {field: saved[field] for field in _KEPT if field in saved}
             recent = Recent(now, 2)
             if fields.get("before") is not None:
                 fields["before"] = tuple(fields["before"])  # a list in JSON
@@ -550,7 +550,7 @@ class Ledger:
             self._gone.pop(name, None)
             self._present[name], self._fastest = member, None
             self.disconnect(name, member.incarnation, member.connection, now)
-            if told["gone"] or gone:
+            if saved["gone"] or gone:
                 self._give_up(name, member)
         if gone:
             return
@@ -573,7 +573,7 @@ class Ledger:
         first = min(times)
         return first if first < math.inf else None
 
-    def _life(self, worker: str, incarnation: str) -> Member | None:
+    def _session(self, worker: str, incarnation: str) -> Member | None:
         """Return a worker's session; None if it is not registered."""
         member = self._present.get(worker)
         is_there = member is not None and member.incarnation == incarnation
@@ -588,14 +588,14 @@ class Ledger:
         if self._fastest is not None and max(before, member.speed) >= self._fastest:
             self._fastest = None
 
-    def _hear(self, member: Member, now: float) -> None:
+    def _extend_lease(self, member: Member, now: float) -> None:
         member.seen = now
         member.expires = math.inf
         if member.silence is not None:
             self._nap = min(self._nap, member.silence / 2)
-            self._expect(member, now + member.silence)
+            self._expire_at(member, now + member.silence)
 
-    def _expect(self, member: Member, until: float) -> None:
+    def _expire_at(self, member: Member, until: float) -> None:
         member.expires = until
         self._earliest = min(self._earliest, until)
 

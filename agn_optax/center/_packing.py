@@ -124,8 +124,8 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if not elementwise.is_uniform(rule, tree, parts):
         return None
 
-    def of_state() -> bool:
-        """Check that the state converts both ways, and that zeros stay finite."""
+    def fits() -> bool:
+        """Return whether the state converts both ways, and zeros stay finite."""
         state = rule.center.init(
             Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
         )
@@ -134,16 +134,14 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         expected = jax.eval_shape(rule.center.init, tree)
         zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
         moved = rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
-        if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved)):
-            raise tracing.UnfitError("zeros between leaves that become nonfinite")
-        if [*map(trees.kinds, (apart, together))] != [
-            *map(trees.kinds, (expected, state))
-        ]:
-            raise tracing.UnfitError("a state that cannot be packed")
-        return True
+        return (
+            trees.kinds(apart) == trees.kinds(expected)
+            and trees.kinds(together) == trees.kinds(state)
+            and all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved))
+        )
 
     what = f"a center of rule {rule.name!r} in two arrays"
-    return packing if tracing.unless_unfit(what, of_state) else None
+    return packing if tracing.unless_unfit(what, fits) else None
 
 
 def _owned(part: np.ndarray) -> jax.Array:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import _reach
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.center._reach import Bound, Reach, extremes, reach_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Public
 from agn_optax.rules import Rule, downpour, robust
@@ -33,11 +33,11 @@ PyTree = Any
 
 _SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
-_MOST = (1 << 31) - _BLOCK  # maximum size of an array whose blocks int32 can index
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # squares of smaller numbers underflow in float32
-_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed first
+_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed
 _MOST_NORM = float(np.finfo(np.float32).max)
+_MESSAGES = 512, 16  # numbers of messages for which bounds are computed, in turn
 _MISSES = 100  # number of finiteness checks after which bounds are computed again
 
 
@@ -74,16 +74,10 @@ class Prepared(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A bound of messages, at a center whose range is known."""
+    """A number of messages that leave the center finite."""
 
-    bound: Bound
-    largest: float  # upper bound of the absolute value of the center's numbers
-
-    def after(self, norm: float) -> Known | None:
-        """Return the bound after messages of a norm; None if they may exceed it."""
-        reached = self.largest + self.bound.update
-        fits = norm <= self.bound.message and reached < self.bound.center
-        return Known(self.bound, reached) if fits else None
+    messages: int
+    norm: float  # maximum norm of each
 
 
 class Store:
@@ -279,12 +273,21 @@ class Store:
         """Return a contribution, or parameters of a version, as a tree."""
         return kept if self.packing is None else self.packing.unpack(kept)
 
-    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
+    def norm(
+        self, contribution: PyTree, center: PyTree, *, waits: bool = True
+    ) -> jax.Array | np.floating:
         """Return the global norm of a contribution's message to ``center``, in float32.
 
         The norm is finite if and only if the message is finite: a finite norm beyond
         the range of float32 is replaced by the largest number of float32.
+
+        Args:
+          contribution: result of `take`.
+          center: parameters of a version.
+          waits: whether to wait for the device. Otherwise the norm may be infinite, or
+            zero, if squares of the message leave the range of float32.
         """
+        norm: jax.Array | np.floating
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
@@ -292,17 +295,19 @@ class Store:
         ):
             # NumPy takes less time than a call of a compiled program.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
-            if _LEAST_NORM < norm < math.inf:
-                return norm
-        return self._programs.norm(contribution, center)
+        else:
+            norm = self._programs.norm(contribution, center)
+        if not waits:
+            return norm
+        norm = np.float32(norm)
+        if _LEAST_NORM < norm < math.inf:
+            return norm
+        message = rounds.message_of(self._rule, contribution, center)
+        return _careful_norm(jax.tree.leaves(message))
 
-    def measure(
-        self, contribution: PyTree, center: PyTree, *, elements: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the `norm`, and the largest absolute element if ``elements``."""
-        if elements:
-            return self._programs.measure(contribution, center)
-        return self.norm(contribution, center), None
+    def largest(self, contribution: PyTree, center: PyTree) -> jax.Array:
+        """Return the largest absolute element of a contribution's message."""
+        return self._programs.largest(contribution, center)
 
     def apply(
         self,
@@ -347,10 +352,10 @@ class Store:
         own = [1.0 if each.weight is None else each.weight for each in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
         counted = []
-        for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+        for of_message, weight, weighs in zip(abouts, weights, own, strict=True):
             counts = 1.0 if self._rule.discount else weight
             counts *= weighs / mean if is_mean else 1.0
-            counted.append((told_of, _on_device(counts)))
+            counted.append((of_message, _on_device(counts)))
         contributions = [each.contribution for each in submissions]
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
@@ -417,50 +422,45 @@ class Store:
             self._differences.append((number, made))
 
     @functools.cached_property
-    def _reach(self) -> tuple[Reach | None, float]:
-        """The bounds of messages if there are any, and the largest allowed number."""
+    def _most(self) -> float:
+        """The largest number that the center may have; 0 if no bounds are computed."""
+        if _is_narrower(self.difference_like, self.like):
+            return 0.0  # a delta may overflow its narrower dtype
+        if not _reach.is_bounded(self._rule):
+            return 0.0
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
-        most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
-        if _is_narrower(self.difference_like, self.like):
-            return None, most / 2  # a delta may overflow its narrower dtype
-        reach = reach_of(self._rule, self.current.params, self._center_state)
-        return reach, most / 2
+        return min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0) / 2
 
     def is_bounded(self, prepared: Prepared) -> bool:
         """Return whether a prepared version must be finite; if so, `move` to it.
 
-        The decision bounds the distance by which all messages since the last `look` can
-        have moved the center, and does not wait for the device.
+        The decision counts the messages since the last `look`, and does not wait for
+        the device.
         """
-        after = self._known and self._known.after(prepared.norm)
-        if after is not None:
-            self._known = after
-        return after is not None
+        known = self._known
+        if known is None or not known.messages or prepared.norm > known.norm:
+            return False
+        self._known = known._replace(messages=known.messages - 1)
+        return True
 
     def _find_bound(self, before: Version, norm: float) -> Known | None:
-        """Return bounds for messages of at least a norm, from the center's range."""
-        if not norm < _MOST_NORM:
+        """Return a bound for messages of a norm or more, if this one is within it."""
+        if not (self._most and norm < math.inf):
             return None
         if self._misses > 0 and norm > self._missed / 2:
             self._misses -= 1
             return None
-        reach, most = self._reach
-        if reach is None:
-            return None
-        params = jax.tree.leaves(before.params)
-        found = extremes([*params, *jax.tree.leaves(self._center_state)])
-        boxes, state = found[: len(params)], found[len(params) :]
-        if None not in boxes:
-            largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
-            # With a weight decay, updates are larger at a larger center.
-            for message in (_AT_ONCE * norm, norm):
-                for center in (most, min(most, 2 * largest + 1)):
-                    bound = reach.bound(message, center, state)
-                    known = bound and Known(bound, largest).after(norm)
-                    if known is not None:
-                        return known
+        params, state, message = before.params, self._center_state, _AT_ONCE * norm
+        found = _reach.largest_of(params, state)
+        center, within = largest = float(found[0]), float(found[1])
+        for messages in _MESSAGES if math.isfinite(center + within) else ():
+            reached = _reach.bound(
+                self._rule, params, state, message, messages, largest
+            )
+            if reached < self._most:
+                return Known(messages - 1, message)
         self._missed, self._misses = norm, _MISSES
         return None
 
@@ -479,28 +479,25 @@ class Store:
 _with_progress = jax.jit(rounds.with_progress)
 
 
+def _blocks(array: np.ndarray) -> list[np.ndarray]:
+    flat = array.reshape(-1)
+    return [flat[i : i + _BLOCK] for i in range(0, flat.size, _BLOCK)]
+
+
 def _square(part: np.ndarray) -> float:
     """Return the square of a norm, with blocks summed in float64 to round less."""
-    blocks = (part[i : i + _BLOCK] for i in range(0, part.size, _BLOCK))
     with np.errstate(over="ignore", invalid="ignore"):
-        return sum(float(np.dot(block, block)) for block in blocks)
+        return sum(float(np.dot(block, block)) for block in _blocks(part))
 
 
-def _by_blocks(
-    square: Callable[..., jax.Array], arrays: Sequence[jax.Array], dtype: Any
-) -> jax.Array:
-    """Return the sum of ``square`` over arrays of one length, block by block."""
-    count = arrays[0].size
-    size = min(_BLOCK, count)
-
-    def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        begin = i * size
-        start = jnp.minimum(begin, count - size)  # the last block overlaps its neighbor
-        blocks = [jax.lax.dynamic_slice(a, (start,), (size,)) for a in arrays]
-        is_new = jnp.arange(size, dtype=begin.dtype) >= begin - start
-        return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
-
-    return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
+def _careful_norm(message: Sequence[Any]) -> np.float32:
+    """Return the norm of a message whose squares may overflow or underflow."""
+    blocks = [block for leaf in message for block in _blocks(np.asarray(leaf))]
+    largest = np.max([np.float64(np.abs(block).max()) for block in blocks], initial=0.0)
+    if not 0 < largest < math.inf:
+        return np.float32(largest)
+    square = sum(np.sum((block.astype(np.float64) / largest) ** 2) for block in blocks)
+    return np.float32(min(largest * np.sqrt(square), _MOST_NORM))
 
 
 def _floats(tree: PyTree) -> list[Any]:
@@ -523,7 +520,7 @@ class _About(NamedTuple):
     since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
 
-    def said(self) -> dict[str, Any]:
+    def extra_args(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
@@ -566,52 +563,15 @@ def _measures(rule: Rule) -> dict[str, Any]:
     """Return the compiled measurements, shared by rules whose messages are the same."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        def messages(sent: PyTree, center: PyTree) -> list[jax.Array]:
-            made = jax.tree.leaves(rounds.message_of(rule, sent, center))
-            wide = trees.wider(jnp.float32, *(m.dtype for m in made))
-            return [m.astype(wide) for m in made]
+        made = jax.tree.leaves(rounds.message_of(rule, contribution, center))
+        wide = trees.wider(jnp.float32, *(m.dtype for m in made))
+        squares = [jnp.sum(m.astype(wide) ** 2) for m in made]
+        return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
 
-        def root(squares: Sequence[jax.Array]) -> jax.Array:
-            none = jnp.zeros((), squares[0].dtype if squares else jnp.float32)
-            return jnp.sqrt(sum(squares, none))
+    def largest(contribution: PyTree, center: PyTree) -> jax.Array:
+        return _largest(rounds.message_of(rule, contribution, center))
 
-        plain = root([jnp.sum(m**2) for m in messages(contribution, center)])
-        # If squares overflow or underflow, the numbers are first scaled closer to 1.
-        digits = int(jnp.finfo(plain.dtype).maxexp)
-        # The scaled squares of numbers below `_LEAST_NORM`, about 2^-40, are finite.
-        up, down = 2.0 ** (0.5 * digits + 32), 2.0 ** (-0.625 * digits)
-        scale = jnp.where(plain < 1, up, down).astype(plain.dtype)
-
-        def carefully() -> jax.Array:
-            def square(*block: jax.Array) -> jax.Array:
-                (message,) = messages(*block)
-                return (message * scale) ** 2
-
-            # XLA would scale the whole array before it sums the squares.
-            if (
-                isinstance(contribution, Packed)
-                and max(map(jnp.size, contribution)) < _MOST
-            ):
-                pairs = zip(contribution, center, strict=True)
-                found = root([_by_blocks(square, pair, plain.dtype) for pair in pairs])
-            else:
-                made = messages(contribution, center)
-                found = root([jnp.sum((m * scale) ** 2) for m in made])
-            return jnp.where(jnp.isfinite(found), at_most(found / scale), found)
-
-        def at_most(norm: jax.Array) -> jax.Array:
-            return jnp.minimum(norm, jnp.asarray(_MOST_NORM, norm.dtype))
-
-        is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
-        made = jax.lax.cond(is_plain, lambda: plain, carefully)
-        made = jnp.where(jnp.isfinite(made), at_most(made), made)
-        return made.astype(jnp.float32)
-
-    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
-        message = rounds.message_of(rule, contribution, center)
-        return norm(contribution, center), _largest(message)
-
-    return {"norm": jax.jit(norm), "measure": jax.jit(measure)}
+    return {"norm": jax.jit(norm), "largest": jax.jit(largest)}
 
 
 @functools.lru_cache(maxsize=32)
@@ -626,7 +586,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = rounds.weigh(rule, message, about.said())
+        message = rounds.weigh(rule, message, about.extra_args())
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
@@ -650,7 +610,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
     def move(
         one: PyTree, about: _About, center: PyTree, state: PyTree, public: PyTree
     ) -> rounds.Moved:
-        return rounds.receive(rule, one, center, state, public, about.said())
+        return rounds.receive(rule, one, center, state, public, about.extra_args())
 
     def move_round(
         total: PyTree,
@@ -662,7 +622,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         parts, about = of_round
         mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, public, about.said())
+        return rounds.apply(rule, message, center, state, public, about.extra_args())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""

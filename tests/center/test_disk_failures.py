@@ -25,9 +25,9 @@ from helpers import commands, sessions, shared, talking
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
-from agn_optax import errors, service
+from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
-from agn_optax.center.durability import _found, _keeper, _writer
+from agn_optax.center.durability import _found, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -271,61 +271,6 @@ def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp
         assert (again.version, again.life) == (6, center.life)
 
 
-@pytest.mark.parametrize("ends", ["full", "free", "killed"])
-def test_center_continues_in_memory_with_on_failure_go_on(
-    ends, small_disk, caplog, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(_keeper, "_REMINDS", 0.05)
-    disk = small_disk("size=2m")
-    kept = Journal(disk / "a", on_failure="go on")
-    with (
-        service.serve(RULE, jnp.zeros(10_000), durability=kept) as server,
-        service.Observer(server.address) as observer,
-    ):
-        center = server.center
-        send(center)
-        assert observer.status()["degraded"] == ""
-        with full(disk, but=20_000):
-            for _ in range(3):
-                send(center)
-            assert center.version == 4
-            said = observer.status()["degraded"]
-            assert "in memory only" in said
-            assert "No space left on device" in said
-            for command, code in (("status", 0), ("doctor", 1)):
-                result = commands.command(command, server.address)
-                assert said in " ".join(result.stdout.split()), command
-                assert result.exit_code == code, result.output
-            wait_until(lambda: caplog.text.count(said) >= 3)
-            send(center)
-            if ends == "full":
-                copy = shutil.copytree(disk / "a", tmp_path / "copy")
-                with found(copy) as again:  # it holds fewer exchanges than the center
-                    assert again.version < center.version
-                    assert again.life != center.life
-                server.stop()
-                assert "No space left on device" in center.core.failure
-                return
-        if ends == "killed":  # after a snapshot that fits
-            wait_until(
-                lambda: (
-                    backup(disk / "a", tmp_path / "to") == 5 or clear(tmp_path / "to")
-                )
-            )
-            copy = shutil.copytree(disk / "a", tmp_path / "copy")
-            with found(copy) as again:
-                assert again.version == 5
-                assert again.life != center.life
-            return
-    assert not center.core.failure
-    with found(disk / "a") as again:  # everything is in the last snapshot
-        assert (again.version, again.life) == (5, center.life)
-
-
-def clear(directory):
-    shutil.rmtree(directory)
-
-
 def moved(directory):
     return directory.rename(directory.with_name("moved"))
 
@@ -349,30 +294,24 @@ def without_its_journal(directory):
     journal.unlink()
 
 
-@pytest.mark.parametrize("on_failure", ["stop", "go on"])
 @pytest.mark.parametrize(
     "goes", [moved, removed, replaced, without_its_lock, without_its_journal]
 )
-def test_removed_or_replaced_directory_is_detected(goes, on_failure, tmp_path):
-    kept = Journal(tmp_path / "a", on_failure=on_failure)
+def test_removed_or_replaced_directory_is_detected(goes, tmp_path):
+    kept = Journal(tmp_path / "a")
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     for _ in range(3):
         send(center)
     now = goes(tmp_path / "a")
     said = "was removed, moved or replaced while it was in use"
-    if on_failure == "stop":
-        with pytest.raises(errors.CenterClosedError, match=said):
-            send(center)
-    else:
-        for _ in range(3):
-            send(center)
-        assert said in center.core.degraded
+    with pytest.raises(errors.CenterClosedError, match=said):
+        send(center)
     center.close()
-    assert said in center.core.failure or goes is without_its_journal
+    assert said in center.core.failure
     if now is not None:  # it contains all exchanges confirmed before
         with found(now) as again:
             assert again.version == 4
-            assert (again.life == center.life) == (on_failure == "stop")
+            assert again.life == center.life
 
 
 def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import errno
 import functools
-import gc
 import itertools
 import os
 import pathlib
@@ -549,7 +548,7 @@ def test_snapshots_are_written_by_time(tmp_path, killed):
 def test_failed_snapshot_is_tried_again_without_further_exchanges(
     every, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_keeper, "_REMINDS", 0.1)
+    monkeypatch.setattr(_keeper, "_REPEATS", 0.1)
     save, fails = _directory.Directory.save, [True]
 
     def saved(self, *args):
@@ -898,34 +897,6 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
     again.close()
 
 
-def test_messages_that_waited_for_a_disk_that_failed_are_released(tmp_path, disk):
-    size, count = 1237, 5  # no other array has this shape
-    center = kept(Journal(tmp_path, on_failure="go on"), params=jnp.zeros(size))
-    disk.ready.clear()
-    workers = [
-        threading.Thread(target=send, args=(center, 1.0, f"w{i}")) for i in range(count)
-    ]
-    for number, each in enumerate(workers, start=1):
-        each.start()
-        wait_for(center, lambda number=number: center.version == number)
-    disk.error = errno.ENOSPC
-    disk.ready.set()
-    for each in workers:
-        each.join(LIMIT)
-        assert not each.is_alive()
-    del each, workers
-    for i in range(count):
-        center.join(f"w{i}").leave()
-
-    def there():
-        gc.collect()
-        return sum(array.shape == (size,) for array in jax.live_arrays())
-
-    wait_for(center, lambda: there() <= 2)  # the center and a message in its store
-    assert "only" in center.core.degraded
-    center.close()
-
-
 def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     center = kept(Journal(tmp_path), params=jnp.zeros(2))
     sync = disk._sync
@@ -1073,7 +1044,6 @@ def test_worker_and_center_resume_together_bit_for_bit(tmp_path, killed):
         (lambda: Snapshots("d", seconds=0), "seconds must be a positive number"),
         (lambda: Snapshots("d", exchanges=1.5), "exchanges must be a whole number"),
         (lambda: Journal("d", interval=0), "interval must be a positive number"),
-        (lambda: Journal("d", on_failure="wait"), "on_failure must be one of"),
         (lambda: Snapshots("d", keep_seconds=-1), "keep_seconds must be a number"),
         (lambda: Snapshots("d", keep=0), "keep must be a whole number >= 1, got 0"),
         (lambda: kept("always"), r"Snapshots\(...\), Journal\(...\) or None, got 'alw"),

@@ -230,10 +230,10 @@ def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkey
     store = center.core.store
     norm, asked, goes_on = store.norm, threading.Event(), threading.Event()
 
-    def slow(*args):
+    def slow(*args, **options):
         asked.set()
         assert goes_on.wait(60)
-        return norm(*args)
+        return norm(*args, **options)
 
     monkeypatch.setattr(store, "norm", slow)
     session = center.join("anna")

@@ -263,8 +263,8 @@ def test_serve_applies_message_limits(address):
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal("d", size=9)),
         (
-            {"journal": "d", "journal_interval": 0.5, "journal_on_failure": "go on"},
-            Journal("d", interval=0.5, on_failure="go on"),
+            {"journal": "d", "journal_interval": 0.5},
+            Journal("d", interval=0.5),
         ),
         (
             {"snapshots": "d", "snapshots_kept_seconds": 9.0},
@@ -350,7 +350,6 @@ def test_serve_combines_a_round_with_krum(address):
         (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
-        (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--parent-period=3"], "--parent-period needs --parent"),

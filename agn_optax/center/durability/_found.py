@@ -84,13 +84,8 @@ class Found:
         """Read the lock."""
         path = self.path / "lock"
         self.promise = None
-        try:
-            with explained(f"cannot read {path}"), opening(path, os.O_RDONLY) as lock:
-                raw = os.pread(lock, 2 * _LINE, 0)
-        except errors.DurabilityError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return
-            raise
+        with explained(f"cannot read {path}"):
+            raw = path.read_bytes() if path.exists() else b""
         if not raw.strip(b"\0"):  # created before a power failure, and never written
             return
         words = raw.decode("ascii", "replace").split()
@@ -281,10 +276,10 @@ def _state(directory: str | os.PathLike[str]) -> object:
 def this_boot() -> str:
     """Return the id of this boot of the machine; unique to the process if unknown."""
     try:
-        said = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        text = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return f"process-{os.getpid()}"
-    return said.replace("-", "")[:16]
+    return text.replace("-", "")[:16]
 
 
 @contextlib.contextmanager

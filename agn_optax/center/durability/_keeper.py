@@ -9,6 +9,7 @@ asks it whether the change is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +40,7 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
 _SNAPSHOTS = 4  # minimum journal size in snapshots, so that these are few of all writes
 _RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
-_REMINDS = 60.0  # s, between two log messages about a center in memory only
+_REPEATS = 60.0  # s, pause before a failed snapshot is tried again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +121,9 @@ class Journal:
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
       interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
-      on_failure: whether to ``"stop"`` if the disk is full or fails, or if the
-        directory is moved, or to ``"go on"`` in memory and report it. ``"stop"`` closes
-        the center, which answers no further exchange. ``"go on"`` has a message in the
-        status and in the log, and tries to write a snapshot once a minute and at the
-        end.
+
+    If the disk is full or fails, or if the directory is moved, the center closes and
+    answers no further exchange.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -147,14 +146,12 @@ class Journal:
     directory: str | os.PathLike[str]
     size: int | None = None
     interval: float | None = None
-    on_failure: Literal["stop", "go on"] = "stop"
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
         check.whole_number(self.size, "size", least=1)
         if self.interval is not None:
             check.seconds(self.interval, "interval", positive=True)
-        check.one_of(self.on_failure, "on_failure", ("stop", "go on"))
 
 
 Durability = Snapshots | Journal
@@ -200,7 +197,7 @@ class Keeper:
         self.found = ""
         self.saved_version: int | None = None
         self._durability = durability
-        self._lost_journal = self._lost_snapshot = ""  # why the last write failed
+        self._lost_snapshot = ""  # why the last snapshot could not be written
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -214,7 +211,7 @@ class Keeper:
         self._seen = 0  # number of records before that attempt
         self._saved_size = 0
         self._exchanges = 0  # since that attempt
-        self._askers: list[Future[int]] = []  # callers that wait for a snapshot
+        self._saving = threading.Lock()  # held while a snapshot is written
         self._saver: Future[None] | None = None  # set once there is a center
 
     def restore(
@@ -250,17 +247,16 @@ class Keeper:
             memories.append(record.about["ledger"])
         version = ledger.version = store.current.number
         self.found = f"{where} continues at version {version}"
-        if lost := self._directory.lost(self._number):
-            # Its workers may be ahead of it, so they must start again.
+        lost = self._directory.lost(self._number)
+        for memory in memories:
+            # If updates are lost, workers may be ahead of it, and must start again.
+            ledger.recall(memory, now, gone=bool(lost))
+        if lost:
             self.found = (
                 f"{where} continues with a new id, at version {version}: {lost}"
             )
             _log.warning("%s", self.found)
-            for memory in memories:
-                ledger.recall(memory, now, gone=True)
         else:
-            for memory in memories:
-                ledger.recall(memory, now)
             self.life, self.chief = snapshot.about["life"], snapshot.about["chief"]
             if self._number == snapshot.number:
                 self._saved = self._number, self.life
@@ -311,7 +307,7 @@ class Keeper:
             return self.recorded
         self._number += 1
         self._exchanges += bool(submissions)
-        if self._writer is not None and not self._lost_journal:
+        if self._writer is not None:
             about = {
                 "ledger": ledger,
                 "messages": [plain(each) for each in submissions],
@@ -325,12 +321,12 @@ class Keeper:
     @property
     def recorded(self) -> int:
         """Number of the newest record, to wait for; see `is_kept`."""
-        return 0 if self._writer is None or self._lost_journal else self._number
+        return 0 if self._writer is None else self._number
 
     @property
     def degraded(self) -> str:
         """The reason why changes are missing on disk; "" if none are."""
-        return self.failure or self._lost_journal or self._lost_snapshot
+        return self.failure or self._lost_snapshot
 
     def room(self) -> Room | None:
         """Return the free and the needed disk space; None if unknown."""
@@ -343,11 +339,8 @@ class Keeper:
             return None
 
     def is_kept(self, recorded: int) -> bool:
-        """Return whether records are on disk, or are not guaranteed to be.
-
-        After a `failure` they never will be.
-        """
-        return recorded <= self._written or bool(self._lost_journal)
+        """Return whether records are on disk; after a `failure` they never will be."""
+        return recorded <= self._written
 
     def save(self) -> int:
         """Write a snapshot, which replaces the journal; return when it is on disk.
@@ -359,18 +352,12 @@ class Keeper:
           DurabilityError: the snapshot cannot be written.
           CenterClosedError: the center has ended meanwhile.
         """
-        asker: Future[int] = Future()
-        with self._changed:
+        with self._saving:
             if self._saver is None:
                 raise errors.NotInitializedError("there are no parameters yet")
             if self._closed or self.failure:
-                raise self._no_snapshot()
-            self._askers.append(asker)
-            self._changed.notify_all()
-        return asker.result()
-
-    def _no_snapshot(self) -> errors.CenterClosedError:
-        return errors.CenterClosedError(self.failure or "the center has ended")
+                raise errors.CenterClosedError(self.failure or "the center has ended")
+            return self._try_to_save()
 
     def close(self) -> None:
         """Write the remaining records and a last snapshot; release the directory."""
@@ -380,29 +367,26 @@ class Keeper:
             self._closed = True
             self._changed.notify_all()
         try:
-            self._write_last()
+            if self._saver is not None:
+                self._saver.result()
+                with self._saving:
+                    self._write_last()
         finally:
             self._directory.close()
 
     def _write_last(self) -> None:
-        if self._saver is not None:
-            self._saver.result()
-            if self._writer is not None:
-                self._writer.close()
-            try:
-                with self._changed:
-                    number, image = self._number, self._image()
-                if not self.failure:
-                    if self._saved != (number, self.life):
-                        self._save(number, image)
-                    self._directory.make_promise("whole", number)
-                    self._forget(number + 1)
-                    if self._lost_journal:
-                        _log.warning(
-                            "the center is complete on disk, in its last snapshot"
-                        )
-            except OSError as error:
-                self._fail(error)
+        if self._writer is not None:
+            self._writer.close()
+        try:
+            with self._changed:
+                number, image = self._number, self._image()
+            if not self.failure:
+                if self._saved != (number, self.life):
+                    self._save(number, image)
+                self._directory.make_promise("whole", number)
+                self._forget(number + 1)
+        except OSError as error:
+            self._fail(error)
 
     def _write_first(self, number: int) -> None:
         """Write the files that must be on disk before the first exchange.
@@ -417,7 +401,7 @@ class Keeper:
         else:
             interval, self._written = self._durability.interval, number
             self._writer = Writer(
-                self._directory, number, interval, self._is_written, self._cannot_write
+                self._directory, number, interval, self._is_written, self._fail
             )
             kind: Kind = "journal" if interval is None else "interval"
             self._directory.make_promise(kind, number)
@@ -434,28 +418,6 @@ class Keeper:
             self._written = number
             self._changed.notify_all()
 
-    def _cannot_write(self, error: Exception) -> None:
-        """Stop the center or continue in memory, after the journal has failed."""
-        if getattr(self._durability, "on_failure", "stop") == "stop":
-            self._fail(error)
-            return
-        assert self._saved is not None
-        said = (
-            "this center is in memory only, because its exchanges can no longer be "
-            f"written to {self._directory.path}: {error}"
-        )
-        try:
-            self._directory.make_promise("memory", self._saved[0])
-        except OSError as unmarked:
-            said += (
-                f". Nor can the lock there be marked as incomplete ({unmarked}): if a "
-                "center continues from that directory, have all workers start again"
-            )
-        with self._changed:
-            self._lost_journal, self._saved_at = said, time.monotonic()
-            _log.error("%s", said)
-            self._changed.notify_all()
-
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self.failure = (
@@ -465,42 +427,42 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._closed or self.failure) and self._time_left() != 0.0:
-                    self._changed.wait(self._time_left())
-                askers, self._askers = self._askers, []
-                if self._closed or self.failure:
-                    for asker in askers:
-                        asker.set_exception(self._no_snapshot())
-                    return
-                self._exchanges, self._saved_at = 0, time.monotonic()
-                seen = self._seen
-            if self._lost_journal:
-                _log.error("%s", self._lost_journal)
-            try:
-                version = self._replace_journal()
-            except Exception as error:  # of any kind: a later snapshot may succeed
-                self._lost_snapshot = (
-                    f"no snapshot could be written to {self._directory.path}; the next "
-                    f"attempt follows in due time: {error}"
-                )
-                _log.error("%s", self._lost_snapshot)
-                if not isinstance(self._durability, Journal):  # a journal has it all
-                    self._seen = seen  # so that the next attempt needs no exchange
-                for asker in askers:
-                    asker.set_exception(errors.DurabilityError(self._lost_snapshot))
-            else:
-                for asker in askers:
-                    asker.set_result(version)
+        while self._wait_until_due():
+            # The next attempt follows in due time.
+            with self._saving, contextlib.suppress(errors.DurabilityError):
+                if self._time_left() == 0.0:  # nobody else has written one meanwhile
+                    self._try_to_save()
+
+    def _wait_until_due(self) -> bool:
+        """Wait until a snapshot is due; return False if the center ends before."""
+        with self._changed:
+            while not (self._closed or self.failure):
+                left = self._time_left()
+                if left == 0.0:
+                    return True
+                self._changed.wait(left)
+            return False
+
+    def _try_to_save(self) -> int:
+        """Write a snapshot, which replaces the journal; return its version."""
+        with self._changed:
+            self._exchanges, self._saved_at = 0, time.monotonic()
+            seen = self._seen
+        try:
+            return self._replace_journal()
+        except Exception as error:  # of any kind: a later snapshot may succeed
+            self._lost_snapshot = (
+                f"no snapshot could be written to {self._directory.path}; the next "
+                f"attempt follows in due time: {error}"
+            )
+            _log.error("%s", self._lost_snapshot)
+            if not isinstance(self._durability, Journal):  # a journal has it all
+                self._seen = seen  # so that the next attempt needs no exchange
+            raise errors.DurabilityError(self._lost_snapshot) from error
 
     def _time_left(self) -> float | None:
         """Return the seconds to the next snapshot; None if time does not decide."""
         kept, records = self._durability, self._number - self._seen
-        if self._askers:
-            return 0.0
-        if self._lost_journal:
-            return max(0.0, self._saved_at + _REMINDS - time.monotonic())
         if isinstance(kept, Journal):
             assert self._writer is not None
             size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
@@ -509,7 +471,7 @@ class Keeper:
             is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
             pause = kept.seconds
             if pause is None and self._lost_snapshot:
-                pause = _REMINDS
+                pause = _REPEATS
             if pause is not None and records and not is_due:
                 return max(0.0, self._saved_at + pause - time.monotonic())
         return 0.0 if is_due else None
@@ -522,18 +484,15 @@ class Keeper:
         """
         with self._changed:
             self._seen = begin = number = self._number
-            writer = None if self._lost_journal else self._writer
+            writer = self._writer
             if writer:
                 writer.begin_file()
             image = self._image()
             if writer:
-                self._changed.wait_for(
-                    lambda: not writer.is_turning or self.failure or self._lost_journal
-                )
+                self._changed.wait_for(lambda: not writer.is_turning or self.failure)
                 begin = writer.begin
         version = self._save(number, image)
-        promise = self._directory.promise
-        if promise is not None and promise.kind == "memory":
+        if isinstance(self._durability, Snapshots):
             self._directory.note(number)
         self._forget(begin)
         return version

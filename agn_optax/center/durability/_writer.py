@@ -71,7 +71,7 @@ class Writer:
         self._waiting: queue.SimpleQueue[
             tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
         ] = queue.SimpleQueue()
-        self.is_turning = self._closing = False
+        self.is_turning = False
         self._begin_file()
         self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
@@ -91,7 +91,6 @@ class Writer:
 
     def close(self) -> None:
         """Wait until all records are on disk, or writing has failed."""
-        self._closing = True
         self._waiting.put("end")
         self._ended.result()
 
@@ -101,8 +100,6 @@ class Writer:
                 pass
         except Exception as error:  # of any kind, or workers would wait forever
             self._failed(error)
-            while not self._closing:  # discard records, which hold the messages' arrays
-                self._waiting.get()
         finally:
             os.close(self._file)
 

@@ -247,8 +247,7 @@ class Checks:
         )
         if free < needed:
             return "failed", (
-                f"{room}: make room there, or the center stops, or goes on in memory "
-                f"alone, as it is set to. {degraded}".strip()
+                f"{room}: make room there, or the center stops. {degraded}".strip()
             )
         if degraded:
             return "warning", f"{degraded} ({room})"
