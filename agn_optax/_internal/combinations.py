@@ -63,12 +63,6 @@ COMBINATIONS = (
         "Leave the placement out, or take a codec without such answers",
     ),
     Combination(
-        "`measure`",
-        "a center in shards or on the host",
-        "`measure` needs the center whole on every device",
-        "Leave the placement out",
-    ),
-    Combination(
         "a center in shards",
         "a rule that is not elementwise",
         "each shard has only a part of the elements",

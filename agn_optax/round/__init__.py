@@ -12,7 +12,7 @@
 - `_fragments`: which part is exchanged when.
 - `_elementwise`: the check whether a rule may work on parts.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
-- `_measure`: diagnostics of an exchange.
+- `_measure`: numbers about an exchange that a worker reports.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
 The public names are in `agn_optax`. The names here are for the layers above.

@@ -26,7 +26,7 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, trees
+from agn_optax._internal import check, trees
 from agn_optax.round import (
     _collectives,
     _elementwise,
@@ -37,12 +37,10 @@ from agn_optax.round import (
     _round,
 )
 from agn_optax.round._fragments import Fragments, FragmentsState
-from agn_optax.round._measure import measure
 from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
     Placement,
-    held,
     layout_of,
     rewrapped,
     unwrapped,
@@ -66,23 +64,14 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         messages have a delay, this call sends the message, and the call with
         ``landing=p`` applies it, or does nothing if no message is in flight. Both
         indices are static.
-      measure: ``(params, state) -> {name: scalar}``: diagnostics of the exchange that
-        would be made now, float32 scalars. It is pure: jit it, together with
-        ``exchange`` if you like. With fragments it takes ``fragment=p``.
-        ``message_norm`` is the norm of this worker's message. ``distance`` is the norm
-        of the difference between worker and center. ``codec_error`` is the codec's
-        error relative to the norm of the contribution. ``momentum_cosine`` is the
-        cosine between the message and the center optimizer's momentum, if it has one;
-        below zero, they work against each other.
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]
-    measure: Callable[..., dict[str, jax.Array]]
 
-    def __new__(cls, init: Any, update: Any, exchange: Any, measure: Any) -> Phases:
-        """Make a pair (init, update) with two more functions as attributes."""
+    def __new__(cls, init: Any, update: Any, exchange: Any) -> Phases:
+        """Make a pair (init, update) with one more function as an attribute."""
         self = super().__new__(cls, init, update)
-        self.exchange, self.measure = exchange, measure
+        self.exchange = exchange
         return self
 
 
@@ -301,33 +290,7 @@ def phases(
             own = with_inner(own, inner_state)
         return params, trees.map_nodes(lambda _: own, state, State)
 
-    def measure_fn(
-        params: PyTree, state: PyTree, *, fragment: int | None = None
-    ) -> dict[str, jax.Array]:
-        check.params_given(params, rule.name)
-        if not layout.is_at_hand:
-            combinations.refuse(
-                "measure",
-                "a center in shards or on the host",
-                f"placement={layout.placement}",
-            )
-        own = find_state(state)
-        check_state(params, own)
-        _fragments.chosen(fragments, fragment, None)
-        if isinstance(own, FragmentsState):
-            assert fragments is not None
-            if fragment is None:
-                raise errors.MissingArgumentError(
-                    "measure(params, state, fragment=p) needs the number of the "
-                    "fragment that would exchange now, got fragment=None"
-                )
-            params = fragments.divide(params).take(fragment, params)
-            own = own.fragments[fragment]
-        anchor = _round.adopted_last(own)
-        center = held(own.center)
-        return measure(rule, own.local, params, center, own.center_state, anchor)
-
-    return Phases(init_fn, update_fn, exchange_fn, measure_fn)
+    return Phases(init_fn, update_fn, exchange_fn)
 
 
 def exchange_every(

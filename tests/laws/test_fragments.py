@@ -609,8 +609,6 @@ def test_invalid_exchange_arguments_are_rejected():
         whole.exchange(params, whole.init(params), fragment=0)
     with pytest.raises(errors.InvalidTypeError, match="static_argnames"):
         jax.jit(tx.exchange)(params, state, fragment=0)
-    with pytest.raises(errors.MissingArgumentError, match="fragment=p"):
-        tx.measure(params, state)
     for other in (whole, split("diloco", agn_optax.Fragments(3))):
         with pytest.raises(errors.TreeMismatchError, match="fragments"):
             other.exchange(params, state)
@@ -637,7 +635,7 @@ WEIGHTS = {"a": 1.0, "b": 2.0}
 # Other functions of a state with fragments.
 
 
-def test_slots_and_measures_of_fragments():
+def test_slots_of_fragments():
     params = tree()
     tx = split("diloco", LATE)
     loop = step(tx, params, tx.init(params), at(steps_of(params), 0))
@@ -650,10 +648,6 @@ def test_slots_and_measures_of_fragments():
         "in_flight/message",
     ]
     assert_identical(found["center"], agn_optax.center_params(loop[1]))
-    measured = [tx.measure(*loop, fragment=p)["distance"] for p in range(2)]
-    whole = np.sqrt(sum(float(d) ** 2 for d in measured))
-    expected = optax.tree.norm(jax.tree.map(lambda x, c: x - c, loop[0], params))
-    np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 
 def test_fragments_are_selected_by_path():
