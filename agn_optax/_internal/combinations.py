@@ -109,33 +109,6 @@ COMBINATIONS = (
         "Leave both out: `steps` and `weight` must be None",
     ),
     Combination(
-        "eager updates",
-        "mixing",
-        "eager updates keep all local steps, so they leave nothing to mix",
-        "Leave out one of them",
-    ),
-    Combination(
-        "eager updates",
-        "a rule with an adoption of its own",
-        "eager updates adopt the whole center",
-        "Leave `eager` out",
-    ),
-    Combination(
-        "eager updates",
-        "a robust combine",
-        "eager updates adopt a worker's own share of a message, and a robust combine "
-        "has no such shares",
-        "Leave `eager` out, or combine by `'sum'` or `'mean'`",
-    ),
-    Combination(
-        "eager updates",
-        "a `Worker`",
-        "eager updates move the center by the worker's own share, and a worker outside "
-        "its program has no center optimizer",
-        "Give `overlap=True`, which goes on while a message is in flight, and keeps "
-        "all local steps",
-    ),
-    Combination(
         "`dynamic_period`",
         "fragments",
         "the offsets of fragments are in a period that is known before it begins",
