@@ -41,8 +41,8 @@ from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
     Placement,
+    check_host_memory,
     layout_of,
-    rewrapped,
     unwrapped,
     whole_center,
 )
@@ -183,7 +183,8 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_alike(params, axis_name)
-        layout.memory.check()
+        if layout.is_on_host:
+            check_host_memory()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
@@ -256,11 +257,13 @@ def phases(
             )
             return (params, own) if receives else send(params, own)
         if rule.adopts == "before":  # both move, from their old values
-            owners = functools.partial(_owners, rule, own)
             return _leafwise.when(
                 None,
                 lambda carry, _: exchange(*carry),
-                *((params, own), params, owners, own.exchanges),
+                (params, own),
+                params,
+                own.exchanges,
+                functools.partial(_elementwise.is_leafwise, rule, params),
             )
         return exchange(params, own)
 
@@ -322,7 +325,7 @@ def exchange_every(
       rule: a record of `agn_optax.rules`.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges made so far (int32 scalar) to the length of the next round, such as
-        `local_warmup` and `synchronous_warmup` return. A scalar array is not checked.
+        ``lambda k: jnp.where(k < 3, 1, 10)``. A scalar array is not checked.
         Under ``inject_hyperparams`` a function becomes a schedule of STEPS, as every
         callable does; name ``period`` in its ``static_args`` to keep a schedule of
         exchanges.
@@ -419,9 +422,13 @@ def exchange_every(
         exchange, *_ = _halves(rule, layout, extra_args, fragments)
         exchanged = functools.partial(_of_updates, exchange)
         if not reads_center_only:
-            carry, owners = (updates, state), functools.partial(_owners, rule, state)
             return _leafwise.when(
-                due, exchanged, carry, params, owners, state.exchanges
+                due,
+                exchanged,
+                (updates, state),
+                params,
+                state.exchanges,
+                functools.partial(_elementwise.is_leafwise, rule, params),
             )
         exchanged = functools.partial(exchanged, params=params)
         return center_alone(due, exchanged, updates, state, params)
@@ -455,9 +462,7 @@ def exchange_every(
         updates, state = split.update(updates, state, params, **extra_args)
 
         def settled(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.memory.settle(
-                state.center, state.center_state
-            )
+            center, center_state = layout.settle(state.center, state.center_state)
             return state._replace(center=center, center_state=center_state)
 
         if isinstance(state, ExchangeState):
@@ -688,14 +693,15 @@ def _halves(
     fragments: Fragments | None,
 ) -> tuple[_Act, _Act, _Act]:
     """Return exchange, sending and receiving as functions of (params, state)."""
-    exchange = functools.partial(_round.exchange, rule, layout)
-    send = functools.partial(_round.send, rule, layout)
-    receive = functools.partial(_round.receive_late, rule, layout)
     mixing = 0.0 if fragments is None else fragments.mixing
+
+    def of(act: Callable[..., Any], **more: float) -> _Act:
+        return functools.partial(act, rule, layout, extra_args=extra_args, **more)
+
     return (
-        functools.partial(exchange, extra_args=extra_args, mixing=mixing),
-        functools.partial(send, extra_args=extra_args),
-        functools.partial(receive, extra_args=extra_args, mixing=mixing),
+        of(_round.exchange, mixing=mixing),
+        of(_round.send),
+        of(_round.receive_late, mixing=mixing),
     )
 
 
@@ -704,27 +710,3 @@ def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeSta
     updates, state = carry
     adopted, state = act(optax.apply_updates(params, updates), state)
     return optax.tree.sub(adopted, params), state
-
-
-def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
-    """Return the owner of each array of a state, as `_leafwise.when` needs it."""
-    local, center, public = state.local, state.center, state.public
-    center_state = unwrapped(state.center_state)
-    of_center = _leafwise.owners_in(rule.center, center_state, numbers)
-    if public is not None:
-        codec = rule.codec.answer_codec
-        of_codec = _leafwise.owners_in(codec, public.codec_state, numbers)
-        public = _round.Public(numbers, of_codec)
-    return ExchangeState(
-        local=_round.LocalState(
-            local_steps=_parts.SHARED,
-            inner_state=None,
-            record=_leafwise.owners_in(rule.record, local.record, numbers),
-            anchor=None if local.anchor is None else numbers,
-            codec_state=_leafwise.owners_in(rule.codec, local.codec_state, numbers),
-        ),
-        center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
-        center_state=rewrapped(of_center, state.center_state),
-        exchanges=_parts.SHARED,
-        public=public,
-    )

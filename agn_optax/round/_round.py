@@ -22,6 +22,7 @@ module knows the order (`rules` calls the functions of a rule to compare rules).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -648,11 +649,34 @@ def _sent(
         layout.part(params),
         live if state.public is None else state.public.params,
     )
-    share, about = _metadata(rule, layout, state, extra_args)
-    message = _combined(
-        rule, layout, params, contribution, kept, live, share, state.exchanges
-    )
-    return message, {**extra_args, **about}, local._replace(codec_state=codec_state)
+    turn = state.exchanges
+    about = {
+        **extra_args,
+        "steps": local.local_steps,
+        "since": turn,
+        "workers": layout.count(turn),
+    }
+    share = None  # of this worker in a mean; None if all count alike
+    if (weight := extra_args.get("weight")) is not None:
+        check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
+        own = jnp.asarray(weight, float)
+        about["weight"] = layout.mean(own, turn)
+        share = own / about["weight"] if rule.combine == "mean" else None
+
+    def message_to(center: PyTree, contribution: PyTree) -> PyTree:
+        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
+
+    if rule.codec.is_identity:  # an all-reduce may sum the messages
+        mine = message_to(kept if live is None else live, contribution)
+        if share is not None:
+            mine = trees.scaled(mine, share)
+        message = layout.combine(mine, rule.combine, params, kept, turn)
+    else:
+        decoded = functools.partial(message_to, kept)
+        message = layout.combine_encoded(
+            contribution, decoded, rule.combine, params, share
+        )
+    return message, about, local._replace(codec_state=codec_state)
 
 
 def _moved(
@@ -666,56 +690,6 @@ def _moved(
     """Weigh and apply a message that was made within the program."""
     message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
     return apply(rule, message, center, center_state, public, extra_args)
-
-
-def _metadata(
-    rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
-) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Return this worker's share of the mean, and the metadata of the message.
-
-    The share is relative to the mean weight of the workers of a mesh, and None if all
-    messages count alike. The metadata are extra arguments of the center optimizer.
-    """
-    about: dict[str, Any] = {
-        "steps": state.local.local_steps,
-        "since": state.exchanges,
-        "workers": layout.count(state.exchanges),
-    }
-    weight = extra_args.get("weight")
-    if weight is None:
-        return None, about
-    check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
-    own = jnp.asarray(weight, float)
-    mean = layout.mean(own, state.exchanges)
-    return own / mean if rule.combine == "mean" else None, {**about, "weight": mean}
-
-
-def _combined(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    contribution: PyTree,
-    kept: PyTree,
-    live: PyTree,
-    share: jax.Array | None,
-    turn: jax.Array,
-) -> PyTree:
-    """Combine the contributions of all workers of a mesh to one message.
-
-    The message is in the pieces of ``kept``.
-    """
-
-    def message(contribution: PyTree, center: PyTree) -> PyTree:
-        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
-
-    if rule.codec.is_identity:  # an all-reduce may sum the messages
-        own = message(contribution, kept if live is None else live)
-        if share is not None:
-            own = trees.scaled(own, share)
-        return layout.combine(own, rule.combine, params, kept, turn)
-    return layout.combine_encoded(
-        contribution, lambda each: message(each, kept), rule.combine, params, share
-    )
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
