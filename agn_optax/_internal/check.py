@@ -135,8 +135,10 @@ def positive_int(value: Any, argument: str) -> Any:
         return value
     wanted = f"{argument} must be a positive int, got "
     number = _number(value, wanted)
+    if not isinstance(number, int | float | np.integer):
+        raise errors.InvalidTypeError(wanted + show(value))
     is_array = number is not value
-    is_whole = isinstance(number, numbers.Integral) or (is_array and number % 1 == 0)
+    is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)
     if not is_whole or not 1 <= number <= _MAX_INT:
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")
     return value if is_array else int(value)

@@ -69,8 +69,21 @@ def is_leafwise(rule: Rule, params: PyTree) -> bool:
     return rule.combines_elements and _is_same_in_parts(rule, params, _by_leaves)
 
 
-def is_uniform(rule: Rule, params: PyTree) -> bool:
-    """Return whether ``rule`` moves all elements of a center in the same way."""
+def is_uniform(
+    rule: Rule, params: PyTree, pack: Callable[[np.ndarray], PyTree]
+) -> bool:
+    """Return whether ``rule`` moves all elements of a center in the same way.
+
+    Args:
+      rule: the rule.
+      params: the center, which may be abstract.
+      pack: makes another tree of elements in one array.
+    """
+
+    def cut(tree: PyTree) -> list[PyTree]:
+        flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        return [pack(half) for half in np.array_split(flat, 2)]
+
     center_only = dataclasses.replace(
         rule,
         record=optax.identity(),
@@ -78,7 +91,8 @@ def is_uniform(rule: Rule, params: PyTree) -> bool:
         needs_params=True,
         adopt=None,
     )
-    return _is_same_in_parts(center_only, params, _flat)
+    has_scalars = () in _shapes(params)
+    return not has_scalars and _is_same_in_parts(center_only, params, cut)
 
 
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
@@ -105,11 +119,6 @@ def _halves(tree: PyTree) -> list[PyTree]:
         return piece.reshape((1,) * (leaf.ndim - 1) + (-1,))
 
     return [jax.tree.map(lambda x, n=n: half(x, n), tree) for n in (0, 1)]
-
-
-def _flat(tree: PyTree) -> list[PyTree]:
-    """Return all elements of a tree in one array."""
-    return [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])]
 
 
 def _is_same_in_parts(rule: Rule, params: PyTree, cut: Cut) -> bool:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -25,6 +26,10 @@ def rejection(optimizer, params=PARAMS, shards=2):
     except errors.InvalidArgumentError as error:
         return str(error)
     return ""
+
+
+def halves(array):
+    return tuple(np.array_split(array, 2))
 
 
 def cumulative_row_sums(x):
@@ -101,7 +106,7 @@ def test_rules_of_the_package_run_on_shards_and_leaf_by_leaf(name):
     parts = jax.eval_shape(_parts.balanced(PARAMS, 2).cut, PARAMS)
     _elementwise.check(rule, PARAMS, parts)
     assert _elementwise.is_leafwise(rule, PARAMS)
-    assert _elementwise.is_uniform(rule, PARAMS)
+    assert _elementwise.is_uniform(rule, PARAMS, halves)
 
 
 def test_rule_with_a_traced_setting_is_probed():
@@ -130,6 +135,6 @@ def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
     mask = {"a": True, "b": False, "c": True}
     rule = agn_optax.rules.agn(optax.masked(optax.adam(0.1), mask))
     with caplog.at_level("DEBUG", "agn_optax"):
-        assert not _elementwise.is_uniform(rule, PARAMS)
+        assert not _elementwise.is_uniform(rule, PARAMS, halves)
     (record,) = caplog.records
     assert record.message.startswith("not done: rule 'agn' in parts, because of")
