@@ -20,11 +20,9 @@ from agn_optax.round import (
     dynsgd,
     easgd,
     exchange_every,
-    local_warmup,
     phases,
     scan_round,
     slots,
-    synchronous_warmup,
 )
 from agn_optax.rules import (
     accumulate,
@@ -90,7 +88,6 @@ __all__ = [
     "fit",
     "from_first_process",
     "initialize_distributed",
-    "local_warmup",
     "loss_scale",
     "loss_scaling",
     "normalize",
@@ -104,7 +101,6 @@ __all__ = [
     "scale_by_weight",
     "scan_round",
     "slots",
-    "synchronous_warmup",
     "towers",
 ]
 

@@ -5,7 +5,7 @@
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
-- `tracing`: dataflow of a traced program, from its arguments to its results
+- `tracing`: steps that are skipped for unfit programs, and operations of programs
 - `extras`: a check that the packages of an extra are installed
 - `Backoff`: the pauses between attempts
 - `in_background`: run a function on a daemon thread

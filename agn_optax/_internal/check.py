@@ -98,9 +98,12 @@ def is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def _scalar(value: Any, wanted: str) -> Any:
-    """Return the Python number of a scalar array; any other ``value`` unchanged."""
-    return value.item() if _is_scalar_array(value, wanted) else value
+def _number(value: Any, wanted: str) -> Any:
+    """Return a real number as it is, and the Python number of a real scalar array."""
+    number = value.item() if _is_scalar_array(value, wanted) else value
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise errors.InvalidTypeError(wanted + show(value))
+    return number
 
 
 def _is_scalar_array(value: Any, wanted: str) -> bool:
@@ -131,8 +134,8 @@ def positive_int(value: Any, argument: str) -> Any:
     if is_traced(value):
         return value
     wanted = f"{argument} must be a positive int, got "
-    number = _scalar(value, wanted)
-    if isinstance(number, bool) or not isinstance(number, int | float | np.integer):
+    number = _number(value, wanted)
+    if not isinstance(number, int | float | np.integer):
         raise errors.InvalidTypeError(wanted + show(value))
     is_array = number is not value
     is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)
@@ -196,10 +199,7 @@ def rate(
     high_open = high_open or math.isinf(high)
     opens, closes = "(" if low_open else "[", ")" if high_open else "]"
     wanted = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
-    number = _scalar(value, wanted)
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise errors.InvalidTypeError(wanted + show(value))
-    number = float(number)
+    number = float(_number(value, wanted))
     above = number > low if low_open else number >= low
     below = number < high if high_open else number <= high
     if not (above and below):
@@ -302,13 +302,12 @@ def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
     difference = trees.describe(tree).difference(
         trees.describe(like), f"{what} has", f"{like_what} has", dtypes=False
     )
-    if difference is not None:
-        raise errors.TreeMismatchError(
-            f"{what} and {like_what} are different trees: {difference}"
+    if difference is None:
+        difference = (
+            f"the same leaves in different containers, {structure} and {like_structure}"
         )
     raise errors.TreeMismatchError(
-        f"{what} and {like_what} have the same leaves in different containers: "
-        f"{structure} and {like_structure}"
+        f"{what} and {like_what} are different trees: {difference}"
     )
 
 

@@ -12,12 +12,10 @@ from agn_optax import errors
 
 
 class Combination(NamedTuple):
-    """Two features that do not go together."""
+    """Why two features do not go together."""
 
-    first: str
-    second: str
     reason: str
-    instead: str  # what to do, a sentence
+    instead: str = "Leave out one of them"  # what to do, a sentence
     error: type[errors.AgnOptaxError] = errors.InvalidArgumentError
 
 
@@ -29,224 +27,131 @@ _ELEMENTWISE = (
     "itself"
 )
 
-COMBINATIONS = (
+COMBINATIONS = {
     # Placements.
-    Combination(
-        "gossip",
-        "a center in shards",
+    ("gossip", "a center in shards"): Combination(
         "gossip keeps a whole center with every worker",
-        "Leave out one of them",
     ),
-    Combination(
-        "gossip",
-        "a codec",
-        "gossip sends centers along with messages, and the codec would lose bits of "
-        "them",
-        "Leave out one of them",
+    ("gossip", "a codec"): Combination(
+        "gossip sends centers along with messages, and a codec loses bits of them",
     ),
-    Combination(
-        "gossip",
-        "a robust combine",
+    ("gossip", "a robust combine"): Combination(
         "two workers meet at a time, and the combine chooses among more messages",
         "Change `combine`: it must be `'sum'` or `'mean'`",
     ),
-    Combination(
-        "gossip",
-        "workers of several axes under `vmap`",
+    ("gossip", "workers of several axes under `vmap`"): Combination(
         "JAX mistakes pairs over several axes for pairs over the other axes",
         "Use `shard_map` for all axes, or give `axis_name` one axis for all workers",
     ),
-    Combination(
-        "a codec that answers in differences",
-        "a placement",
+    ("a codec that answers in differences", "a placement"): Combination(
         "the differences need one center, whole on the device",
         "Leave the placement out, or take a codec without such answers",
     ),
-    Combination(
-        "`measure`",
-        "a center in shards or on the host",
-        "`measure` needs the center whole on every device",
-        "Leave the placement out",
-    ),
-    Combination(
-        "a center in shards",
-        "a rule that is not elementwise",
+    ("a center in shards", "a rule that is not elementwise"): Combination(
         "each shard has only a part of the elements",
         "Take a center optimizer and a codec that read one element at a time, such as "
         "`optax.sgd` and `cast`, or keep the center whole",
     ),
-    Combination(
-        "a center in shards",
-        "a combine of whole messages",
+    ("a center in shards", "a combine of whole messages"): Combination(
         "each shard has a part of every message",
         f"Keep the center whole, or {_ELEMENTWISE}",
     ),
     # Fragments.
-    Combination(
-        "fragments",
-        "a combine of whole messages",
+    ("fragments", "a combine of whole messages"): Combination(
         "a fragment has a part of every message",
         f"Exchange the whole tree, or {_ELEMENTWISE}",
     ),
-    Combination(
-        "fragments with a delay",
-        "a placement",
+    ("fragments with a delay", "a placement"): Combination(
         "a message in flight needs one center, whole on every device",
-        "Leave out one of them",
     ),
-    Combination(
-        "fragments with a delay",
-        "`overlap=True`",
-        "with overlap an answer is adopted when it arrives, and with a delay a number "
-        "of local steps after its message",
-        "Leave out one of them",
+    ("fragments with a delay", "`overlap=True`"): Combination(
+        "with overlap an answer is adopted when it arrives, not after a fixed delay",
     ),
-    Combination(
+    (
         "fragments with mixing",
         "a rule that adopts the center before its message",
-        "the rule moves worker and center by the same force, which mixing would "
-        "reduce at the worker only",
+    ): Combination(
+        "the rule moves both by the same force, which mixing would reduce at one",
         "Leave `mixing` out",
     ),
-    Combination(
-        "eager updates",
-        "mixing",
-        "eager updates keep all local steps, so they leave nothing to mix",
-        "Leave out one of them",
-    ),
-    Combination(
-        "eager updates",
-        "a rule with an adoption of its own",
-        "eager updates adopt the whole center",
-        "Leave `eager` out",
-    ),
-    Combination(
-        "eager updates",
-        "a robust combine",
-        "eager updates adopt a worker's own share of a message, and a robust combine "
-        "has no such shares",
-        "Leave `eager` out, or combine by `'sum'` or `'mean'`",
-    ),
-    Combination(
-        "eager updates",
-        "a `Worker`",
-        "eager updates move the center by the worker's own share, and a worker outside "
-        "its program has no center optimizer",
-        "Give `overlap=True`, which goes on while a message is in flight, and keeps "
-        "all local steps",
-    ),
-    Combination(
-        "`dynamic_period`",
-        "fragments",
+    ("`dynamic_period`", "fragments"): Combination(
         "the offsets of fragments are in a period that is known before it begins",
         "Give `dynamic_period` to a worker that exchanges all at once",
         errors.InvalidTypeError,
     ),
-    Combination(
-        "`dynamic_period`",
-        "workers of one program",
-        "such workers make their steps together, and only a center outside measures "
-        "the speed of each",
+    ("`dynamic_period`", "workers of one program"): Combination(
+        "such workers make their steps together",
         "Give an int or a function of the exchanges made so far",
         errors.InvalidTypeError,
     ),
     # Codecs.
-    Combination(
-        "a codec that leaves out elements",
-        "a rule that sends parameters",
-        "contributions of the rule are not differences, so elements that are left out "
-        "would count as zero",
+    ("a codec that leaves out elements", "a rule that sends parameters"): Combination(
+        "elements that are left out of its contributions would count as zero",
         "The codec must send all elements, as `quantize(8)` and `cast('bfloat16')` do",
     ),
-    Combination(
-        "`error_feedback`",
-        "a chain around it",
-        "it keeps the loss of its own codec, but not the losses of the others in the "
-        "chain",
+    ("`error_feedback`", "a chain around it"): Combination(
+        "it keeps the loss of its own codec only, not those of the others",
         "Instead, put `error_feedback` around `chain_codecs`",
     ),
-    Combination(
-        "`error_feedback`",
-        "answers of a codec",
-        "each difference is taken from the exact center, so it already contains all "
-        "earlier losses",
+    ("`error_feedback`", "answers of a codec"): Combination(
+        "each difference is taken from the exact center and contains earlier losses",
         "Give the codec without `error_feedback`",
     ),
-    Combination(
-        "a codec that is not exact",
-        "answers of a codec",
-        "programs decode it alike only up to rounding, and the broadcast parameters "
-        "must be equal bit for bit at all workers",
+    ("a codec that is not exact", "answers of a codec"): Combination(
+        "programs decode it alike only up to rounding, and workers need equal bits",
         "Take another codec than `low_rank`",
     ),
-    Combination(
-        "a codec with answers",
-        "answers of a codec",
+    ("a codec with answers", "answers of a codec"): Combination(
         "an answer is not answered itself",
         "Give a codec that has no answers",
     ),
-    Combination(
-        "a codec that is not a cast",
-        "`all_reduce`",
+    ("a codec that is not a cast", "`all_reduce`"): Combination(
         "collectives add up gradients, and a sum of codes means nothing",
         "Take `codecs.cast`, or make the towers workers that exchange at every step by "
         "a rule with that codec, such as `rules.agn(codec=...)` with a period of 1",
     ),
-    Combination(
-        "row-sparse gradients",
-        "`all_reduce` with a delay",
+    ("row-sparse gradients", "`all_reduce` with a delay"): Combination(
         "rows cannot wait, because they change from step to step",
         "Leave `delay` out, or put `densify()` first",
         errors.TreeMismatchError,
     ),
     # Centers outside the program, and their workers.
-    Combination(
-        "a robust combine",
-        "a center that is not synchronous",
-        "the combine needs all messages of a round, and the center applies them one "
-        "by one",
+    ("a robust combine", "a center that is not synchronous"): Combination(
+        "the combine needs a whole round, and the center applies messages one by one",
         "Give the center `mode=Synchronous()` (`--mode synchronous`)",
     ),
-    Combination(
-        "`by_local_steps`",
-        "a center outside the program",
-        "such a center cannot count local steps, because its workers are not at the "
-        "same one",
-        "Give the optimizer as it is: its schedules count the messages that the center "
-        "has applied",
+    ("`by_local_steps`", "a center outside the program"): Combination(
+        "such a center cannot count local steps: its workers are at different ones",
+        "Give the optimizer as it is: its schedules count the messages applied",
     ),
-    Combination(
+    (
         "a `Worker`",
         "an inner optimizer that exchanges with a center of its own",
+    ): Combination(
         "`inner` must be an optimizer that makes local steps alone",
         "Give the optimizer inside it, as in "
         "`Worker(center, optax.adam(1e-3), period=10)`",
     ),
-    Combination(
-        "durability",
-        "a center with a parent",
+    ("durability", "a center with a parent"): Combination(
         "exchanges that were not yet sent to the parent would be lost with the process",
         "Give the parent a durability",
     ),
-    Combination(
+    (
         "a parent whose rule sums gradients",
         "a center whose rule sends no gradients",
+    ): Combination(
         "there is nothing to sum",
         _DISPLACEMENTS,
     ),
-    Combination(
-        "a parent whose rule sums gradients",
-        "a robust combine",
+    ("a parent whose rule sums gradients", "a robust combine"): Combination(
         "the parent would also sum the gradients that the combine leaves out",
         _DISPLACEMENTS,
     ),
-    Combination(
-        "`Resumable` with a center in memory",
-        "other workers of the center",
+    ("`Resumable` with a center in memory", "other workers of the center"): Combination(
         "the center is saved with its only worker",
         "Give the center `durability=agn_optax.center.Journal(...)`",
     ),
-)
+}
 
 
 def plain(text: str) -> str:
@@ -254,7 +159,9 @@ def plain(text: str) -> str:
     return text.replace("`", "")
 
 
-_BY_FEATURES = {(plain(row.first), plain(row.second)): row for row in COMBINATIONS}
+_BY_PLAIN_NAMES = {
+    (plain(first), plain(second)): row for (first, second), row in COMBINATIONS.items()
+}
 
 
 def refuse(first: str, second: str, got: str) -> NoReturn:
@@ -265,7 +172,7 @@ def refuse(first: str, second: str, got: str) -> NoReturn:
       second: the other feature, as a row of `COMBINATIONS` has them.
       got: settings that the caller has given.
     """
-    row = _BY_FEATURES[first, second]
+    row = _BY_PLAIN_NAMES[first, second]
     raise row.error(
         f"{first} and {second} do not go together, got {got}: "
         + plain(f"{row.reason}. {row.instead}")

@@ -12,7 +12,7 @@
 - `_fragments`: which part is exchanged when.
 - `_elementwise`: the check whether a rule may work on parts.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
-- `_measure`: diagnostics of an exchange.
+- `_measure`: numbers about an exchange that a worker reports.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
 The public names are in `agn_optax`. The names here are for the layers above.
@@ -43,10 +43,7 @@ from agn_optax.round._optimizers import easgd as easgd
 from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
-from agn_optax.round._period import local_warmup as local_warmup
-from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._round import ExchangeState as ExchangeState
-from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import Moved as Moved
 from agn_optax.round._round import Public as Public

@@ -26,7 +26,7 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, trees
+from agn_optax._internal import check, trees
 from agn_optax.round import (
     _collectives,
     _elementwise,
@@ -37,14 +37,12 @@ from agn_optax.round import (
     _round,
 )
 from agn_optax.round._fragments import Fragments, FragmentsState
-from agn_optax.round._measure import measure
 from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
     Placement,
-    held,
+    check_host_memory,
     layout_of,
-    rewrapped,
     unwrapped,
     whole_center,
 )
@@ -66,23 +64,14 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         messages have a delay, this call sends the message, and the call with
         ``landing=p`` applies it, or does nothing if no message is in flight. Both
         indices are static.
-      measure: ``(params, state) -> {name: scalar}``: diagnostics of the exchange that
-        would be made now, float32 scalars. It is pure: jit it, together with
-        ``exchange`` if you like. With fragments it takes ``fragment=p``.
-        ``message_norm`` is the norm of this worker's message. ``distance`` is the norm
-        of the difference between worker and center. ``codec_error`` is the codec's
-        error relative to the norm of the contribution. ``momentum_cosine`` is the
-        cosine between the message and the center optimizer's momentum, if it has one;
-        below zero, they work against each other.
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]
-    measure: Callable[..., dict[str, jax.Array]]
 
-    def __new__(cls, init: Any, update: Any, exchange: Any, measure: Any) -> Phases:
-        """Make a pair (init, update) with two more functions as attributes."""
+    def __new__(cls, init: Any, update: Any, exchange: Any) -> Phases:
+        """Make a pair (init, update) with one more function as an attribute."""
         self = super().__new__(cls, init, update)
-        self.exchange, self.measure = exchange, measure
+        self.exchange = exchange
         return self
 
 
@@ -178,7 +167,7 @@ def phases(
         center_state = layout.own(rule.center.init(trees.copy(piece)))
         in_flight = None
         if fragments is not None and fragments.delay:
-            in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)
+            in_flight = _round.nothing_in_flight(piece)
         center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
@@ -194,7 +183,8 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_alike(params, axis_name)
-        layout.memory.check()
+        if layout.is_on_host:
+            check_host_memory()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
@@ -267,11 +257,13 @@ def phases(
             )
             return (params, own) if receives else send(params, own)
         if rule.adopts == "before":  # both move, from their old values
-            owners = functools.partial(_owners, rule, own)
             return _leafwise.when(
                 None,
                 lambda carry, _: exchange(*carry),
-                *((params, own), params, owners, own.exchanges),
+                (params, own),
+                params,
+                own.exchanges,
+                functools.partial(_elementwise.is_leafwise, rule, params),
             )
         return exchange(params, own)
 
@@ -301,33 +293,7 @@ def phases(
             own = with_inner(own, inner_state)
         return params, trees.map_nodes(lambda _: own, state, State)
 
-    def measure_fn(
-        params: PyTree, state: PyTree, *, fragment: int | None = None
-    ) -> dict[str, jax.Array]:
-        check.params_given(params, rule.name)
-        if not layout.is_at_hand:
-            combinations.refuse(
-                "measure",
-                "a center in shards or on the host",
-                f"placement={layout.placement}",
-            )
-        own = find_state(state)
-        check_state(params, own)
-        _fragments.chosen(fragments, fragment, None)
-        if isinstance(own, FragmentsState):
-            assert fragments is not None
-            if fragment is None:
-                raise errors.MissingArgumentError(
-                    "measure(params, state, fragment=p) needs the number of the "
-                    "fragment that would exchange now, got fragment=None"
-                )
-            params = fragments.divide(params).take(fragment, params)
-            own = own.fragments[fragment]
-        anchor = _round.adopted_last(own)
-        center = held(own.center)
-        return measure(rule, own.local, params, center, own.center_state, anchor)
-
-    return Phases(init_fn, update_fn, exchange_fn, measure_fn)
+    return Phases(init_fn, update_fn, exchange_fn)
 
 
 def exchange_every(
@@ -359,7 +325,7 @@ def exchange_every(
       rule: a record of `agn_optax.rules`.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges made so far (int32 scalar) to the length of the next round, such as
-        `local_warmup` and `synchronous_warmup` return. A scalar array is not checked.
+        ``lambda k: jnp.where(k < 3, 1, 10)``. A scalar array is not checked.
         Under ``inject_hyperparams`` a function becomes a schedule of STEPS, as every
         callable does; name ``period`` in its ``static_args`` to keep a schedule of
         exchanges.
@@ -414,7 +380,6 @@ def exchange_every(
     if fragments is not None and not check.is_traced(first := period_of(0)):
         fragments.check_period(int(first))
     mixing = 0.0 if fragments is None else fragments.mixing
-    is_eager = fragments is not None and fragments.eager
 
     layout = layout_of(axis_name, placement)
     # If the exchange reads the state only, and the adopted parameters are in the new
@@ -425,11 +390,10 @@ def exchange_every(
         and rule.adopts == "after"
         and layout.is_default
         and not mixing
-        and not is_eager
     )
     # The same for the sending of a message. (If updates outside the loop were read,
     # XLA would compute the message before the loop, at every step.)
-    sends_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
+    sends_alone = not rule.needs_params and rule.adopts == "after"
 
     def center_alone(
         due: jax.Array,
@@ -458,9 +422,13 @@ def exchange_every(
         exchange, *_ = _halves(rule, layout, extra_args, fragments)
         exchanged = functools.partial(_of_updates, exchange)
         if not reads_center_only:
-            carry, owners = (updates, state), functools.partial(_owners, rule, state)
             return _leafwise.when(
-                due, exchanged, carry, params, owners, state.exchanges
+                due,
+                exchanged,
+                (updates, state),
+                params,
+                state.exchanges,
+                functools.partial(_elementwise.is_leafwise, rule, params),
             )
         exchanged = functools.partial(exchanged, params=params)
         return center_alone(due, exchanged, updates, state, params)
@@ -494,9 +462,7 @@ def exchange_every(
         updates, state = split.update(updates, state, params, **extra_args)
 
         def settled(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.memory.settle(
-                state.center, state.center_state
-            )
+            center, center_state = layout.settle(state.center, state.center_state)
             return state._replace(center=center, center_state=center_state)
 
         if isinstance(state, ExchangeState):
@@ -727,14 +693,15 @@ def _halves(
     fragments: Fragments | None,
 ) -> tuple[_Act, _Act, _Act]:
     """Return exchange, sending and receiving as functions of (params, state)."""
-    exchange = functools.partial(_round.exchange, rule, layout)
-    send = functools.partial(_round.send, rule, layout)
-    receive = functools.partial(_round.receive_late, rule, layout)
     mixing = 0.0 if fragments is None else fragments.mixing
+
+    def of(act: Callable[..., Any], **more: float) -> _Act:
+        return functools.partial(act, rule, layout, extra_args=extra_args, **more)
+
     return (
-        functools.partial(exchange, extra_args=extra_args, mixing=mixing),
-        functools.partial(send, extra_args=extra_args),
-        functools.partial(receive, extra_args=extra_args, mixing=mixing),
+        of(_round.exchange, mixing=mixing),
+        of(_round.send),
+        of(_round.receive_late, mixing=mixing),
     )
 
 
@@ -743,27 +710,3 @@ def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeSta
     updates, state = carry
     adopted, state = act(optax.apply_updates(params, updates), state)
     return optax.tree.sub(adopted, params), state
-
-
-def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
-    """Return the owner of each array of a state, as `_leafwise.when` needs it."""
-    local, center, public = state.local, state.center, state.public
-    center_state = unwrapped(state.center_state)
-    of_center = _leafwise.owners_in(rule.center, center_state, numbers)
-    if public is not None:
-        codec = rule.codec.answer_codec
-        of_codec = _leafwise.owners_in(codec, public.codec_state, numbers)
-        public = _round.Public(numbers, of_codec)
-    return ExchangeState(
-        local=_round.LocalState(
-            local_steps=_parts.SHARED,
-            inner_state=None,
-            record=_leafwise.owners_in(rule.record, local.record, numbers),
-            anchor=None if local.anchor is None else numbers,
-            codec_state=_leafwise.owners_in(rule.codec, local.codec_state, numbers),
-        ),
-        center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
-        center_state=rewrapped(of_center, state.center_state),
-        exchanges=_parts.SHARED,
-        public=public,
-    )

@@ -1,4 +1,4 @@
-"""Diagnostics of an exchange, computed before it is made by pure functions."""
+"""Numbers about an exchange that a worker reports."""
 
 from __future__ import annotations
 
@@ -7,52 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from agn_optax._internal import trees
-from agn_optax.round._round import (
-    LocalState,
-    contribute,
-    decode,
-    encode,
-    message_of,
-)
+from agn_optax.round._round import LocalState, contribute, decode, encode
 from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
-# State fields in which optax optimizers keep their momentum.
-_MOMENTA = ("trace", "mu")
-
-
-def measure(
-    rule: Rule,
-    state: LocalState,
-    params: PyTree,
-    center: PyTree,
-    center_state: PyTree,
-    anchor: PyTree,
-) -> dict[str, jax.Array]:
-    """Return diagnostics of the exchange that a worker would make now.
-
-    `Phases.measure` describes them. ``anchor`` is used if the state keeps no anchor.
-    """
-    sent, _ = contribute(rule, state, params, anchor)
-    message = message_of(rule, sent, center)
-    measured = {
-        "message_norm": norm(message),
-        "distance": distance(params, center),
-        "codec_error": codec_error(rule, state, params, anchor),
-    }
-    momentum = _momentum(center_state, center)
-    if momentum is not None:
-        measured["momentum_cosine"] = _cosine(message, momentum)
-    return measured
-
 
 def norm(tree: PyTree) -> jax.Array:
     """Return the global norm of a tree, in float32 or wider."""
-    return jnp.sqrt(_dot(tree, tree))
+    wide = [trees.widened(leaf) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum((jnp.vdot(leaf, leaf) for leaf in wide), start=jnp.zeros(())))
 
 
 def distance(params: PyTree, center: PyTree) -> jax.Array:
@@ -81,30 +47,3 @@ def codec_error(
     lost = distance(decode(rule, sent, whole), whole)
     size = norm(whole)
     return jnp.where(size > 0, lost / jnp.where(size > 0, size, 1), 0)
-
-
-def _dot(a: PyTree, b: PyTree) -> jax.Array:
-    def dot(x: jax.Array, y: jax.Array) -> jax.Array:
-        wide = trees.wider(x.dtype, y.dtype, jnp.float32)
-        return jnp.vdot(x.astype(wide), y.astype(wide))
-
-    dots = jax.tree.leaves(jax.tree.map(dot, a, b))
-    return sum(dots, start=jnp.zeros(()))
-
-
-def _momentum(center_state: PyTree, center: PyTree) -> PyTree:
-    """Return the center optimizer's momentum, or None.
-
-    None if the optimizer does not keep one for every parameter.
-    """
-    for name in _MOMENTA:
-        for _, kept in optax.tree.get_all_with_path(center_state, name):
-            structure: Any = jax.tree.structure(kept)
-            if structure == jax.tree.structure(center):
-                return kept
-    return None
-
-
-def _cosine(a: PyTree, b: PyTree) -> jax.Array:
-    sizes = norm(a) * norm(b)
-    return jnp.where(sizes > 0, _dot(a, b) / jnp.where(sizes > 0, sizes, 1), 0)

@@ -253,9 +253,8 @@ def average(
     Example:
       Post-local SGD: average at every step at first, then every 8 steps.
 
-      >>> import optax, agn_optax
-      >>> period = agn_optax.synchronous_warmup(8, steps=1000)
-      >>> tx = agn_optax.average(optax.sgd(0.1), period)
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> tx = agn_optax.average(optax.sgd(0.1), lambda k: jnp.where(k < 1000, 1, 8))
 
     References:
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations
@@ -107,78 +106,3 @@ def steps_of(period: Any) -> Any:
     if jnp.issubdtype(jnp.result_type(period), jnp.floating):
         period = jnp.ceil(period)
     return jnp.asarray(period, jnp.int32)
-
-
-def _either(condition: Any, if_true: int, if_false: int) -> Any:
-    """Select an int: as an int for a concrete condition, as an array for an array."""
-    if isinstance(condition, bool | np.bool_):
-        return if_true if condition else if_false
-    return jnp.where(condition, jnp.int32(if_true), jnp.int32(if_false))
-
-
-def _check_warmup(period: Any, steps: Any) -> None:
-    check.positive_int(period, "period")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise errors.InvalidArgumentError(
-            f"steps must be an int of 0 or more, got {steps!r}"
-        )
-
-
-def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
-    r"""Make a period schedule with ``steps`` local-only steps before the first round.
-
-    .. math:: \lambda(k) = \begin{cases} \text{steps} + \text{period} & k = 0 \\
-              \text{period} & k > 0 \end{cases}
-
-    The first exchange then carries the whole warm-up.
-
-    Args:
-      period: local steps of every later round, a positive int.
-      steps: local-only steps before the first round.
-
-    Returns:
-      A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer of this package. Make ``period`` static under ``inject_hyperparams``,
-      which would otherwise call it with the step count.
-
-    Raises:
-      InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
-
-    Example:
-      >>> schedule = local_warmup(10, steps=100)
-      >>> schedule(0), schedule(1), schedule(2)
-      (110, 10, 10)
-    """
-    _check_warmup(period, steps)
-    return lambda exchanges: _either(exchanges == 0, steps + period, period)
-
-
-def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
-    r"""Make a period schedule that first exchanges at every step (post-local SGD).
-
-    .. math:: \lambda(k) = \begin{cases} 1 & k < \text{steps} \\
-              \text{period} & k \ge \text{steps} \end{cases}
-
-    Args:
-      period: local steps of every later round, a positive int.
-      steps: number of steps, each with an exchange, before the first longer round.
-
-    Returns:
-      A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer of this package. Make ``period`` static under ``inject_hyperparams``,
-      which would otherwise call it with the step count.
-
-    Raises:
-      InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
-
-    Example:
-      >>> schedule = synchronous_warmup(10, steps=3)
-      >>> [schedule(exchanges) for exchanges in range(5)]
-      [1, 1, 1, 10, 10]
-
-    References:
-      Tao Lin, Sebastian U. Stich, Kumar Kshitij Patel, Martin Jaggi, *Don't Use Large
-      Mini-Batches, Use Local SGD*, 2018.
-    """
-    _check_warmup(period, steps)
-    return lambda exchanges: _either(exchanges < steps, 1, period)

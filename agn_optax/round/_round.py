@@ -22,6 +22,7 @@ module knows the order (`rules` calls the functions of a rule to compare rules).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -54,7 +55,6 @@ class InFlight(NamedTuple):
     steps: jax.Array  # int32 scalar: local steps that it was made of
     weight: jax.Array  # float scalar: the mean weight of the workers' rounds
     message: PyTree  # of all workers together, as the center
-    adopted: PyTree  # the parameters adopted when it was sent; None if it is not eager
 
 
 class ExchangeState(NamedTuple):
@@ -507,15 +507,15 @@ def exchange(
     live = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
-    sent = _sent(rule, layout, params, state, kept, live, extra_args)
-    moved = _moved(rule, sent.message, kept, center_state, state.public, sent.about)
+    message, about, local = _sent(rule, layout, params, state, kept, live, extra_args)
+    moved = _moved(rule, message, kept, center_state, state.public, about)
     if rule.adopts == "before":
         adopted, known = live, state.public
     else:
         adopted, known = layout.unite(moved.center, params), moved.public
     answer = answer_of(rule, layout.whole(adopted, params), known)
     adopting = adopt(rule, params, answer, mixing)
-    local = empty_record(rule, sent.local, params, answer, layout)
+    local = empty_record(rule, local, params, answer, layout)
     center, center_state = layout.store(moved.center, moved.center_state, state.center)
     return adopting, state._replace(
         local=move_anchor(local, answer),
@@ -536,8 +536,7 @@ def send(
     """Send a message, which `receive_late` receives, and begin the next round.
 
     No local step needs the message meanwhile. A rule that adopts the center as it was
-    before the message does so now. With eager updates (``state.in_flight.adopted`` is
-    not None) each worker now adopts the center moved by its own share of the message.
+    before the message does so now.
 
     Arguments and results are those of `exchange`; the center is whole.
     """
@@ -545,26 +544,17 @@ def send(
     assert state.in_flight is not None
     center = state.center
     sent = _sent(rule, layout, params, state, center, center, extra_args)
-    message = optax.tree.cast_like(sent.message, center)
-    local, adopted = sent.local, None
-    if state.in_flight.adopted is not None:
-        own = message_of(rule, sent.contribution, center)
-        if rule.combine == "mean":
-            count = layout.count(state.exchanges)
-            part = jnp.asarray(1.0 if sent.share is None else sent.share) / count
-            own = trees.scaled(own, part)
-        moved = _moved(rule, own, center, state.center_state, None, sent.about)
-        params = adopted = overwrite(params, answer_of(rule, moved.center))
-    elif rule.adopts == "before":
+    message, about, local = sent
+    message = optax.tree.cast_like(message, center)
+    if rule.adopts == "before":
         params = adopt_center(rule, params, state)
         local = move_anchor(local, answer_of(rule, center, state.public))
-    weight = sent.about.get("weight")
+    weight = about.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
         steps=local.local_steps,
         weight=jnp.asarray(1.0 if weight is None else weight, float),
         message=message,
-        adopted=adopted,
     )
     return params, state._replace(
         local=empty_record(rule, local, params, message, layout),
@@ -601,10 +591,7 @@ def receive_late(
     local = state.local
     if rule.adopts == "after":
         answer = answer_of(rule, moved.center, moved.public)
-        adopted = adopt(rule, params, answer, mixing)
-        if in_flight.adopted is not None:
-            adopted = with_progress(adopted, params, in_flight.adopted)
-        params = adopted
+        params = adopt(rule, params, answer, mixing)
         local = move_anchor(local, answer)
     # Reset the message to zeros that formally depend on the center. If the loop left
     # the message unchanged, XLA would hoist what it can compute from the message out of
@@ -620,25 +607,14 @@ def receive_late(
     )
 
 
-def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFlight:
+def nothing_in_flight(center: PyTree) -> InFlight:
     """Return an `InFlight` without a message, for states with a delay."""
     return InFlight(
         is_sent=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
         weight=jnp.ones((), float),
         message=optax.tree.zeros_like(center),
-        adopted=optax.tree.zeros_like(params) if eager else None,
     )
-
-
-class _Sent(NamedTuple):
-    """A message that was sent within the program."""
-
-    message: PyTree  # of all workers together
-    about: dict[str, Any]  # extra arguments of the center optimizer
-    local: LocalState  # with the codec's next state
-    contribution: PyTree  # of this worker, encoded
-    share: jax.Array | None  # of this worker in a mean; None if all count alike
 
 
 def _sent(
@@ -649,7 +625,7 @@ def _sent(
     kept: PyTree,
     live: PyTree,
     extra_args: dict[str, Any],
-) -> _Sent:
+) -> tuple[PyTree, dict[str, Any], LocalState]:
     """Make the message of all workers of a mesh.
 
     Args:
@@ -660,6 +636,10 @@ def _sent(
       kept: the center, or this tower's piece of it.
       live: the center in the pieces of the parameters; None if the rule reads none.
       extra_args: as of `exchange`.
+
+    Returns:
+      The message, the extra arguments of the center optimizer, and the local state with
+      the codec's next state.
     """
     local = state.local
     anchor = None if local.anchor is None else layout.part(local.anchor)
@@ -669,12 +649,34 @@ def _sent(
         layout.part(params),
         live if state.public is None else state.public.params,
     )
-    share, about = _metadata(rule, layout, state, extra_args)
-    message = _combined(
-        rule, layout, params, contribution, kept, live, share, state.exchanges
-    )
-    local = local._replace(codec_state=codec_state)
-    return _Sent(message, {**extra_args, **about}, local, contribution, share)
+    turn = state.exchanges
+    about = {
+        **extra_args,
+        "steps": local.local_steps,
+        "since": turn,
+        "workers": layout.count(turn),
+    }
+    share = None  # of this worker in a mean; None if all count alike
+    if (weight := extra_args.get("weight")) is not None:
+        check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
+        own = jnp.asarray(weight, float)
+        about["weight"] = layout.mean(own, turn)
+        share = own / about["weight"] if rule.combine == "mean" else None
+
+    def message_to(center: PyTree, contribution: PyTree) -> PyTree:
+        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
+
+    if rule.codec.is_identity:  # an all-reduce may sum the messages
+        mine = message_to(kept if live is None else live, contribution)
+        if share is not None:
+            mine = trees.scaled(mine, share)
+        message = layout.combine(mine, rule.combine, params, kept, turn)
+    else:
+        decoded = functools.partial(message_to, kept)
+        message = layout.combine_encoded(
+            contribution, decoded, rule.combine, params, share
+        )
+    return message, about, local._replace(codec_state=codec_state)
 
 
 def _moved(
@@ -688,56 +690,6 @@ def _moved(
     """Weigh and apply a message that was made within the program."""
     message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
     return apply(rule, message, center, center_state, public, extra_args)
-
-
-def _metadata(
-    rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
-) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Return this worker's share of the mean, and the metadata of the message.
-
-    The share is relative to the mean weight of the workers of a mesh, and None if all
-    messages count alike. The metadata are extra arguments of the center optimizer.
-    """
-    about: dict[str, Any] = {
-        "steps": state.local.local_steps,
-        "since": state.exchanges,
-        "workers": layout.count(state.exchanges),
-    }
-    weight = extra_args.get("weight")
-    if weight is None:
-        return None, about
-    check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
-    own = jnp.asarray(weight, float)
-    mean = layout.mean(own, state.exchanges)
-    return own / mean if rule.combine == "mean" else None, {**about, "weight": mean}
-
-
-def _combined(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    contribution: PyTree,
-    kept: PyTree,
-    live: PyTree,
-    share: jax.Array | None,
-    turn: jax.Array,
-) -> PyTree:
-    """Combine the contributions of all workers of a mesh to one message.
-
-    The message is in the pieces of ``kept``.
-    """
-
-    def message(contribution: PyTree, center: PyTree) -> PyTree:
-        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
-
-    if rule.codec.is_identity:  # an all-reduce may sum the messages
-        own = message(contribution, kept if live is None else live)
-        if share is not None:
-            own = trees.scaled(own, share)
-        return layout.combine(own, rule.combine, params, kept, turn)
-    return layout.combine_encoded(
-        contribution, lambda each: message(each, kept), rule.combine, params, share
-    )
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:

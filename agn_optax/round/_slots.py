@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
+from jax.tree_util import (
+    DictKey,
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+    tree_flatten_with_path,
+)
 
 from agn_optax import errors
 from agn_optax._internal import trees
@@ -19,6 +25,13 @@ from agn_optax.round.placements import held, unwrapped
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
+_Path = tuple[Any, ...]  # keys of JAX
+
+
+class _PartName(str):
+    """The name of a part of the round, as a key in a path."""
+
+    __slots__ = ()
 
 
 def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
@@ -84,18 +97,28 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     """
     opt_state = trees.map_nodes(_put_together, opt_state, FragmentsState)
     known = list(_known(opt_state))
-    if params is None:
-        like = _structure_of(known)
-    else:
-        like = params
-        for tree in known:
-            if not _is_like(tree, params):
-                raise errors.TreeMismatchError(
-                    "params must have the same tree as the parameters of the state: "
-                    f"got {jax.tree.structure(params)}, expected "
-                    f"{jax.tree.structure(tree)}"
-                )
-    return _named(list(_found(opt_state, (), _Test(like))))
+    like = _structure_of(known) if params is None else params
+    for tree in known:
+        if not _is_like(tree, like):
+            raise errors.TreeMismatchError(
+                "params must have the same tree as the parameters of the state: got "
+                f"{jax.tree.structure(like)}, expected {jax.tree.structure(tree)}"
+            )
+    is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
+    least = 0 if is_bare and not jnp.shape(like) else 1  # dimensions of a slot
+
+    def is_tree(node: PyTree) -> bool:
+        return not is_bare and bool(jax.tree.leaves(node)) and _is_like(node, like)
+
+    def is_slot(node: PyTree) -> bool:
+        dtype = getattr(node, "dtype", type(node))
+        return is_tree(node) or (
+            jnp.issubdtype(dtype, jnp.inexact) and jnp.ndim(node) >= least
+        )
+
+    named = trees.map_nodes(_by_part, opt_state, ExchangeState | LocalState)
+    nodes = tree_flatten_with_path(named, is_leaf=is_tree)[0]
+    return _named([(path, node) for path, node in nodes if is_slot(node)])
 
 
 def _put_together(state: FragmentsState) -> ExchangeState:
@@ -137,141 +160,73 @@ def _structure_of(known: list[PyTree]) -> PyTree:
     return whole[0]
 
 
-def _children(node: PyTree) -> list[tuple[Any, Any]]:
-    """Return a node's children with their keys; for a leaf, the leaf itself."""
-    return tree_flatten_with_path(node, is_leaf=lambda other: other is not node)[0]
-
-
 def _is_like(tree: PyTree, like: PyTree) -> bool:
     """Return whether a tree has the structure of another, except for masked nodes."""
-    if isinstance(tree, optax.MaskedNode):
-        return True
-    parts, parts_like = _children(tree), _children(like)
-    if [path for path, _ in parts] != [path for path, _ in parts_like]:
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def is_leaf(node: Any, part: PyTree) -> bool:
+        treedef: Any = jax.tree.structure(part)
+        return is_masked(node) or jax.tree_util.treedef_is_leaf(treedef)
+
+    try:
+        same = jax.tree.map(is_leaf, tree, like, is_leaf=is_masked)
+    except ValueError:  # other containers
         return False
-    if any(not path for path, _ in parts):  # both are leaves
-        return True
-    return type(tree) is type(like) and all(
-        _is_like(part, other)
-        for (_, part), (_, other) in zip(parts, parts_like, strict=True)
-    )
+    return all(jax.tree.leaves(same))
 
 
-class _Test:
-    """Test whether a node of a state is a slot."""
-
-    def __init__(self, like: PyTree) -> None:
-        self._like = like
-        self._is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
-        self._is_scalar = self._is_bare and not jnp.shape(like)
-
-    def leaf(self, leaf: Any) -> bool:
-        """Return whether an array outside of trees like the parameters is a slot."""
-        is_float = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
-        return is_float and (self._is_scalar or bool(jnp.shape(leaf)))
-
-    def tree(self, node: PyTree) -> bool:
-        has_arrays = bool(jax.tree.leaves(node))
-        return not self._is_bare and has_arrays and _is_like(node, self._like)
-
-
-class _Step(NamedTuple):
-    """One key in the path from a state to a slot."""
-
-    key: Any
-    text: str
-    kind: Literal["label", "position", "field"]
-
-
-_Path = tuple[_Step, ...]
-
-
-class _Slot(NamedTuple):
-    path: _Path
-    tree: PyTree
-
-
-def _found(node: PyTree, path: _Path, is_slot: _Test) -> Iterator[_Slot]:
-    """Yield all slots at a node and below it."""
-    if isinstance(node, ExchangeState | LocalState):
-        yield from _of_round(node, path, is_slot)
-        return
-    children = _children(node)
-    if any(not key for key, _ in children):
-        if is_slot.leaf(node):
-            yield _Slot(path, node)
-    elif is_slot.tree(node):
-        yield _Slot(path, node)
+def _by_part(state: ExchangeState | LocalState) -> PyTree:
+    """Return the fields of a rule's state by the names of the parts of the round."""
+    if isinstance(state, LocalState):
+        fields = {
+            "inner": state.inner_state,
+            "record": state.record,
+            "anchor": state.anchor,
+            "codec": state.codec_state,
+        }
     else:
-        for (key,), child in children:
-            yield from _found(child, (*path, _step(key)), is_slot)
+        fields = {
+            **_by_part(state.local),
+            "center": held(state.center),
+            "public": None if state.public is None else state.public.params,
+            "center_optimizer": unwrapped(state.center_state),
+            "in_flight": state.in_flight,
+        }
+    # An OrderedDict, because JAX sorts the keys of other dictionaries.
+    return collections.OrderedDict((_PartName(k), v) for k, v in fields.items())
 
 
-def _of_round(
-    state: ExchangeState | LocalState, path: _Path, is_slot: _Test
-) -> Iterator[_Slot]:
-    """Yield the slots of a rule's state, which have names of their own."""
-
-    def within(name: str, field: str, tree: PyTree) -> Iterator[_Slot]:
-        step = _Step(GetAttrKey(field), name, "label")
-        yield from _found(tree, (*path, step), is_slot)
-
-    def whole(name: str, tree: PyTree) -> Iterator[_Slot]:
-        if jax.tree.leaves(tree):
-            yield _Slot((*path, _Step(GetAttrKey(name), name, "field")), tree)
-
-    if isinstance(state, ExchangeState):
-        yield from _of_round(state.local, path, is_slot)
-        yield from whole("center", held(state.center))
-        if state.public is not None:
-            yield from whole("public", state.public.params)
-        center_state = unwrapped(state.center_state)
-        yield from within("center_optimizer", "center_state", center_state)
-        yield from within("in_flight", "in_flight", state.in_flight)
-    else:
-        yield from within("inner", "inner_state", state.inner_state)
-        yield from within("record", "record", state.record)
-        yield from whole("anchor", state.anchor)
-        yield from within("codec", "codec_state", state.codec_state)
+def _name(path: _Path, kinds: tuple[type, ...]) -> str:
+    """Join the keys of some kinds, the last field, and all keys after it."""
+    fields = [
+        i
+        for i, key in enumerate(path)
+        if isinstance(key, GetAttrKey)
+        or isinstance(getattr(key, "key", None), _PartName)
+    ]
+    last = max(fields, default=0)
+    kept = [key for i, key in enumerate(path) if i >= last or isinstance(key, kinds)]
+    return keystr(tuple(kept), simple=True, separator="/")
 
 
-def _step(key: Any) -> _Step:
-    if isinstance(key, GetAttrKey):
-        return _Step(key, key.name, "field")
-    if isinstance(key, DictKey):
-        return _Step(key, str(key.key), "label")
-    return _Step(key, keystr((key,), simple=True), "position")
+# From the shortest name to the whole path, which is unique in a tree.
+_FORMS = (
+    lambda path: _name(path, (DictKey,)),
+    lambda path: _name(path, (DictKey, SequenceKey)),
+    keystr,
+)
 
 
-def _short(path: _Path) -> str:
-    """Join the labels, the last field, and all keys after it."""
-    return _joined(path, ("label",))
-
-
-def _longer(path: _Path) -> str:
-    return _joined(path, ("label", "position"))
-
-
-def _joined(path: _Path, kinds: tuple[str, ...]) -> str:
-    last = max((i for i, step in enumerate(path) if step.kind == "field"), default=0)
-    return "/".join(s.text for i, s in enumerate(path) if i >= last or s.kind in kinds)
-
-
-def _full(path: _Path) -> str:
-    """Return the whole path as JAX writes it, which is unique in a tree."""
-    return keystr(tuple(step.key for step in path))
-
-
-def _named(found: list[_Slot]) -> dict[str, PyTree]:
+def _named(found: list[tuple[_Path, PyTree]]) -> dict[str, PyTree]:
     """Give each slot the shortest name that is unique."""
-    forms = (_short, _longer, _full)
     chosen = [0] * len(found)
     while True:
-        names = [forms[n](slot.path) for n, slot in zip(chosen, found, strict=True)]
+        names = [_FORMS[n](path) for n, (path, _) in zip(chosen, found, strict=True)]
         count = collections.Counter(names)
         if len(count) == len(names):
-            return {name: slot.tree for name, slot in zip(names, found, strict=True)}
-        last = len(forms) - 1
+            return {name: tree for name, (_, tree) in zip(names, found, strict=True)}
         for i, name in enumerate(names):
             if count[name] > 1:
-                chosen[i] = min(chosen[i] + 1, last)
+                chosen[i] = min(chosen[i] + 1, len(_FORMS) - 1)

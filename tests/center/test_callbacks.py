@@ -1,4 +1,4 @@
-"""Callbacks with the metrics of each exchange, and `measure`."""
+"""Callbacks with the metrics of each exchange."""
 
 import jax
 import jax.numpy as jnp
@@ -93,34 +93,3 @@ def test_failing_callback_is_logged_and_loses_no_exchange(caplog):
     assert "no disk" in caplog.text
     with pytest.raises(errors.InvalidTypeError, match="functions of a step"):
         agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=["print"])
-
-
-@pytest.mark.parametrize("codec", [codecs.identity(), codecs.quantize(8)])
-def test_measure_describes_the_next_exchange(codec):
-    rule = rules.diloco(optax.sgd(0.7, momentum=0.9, nesterov=True), codec=codec)
-    split = agn_optax.phases(optax.sgd(0.1), rule)
-    measure = jax.jit(split.measure)
-    params, state = PARAMS, split.init(PARAMS)
-    for sign in (1.0, -1.0):
-        grads = jax.tree.map(lambda x, s=sign: s * jnp.ones_like(x), PARAMS)
-        updates, state = split.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        said = measure(params, state)
-        params, state = split.exchange(params, state)
-    message = 0.1 * np.sqrt(4)
-    assert float(said["message_norm"]) == pytest.approx(message, rel=1e-2)
-    assert float(said["distance"]) == pytest.approx(message, rel=1e-2)
-    assert float(said["momentum_cosine"]) == pytest.approx(-1.0, rel=1e-2)
-    assert (float(said["codec_error"]) > 0) == (codec.name != "identity")
-    assert {value.dtype for value in said.values()} == {jnp.dtype("float32")}
-
-
-def test_measure_needs_a_whole_center():
-    placement = agn_optax.Placement(shard_axis="towers")
-    split = agn_optax.phases(optax.sgd(0.1), rules.agn(optax.sgd(0.1)))
-    assert "momentum_cosine" not in split.measure(PARAMS, split.init(PARAMS))
-    placed = agn_optax.phases(
-        optax.sgd(0.1), rules.agn(optax.sgd(0.1)), placement=placement
-    )
-    with pytest.raises(errors.InvalidArgumentError, match="needs the center whole"):
-        placed.measure(PARAMS, split.init(PARAMS))

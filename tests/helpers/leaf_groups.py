@@ -15,12 +15,12 @@ def forbid(monkeypatch):
 
 def recorded(monkeypatch):
     """Return a list that gets the groups of each exchange that is traced by groups."""
-    made, plan = [], _leafwise._plan
+    made, pieces = [], _leafwise._pieces
 
-    def planned(*args):
-        if (found := plan(*args)) is not None:
-            made.append([{piece.leaf for piece in group} for group in found.groups])
+    def recording(act, carry, params, groups):
+        found = pieces(act, carry, params, groups)
+        made.append([{piece.leaf for piece in group} for group in groups])
         return found
 
-    monkeypatch.setattr(_leafwise, "_plan", planned)
+    monkeypatch.setattr(_leafwise, "_pieces", recording)
     return made

@@ -347,19 +347,6 @@ def test_flax_serializes_gossip_state():
     assert_identical(back, state)
 
 
-def test_gossip_measure_returns_the_distance():
-    split = agn_optax.phases(
-        shared.sgd(0.1),
-        shared.diloco(FAST),
-        axis_name="workers",
-        placement=agn_optax.Placement(gossip=1.0),
-    )
-    params = jnp.ones((2, SIZE))
-    state = jax.vmap(split.init)(params)
-    found = jax.vmap(split.measure, axis_name="workers")(params - 0.5, state)
-    assert_close(found["distance"], jnp.full(2, 0.5 * SIZE**0.5))
-
-
 def test_gossip_over_several_mesh_axes_equals_one_axis():
     tx = make(shared.diloco(FAST), axis_name=("hosts", "workers"))
     params = jnp.zeros((2, 4, SIZE))

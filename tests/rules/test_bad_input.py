@@ -323,17 +323,6 @@ def test_missing_or_negative_extra_arguments_are_rejected():
             tx.update(GRADS, tx.init(PARAMS), staleness=staleness)
 
 
-@pytest.mark.parametrize("steps", [-1, 1.5, True, None])
-@pytest.mark.parametrize(
-    "warmup", [agn_optax.local_warmup, agn_optax.synchronous_warmup]
-)
-def test_invalid_warmup_settings_are_rejected(warmup, steps):
-    with raises(errors.InvalidArgumentError, "steps must be an int", repr(steps)):
-        warmup(10, steps=steps)
-    with raises(errors.InvalidArgumentError, "period must be a positive int, got 0"):
-        warmup(0, steps=1)
-
-
 def test_errors_have_one_base_class_and_are_documented():
     for name in errors.__all__:
         error = getattr(errors, name)

@@ -222,12 +222,10 @@ def test_log_says_why_an_exchange_is_whole(groups, caplog):
     with caplog.at_level("DEBUG", "agn_optax"):
         trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
     (record,) = caplog.records
-    assert "by groups of leaves" in record.message
-    assert "depends on several leaves" in record.message
+    assert "rule 'diloco' in parts" in record.message
 
 
-def test_unrelated_error_of_the_optimizer_is_raised(groups):
-    """The optimizer fails only when traced with a part of the leaves."""
+def test_optimizer_that_fails_on_a_part_of_the_leaves_is_exchanged_whole(groups):
 
     def update(updates, params):
         del params
@@ -236,5 +234,5 @@ def test_unrelated_error_of_the_optimizer_is_raised(groups):
         return updates
 
     rule = agn_optax.rules.diloco(optax.stateless(update))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
+    trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
+    assert not groups

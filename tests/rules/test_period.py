@@ -14,9 +14,9 @@ from agn_optax import rules
 
 SCHEDULES = {
     "constant": (3, [3, 6, 9, 12]),
-    "local warm-up": (agn_optax.local_warmup(3, steps=5), [8, 11]),
-    "synchronous warm-up": (
-        agn_optax.synchronous_warmup(4, steps=3),
+    "local at first": (lambda exchanges: jnp.where(exchanges < 1, 8, 3), [8, 11]),
+    "often at first": (
+        lambda exchanges: jnp.where(exchanges < 3, 1, 4),
         [1, 2, 3, 7, 11],
     ),
     "growing": (lambda exchanges: 1 + exchanges, [1, 3, 6, 10]),

@@ -234,7 +234,10 @@ def test_every_setting_of_easgd_can_be_injected():
 
 def test_static_period_schedule_works_in_inject_hyperparams():
     injected = optax.inject_hyperparams(agn_optax.easgd, static_args="period")
-    period = agn_optax.local_warmup(2, steps=2)
+
+    def period(exchanges):
+        return jnp.where(exchanges == 0, 4, 2)
+
     tx = injected(optax.sgd(0.1), period, moving_rate=0.5)
     params = jnp.ones(2)
     _, _, state = run(tx, params, np.zeros((9, 2), np.float32))

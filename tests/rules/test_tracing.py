@@ -1,4 +1,4 @@
-"""Analysis of traced programs: which center optimizers can run on shards."""
+"""Probes of rules: which center optimizers can run on shards."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import pytest
 
 import agn_optax
 from agn_optax import errors
-from agn_optax._internal import tracing
 from agn_optax.center import ShardedCenter
 from agn_optax.round import _elementwise, _parts
 
@@ -29,6 +28,10 @@ def rejection(optimizer, params=PARAMS, shards=2):
     return ""
 
 
+def halves(array):
+    return tuple(np.array_split(array, 2))
+
+
 def cumulative_row_sums(x):
     """Return the running sum of the rows, computed in a scan."""
     return jax.lax.scan(lambda total, row: (total + row, total + row), x[0] * 0, x)[1]
@@ -38,6 +41,14 @@ ALLOWED = {
     "every second message": optax.MultiSteps(  # a cond
         optax.adam(0.1), 2
     ).gradient_transformation(),
+    "every twelfth message": optax.MultiSteps(
+        optax.sgd(0.1, 0.9), 12
+    ).gradient_transformation(),
+    **{
+        name: getattr(optax, name)(0.1)
+        for name in ("sgd", "adam", "adamw", "lion", "rmsprop", "adagrad", "adadelta")
+    },
+    "Nesterov's momentum": optax.sgd(0.7, 0.9, nesterov=True),
     "a loop in a leaf": on_each_leaf(
         lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x)
     ),
@@ -48,8 +59,13 @@ ALLOWED = {
     ),
     "functions with derivatives of their own": on_each_leaf(jax.nn.silu),
     "one that is computed again": on_each_leaf(jax.checkpoint(jnp.sin)),
+    "a callback": on_each_leaf(lambda x: jax.pure_callback(lambda y: y, x, x)),
 }
 REFUSED = {
+    "a check of all numbers": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "a large norm of every twelfth message": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(0.1)), 12
+    ).gradient_transformation(),
     "a sum row by row": on_each_leaf(cumulative_row_sums),
     "the number of leaves": optax.stateless(
         lambda u, _: jax.tree.map(lambda x: x / len(jax.tree.leaves(u)), u)
@@ -68,7 +84,6 @@ REFUSED = {
             )
         )
     ),
-    "a callback": on_each_leaf(lambda x: jax.pure_callback(lambda y: y, x, x)),
 }
 
 
@@ -82,6 +97,32 @@ def test_optimizer_that_mixes_leaves_or_rows_is_rejected_on_shards(name):
     assert "a center in shards and a rule" in rejection(REFUSED[name])
 
 
+@pytest.mark.parametrize("name", agn_optax.rules.__all__)
+def test_rules_of_the_package_run_on_shards_and_leaf_by_leaf(name):
+    if name == "Rule":
+        return
+    settings = {"agn": [optax.adam(0.1)], "easgd": [0.1]}
+    rule = getattr(agn_optax.rules, name)(*settings.get(name, ()))
+    parts = jax.eval_shape(_parts.balanced(PARAMS, 2).cut, PARAMS)
+    _elementwise.check(rule, PARAMS, parts)
+    assert _elementwise.is_leafwise(rule, PARAMS)
+    assert _elementwise.is_uniform(rule, PARAMS, halves)
+
+
+def test_rule_with_a_traced_setting_is_probed():
+    @jax.jit
+    def is_leafwise(rate):
+        rule = agn_optax.rules.easgd(rate)
+        whole = agn_optax.rules.agn(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
+        )
+        assert _elementwise.is_leafwise(rule, PARAMS)
+        assert not _elementwise.is_leafwise(whole, PARAMS)
+        return rate
+
+    is_leafwise(0.1)
+
+
 def test_sharded_center_rejects_optimizer_that_counts_leaves():
     """Each shard would be moved by the number of its own leaves."""
     rule = agn_optax.rules.agn(REFUSED["the number of leaves"])
@@ -90,54 +131,10 @@ def test_sharded_center_rejects_optimizer_that_counts_leaves():
         center.initialize(PARAMS, worker="anna")
 
 
-def test_equal_expressions_are_equal_values():
-    """The shapes, and how the program is cut into functions, make no difference."""
-
-    def one(x):
-        return jnp.where(x > 0, x * 2.0, x)
-
-    def other(x):
-        return jax.jit(lambda y: jnp.where(y > 0, y * 2.0, y))(x)
-
-    def third(x):
-        return jnp.where(x > 0, x * 3.0, x)
-
-    (first,) = tracing.read(one, jnp.ones(3)).made.values()
-    assert [first] == [*tracing.read(other, jnp.ones((5, 2))).made.values()]
-    assert [first] != [*tracing.read(third, jnp.ones(3)).made.values()]
-
-
-def test_each_result_lists_the_leaves_it_depends_on():
-    def act(tree):
-        a, b, c = tree
-        chosen = jax.lax.cond(c > 0, lambda: (a, b), lambda: (a * 2, -b))
-        return (*chosen, jnp.sum(a), jax.lax.fori_loop(0, 2, lambda _, x: x + b, a))
-
-    reading = tracing.read(act, (jnp.ones(3), jnp.ones(3), jnp.ones(())))
-    leaves = [set(value.leaves) for value in reading.made.values()]
-    assert leaves == [{0, 2}, {1, 2}, {0}, {0, 1}]
-    assert [operation.primitive.name for operation, _ in reading.across] == [
-        "reduce_sum"
-    ]
-
-
-def test_array_constants_distinguish_expressions():
-    def times(values):
-        return lambda x: x * jnp.asarray(values)
-
-    first, again, other = (
-        tracing.read(times(np.array(values)), jnp.ones(2)).made[""]
-        for values in ([1.0, 2.0], [1.0, 2.0], [1.0, 3.0])
-    )
-    assert first == again != other
-
-
 def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
     mask = {"a": True, "b": False, "c": True}
     rule = agn_optax.rules.agn(optax.masked(optax.adam(0.1), mask))
-    abstract = jax.eval_shape(lambda: PARAMS)
-    parts = (jnp.ones(24), jnp.ones(4))
     with caplog.at_level("DEBUG", "agn_optax"):
-        assert not _elementwise.is_uniform(rule, abstract, parts)
+        assert not _elementwise.is_uniform(rule, PARAMS, halves)
     (record,) = caplog.records
-    assert record.message.startswith("not done: the center of rule 'agn' in two")
+    assert record.message.startswith("not done: rule 'agn' in parts, because of")

@@ -264,7 +264,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_optimizer_that_is_not_elementwise_is_rejected_by_name(name):
+def test_optimizer_that_is_not_elementwise_is_rejected(name):
     towers = agn_optax.Towers(2)
     for placement in (None, agn_optax.Placement(shard_axis="towers")):
         tx = agn_optax.exchange_every(
@@ -274,7 +274,9 @@ def test_optimizer_that_is_not_elementwise_is_rejected_by_name(name):
         if placement is None:
             towers.create(tx.init, params)
             continue
-        with pytest.raises(errors.InvalidArgumentError, match=f"where {name}"):
+        with pytest.raises(
+            errors.InvalidArgumentError, match="rule 'agn', whose center optimizer"
+        ):
             towers.create(tx.init, params)
 
 
@@ -348,9 +350,8 @@ def test_invalid_placements_are_rejected():
 LOOKS_FURTHER = {
     "size": lambda x: x / x.size**0.5,
     "neighbors": lambda x: jax.lax.reduce_window(
-        x, 0.0, jax.lax.add, (1,) * x.ndim, (1,) * x.ndim, "SAME"
+        x, 0.0, jax.lax.add, (3,) * x.ndim, (1,) * x.ndim, "SAME"
     ),
-    "callback": lambda x: jax.pure_callback(lambda y: y, x, x),
     "product": lambda x: x @ x,
     "transpose": lambda x: x + x.T,
     "cumulative": lambda x: jnp.cumsum(x, axis=0),
@@ -387,7 +388,7 @@ def test_record_that_is_not_elementwise_is_rejected():
     )
     placement = agn_optax.Placement(shard_axis="towers")
     tx = agn_optax.phases(optax.sgd(0.1), rule, placement=placement)
-    with pytest.raises(errors.InvalidArgumentError, match="rule 'direction', where"):
+    with pytest.raises(errors.InvalidArgumentError, match="rule 'direction', whose"):
         agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
 
 

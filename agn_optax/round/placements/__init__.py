@@ -7,7 +7,7 @@ the round calls, so that the round distinguishes no cases.
 - `_layout`: the protocol, and what placements have in common.
 - `_whole`: a center that is whole on every tower, and gossip.
 - `_shards`: a center in shards.
-- `_host`: the memory of any of these, the device's or the host's.
+- `_host`: moves of any of these to the host's memory.
 - `_stored`: centers as optimizer states store them.
 """
 
@@ -16,19 +16,19 @@ from __future__ import annotations
 from typing import Any
 
 from agn_optax._internal import check
+from agn_optax.round.placements._host import check_host_memory as check_host_memory
 from agn_optax.round.placements._host import to_device
-from agn_optax.round.placements._layout import Layout
-from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._shards import Sharded, gathered, piece_length
-from agn_optax.round.placements._stored import (
-    HOST_SHAPE,
-    CenterShards,
-    OnHost,
-    OwnCenter,
-    held,
-    rewrapped,
-    unwrapped,
-)
+from agn_optax.round.placements._layout import Layout as Layout
+from agn_optax.round.placements._placement import Placement as Placement
+from agn_optax.round.placements._shards import Sharded, gathered
+from agn_optax.round.placements._shards import piece_length as piece_length
+from agn_optax.round.placements._stored import HOST_SHAPE as HOST_SHAPE
+from agn_optax.round.placements._stored import CenterShards as CenterShards
+from agn_optax.round.placements._stored import OnHost as OnHost
+from agn_optax.round.placements._stored import OwnCenter as OwnCenter
+from agn_optax.round.placements._stored import held as held
+from agn_optax.round.placements._stored import rewrapped as rewrapped
+from agn_optax.round.placements._stored import unwrapped as unwrapped
 from agn_optax.round.placements._whole import Gossip, Whole, mean_center
 
 PyTree = Any
@@ -62,20 +62,3 @@ def whole_center(stored: PyTree) -> PyTree:
     if isinstance(center, OwnCenter):
         return mean_center(center)
     return gathered(center) if isinstance(center, CenterShards) else center
-
-
-__all__ = [
-    "HOST_SHAPE",
-    "WHOLE",
-    "CenterShards",
-    "Layout",
-    "OnHost",
-    "OwnCenter",
-    "Placement",
-    "held",
-    "layout_of",
-    "piece_length",
-    "rewrapped",
-    "unwrapped",
-    "whole_center",
-]

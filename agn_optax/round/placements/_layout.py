@@ -26,9 +26,16 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives, _messages
-from agn_optax.round.placements._host import MEMORIES, DeviceMemory
+from agn_optax.round.placements._host import to_device, to_host
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import held, place_of, unwrapped
+from agn_optax.round.placements._stored import (
+    OnHost,
+    for_host,
+    from_host,
+    held,
+    place_of,
+    unwrapped,
+)
 from agn_optax.rules import Rule, robust
 
 PyTree = Any
@@ -50,14 +57,14 @@ class Layout(abc.ABC):
         return _collectives.names(self.axis_name)
 
     @property
-    def memory(self) -> DeviceMemory:
-        """Memory of the center and its optimizer's state between exchanges."""
-        return MEMORIES[self.placement.memory]
+    def is_on_host(self) -> bool:
+        """True if the host's memory has the center between exchanges."""
+        return self.placement.memory == "host"
 
     @property
     def place(self) -> str:
         """Description of the place of the center, for errors."""
-        return f"{self.kind}, on the {self.memory.name}"
+        return f"{self.kind}, on the {self.placement.memory}"
 
     @property
     def is_default(self) -> bool:
@@ -67,7 +74,7 @@ class Layout(abc.ABC):
     @property
     def is_at_hand(self) -> bool:
         """True if a local step can read the whole center in the state."""
-        return self.memory.is_at_hand
+        return not self.is_on_host
 
     def check_rule(self, rule: Rule) -> None:
         """Check that a rule can be used with this placement.
@@ -261,11 +268,21 @@ class Layout(abc.ABC):
 
         ``like`` is the whole center, or the center as it was stored before.
         """
-        return self.memory.store(self._wrap(center, like), center_state)
+        center = self._wrap(center, like)
+        if not self.is_on_host:
+            return center, center_state
+        return to_host((OnHost(for_host(center)), OnHost(for_host(center_state))))
+
+    def settle(self, center: PyTree, center_state: PyTree) -> Any:
+        """Move a stored center and state to their memory, such as after a restore."""
+        both = center, center_state
+        return to_host(both) if self.is_on_host else both
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""
-        center, center_state = self.memory.load(center, center_state)
+        if self.is_on_host:
+            stored = center.tree, center_state.tree
+            center, center_state = from_host(to_device(stored))
         return held(center), center_state
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:

@@ -24,8 +24,7 @@ class Placement:
 
     The center optimizer and the rule must then work element by element. A rule or
     optimizer that reads a whole tree or a whole leaf (global-norm clipping, trust
-    ratios, matrix orthogonalization) raises an error that names it when the state is
-    made.
+    ratios, matrix orthogonalization) raises an error when the state is made.
 
     With ``gossip``, there is no common center. Every worker i keeps its own center, and
     exchanges with one other worker j at a time:
