@@ -167,7 +167,7 @@ def phases(
         center_state = layout.own(rule.center.init(trees.copy(piece)))
         in_flight = None
         if fragments is not None and fragments.delay:
-            in_flight = _round.nothing_in_flight(piece)
+            in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)
         center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
@@ -380,6 +380,7 @@ def exchange_every(
     if fragments is not None and not check.is_traced(first := period_of(0)):
         fragments.check_period(int(first))
     mixing = 0.0 if fragments is None else fragments.mixing
+    is_eager = fragments is not None and fragments.eager
 
     layout = layout_of(axis_name, placement)
     # If the exchange reads the state only, and the adopted parameters are in the new
@@ -390,10 +391,11 @@ def exchange_every(
         and rule.adopts == "after"
         and layout.is_default
         and not mixing
+        and not is_eager
     )
     # The same for the sending of a message. (If updates outside the loop were read,
     # XLA would compute the message before the loop, at every step.)
-    sends_alone = not rule.needs_params and rule.adopts == "after"
+    sends_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
 
     def center_alone(
         due: jax.Array,

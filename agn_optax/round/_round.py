@@ -55,6 +55,7 @@ class InFlight(NamedTuple):
     steps: jax.Array  # int32 scalar: local steps that it was made of
     weight: jax.Array  # float scalar: the mean weight of the workers' rounds
     message: PyTree  # of all workers together, as the center
+    adopted: PyTree  # the parameters adopted when it was sent; None if it is not eager
 
 
 class ExchangeState(NamedTuple):
@@ -507,15 +508,15 @@ def exchange(
     live = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
-    message, about, local = _sent(rule, layout, params, state, kept, live, extra_args)
-    moved = _moved(rule, message, kept, center_state, state.public, about)
+    sent = _sent(rule, layout, params, state, kept, live, extra_args)
+    moved = _moved(rule, sent.message, kept, center_state, state.public, sent.about)
     if rule.adopts == "before":
         adopted, known = live, state.public
     else:
         adopted, known = layout.unite(moved.center, params), moved.public
     answer = answer_of(rule, layout.whole(adopted, params), known)
     adopting = adopt(rule, params, answer, mixing)
-    local = empty_record(rule, local, params, answer, layout)
+    local = empty_record(rule, sent.local, params, answer, layout)
     center, center_state = layout.store(moved.center, moved.center_state, state.center)
     return adopting, state._replace(
         local=move_anchor(local, answer),
@@ -536,7 +537,8 @@ def send(
     """Send a message, which `receive_late` receives, and begin the next round.
 
     No local step needs the message meanwhile. A rule that adopts the center as it was
-    before the message does so now.
+    before the message does so now. With eager updates (``state.in_flight.adopted`` is
+    not None) each worker now adopts the center moved by its own share of the message.
 
     Arguments and results are those of `exchange`; the center is whole.
     """
@@ -544,17 +546,26 @@ def send(
     assert state.in_flight is not None
     center = state.center
     sent = _sent(rule, layout, params, state, center, center, extra_args)
-    message, about, local = sent
-    message = optax.tree.cast_like(message, center)
-    if rule.adopts == "before":
+    message = optax.tree.cast_like(sent.message, center)
+    local, adopted = sent.local, None
+    if state.in_flight.adopted is not None:
+        own = message_of(rule, sent.contribution, center)
+        if rule.combine == "mean":
+            count = layout.count(state.exchanges)
+            part = jnp.asarray(1.0 if sent.share is None else sent.share) / count
+            own = trees.scaled(own, part)
+        moved = _moved(rule, own, center, state.center_state, None, sent.about)
+        params = adopted = overwrite(params, answer_of(rule, moved.center))
+    elif rule.adopts == "before":
         params = adopt_center(rule, params, state)
         local = move_anchor(local, answer_of(rule, center, state.public))
-    weight = about.get("weight")
+    weight = sent.about.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
         steps=local.local_steps,
         weight=jnp.asarray(1.0 if weight is None else weight, float),
         message=message,
+        adopted=adopted,
     )
     return params, state._replace(
         local=empty_record(rule, local, params, message, layout),
@@ -591,7 +602,10 @@ def receive_late(
     local = state.local
     if rule.adopts == "after":
         answer = answer_of(rule, moved.center, moved.public)
-        params = adopt(rule, params, answer, mixing)
+        adopted = adopt(rule, params, answer, mixing)
+        if in_flight.adopted is not None:
+            adopted = with_progress(adopted, params, in_flight.adopted)
+        params = adopted
         local = move_anchor(local, answer)
     # Reset the message to zeros that formally depend on the center. If the loop left
     # the message unchanged, XLA would hoist what it can compute from the message out of
@@ -607,14 +621,25 @@ def receive_late(
     )
 
 
-def nothing_in_flight(center: PyTree) -> InFlight:
+def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFlight:
     """Return an `InFlight` without a message, for states with a delay."""
     return InFlight(
         is_sent=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
         weight=jnp.ones((), float),
         message=optax.tree.zeros_like(center),
+        adopted=optax.tree.zeros_like(params) if eager else None,
     )
+
+
+class _Sent(NamedTuple):
+    """A message that was sent within the program."""
+
+    message: PyTree  # of all workers together
+    about: dict[str, Any]  # extra arguments of the center optimizer
+    local: LocalState  # with the codec's next state
+    contribution: PyTree  # of this worker, encoded
+    share: jax.Array | None  # of this worker in a mean; None if all count alike
 
 
 def _sent(
@@ -625,7 +650,7 @@ def _sent(
     kept: PyTree,
     live: PyTree,
     extra_args: dict[str, Any],
-) -> tuple[PyTree, dict[str, Any], LocalState]:
+) -> _Sent:
     """Make the message of all workers of a mesh.
 
     Args:
@@ -636,10 +661,6 @@ def _sent(
       kept: the center, or this tower's piece of it.
       live: the center in the pieces of the parameters; None if the rule reads none.
       extra_args: as of `exchange`.
-
-    Returns:
-      The message, the extra arguments of the center optimizer, and the local state with
-      the codec's next state.
     """
     local = state.local
     anchor = None if local.anchor is None else layout.part(local.anchor)
@@ -676,7 +697,8 @@ def _sent(
         message = layout.combine_encoded(
             contribution, decoded, rule.combine, params, share
         )
-    return message, about, local._replace(codec_state=codec_state)
+    local = local._replace(codec_state=codec_state)
+    return _Sent(message, about, local, contribution, share)
 
 
 def _moved(

@@ -133,7 +133,7 @@ class Worker:
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
         or ``give_up`` is negative; or the center does not have one shard for each of
-        the ``fragments``; or the fragments cannot be used with this rule, or
+        the ``fragments``; or the fragments cannot be used with this rule, are eager, or
         have a delay together with ``overlap``.
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center`` is
         not a center.
@@ -762,6 +762,8 @@ def _divided(
             f"{len(center.centers)}"
         )
     fragments.check(center.rule)
+    if fragments.eager:
+        combinations.refuse("eager updates", "a Worker", f"{fragments}")
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
         combinations.refuse("fragments with a delay", "overlap=True", got)

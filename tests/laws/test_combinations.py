@@ -89,6 +89,7 @@ FRAGMENTS = {
     "whole": None,
     "fragments": agn_optax.Fragments(2),
     "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
+    "eager": agn_optax.Fragments(2, delay=1, eager=True),
 }
 # The largest distance to the minimum after this many rounds.
 ROUNDS = 50
@@ -400,13 +401,17 @@ def rejection(rule, codec, place, dtype, fragments):
         return "must send all elements"
     if rule == "median" and place in outside:
         return "one by one"
-    if fragments == "delayed":
+    if fragments in ("delayed", "eager"):
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
         if rule.startswith("easgd"):
-            return "mixing would reduce"
+            return "mixing would reduce|eager updates adopt"
+        if place in outside and fragments == "eager":
+            return "outside its program has no center optimizer"
         if place == "overlapping":
             return "an answer is adopted when it arrives"
+    if fragments == "eager" and rule == "median":
+        return "eager"
     # A fragment has whole leaves; a shard may have a part of a leaf.
     if rule in ACROSS and (
         place == "shards of towers" or (place, fragments) == ("in shards", "whole")

@@ -340,13 +340,24 @@ def test_sharded_center_rejects_aggregation_of_whole_messages():
     assert ShardedCenter(medians).rule.combine is rule("median").combine
 
 
-def test_fragments_reject_krum():
-    with pytest.raises(errors.InvalidArgumentError, match=r"a fragment has a part"):
+@pytest.mark.parametrize(
+    ("name", "fragments", "why"),
+    [
+        ("krum", {}, r"with krum\(2\): a fragment has a part"),
+        (
+            "median",
+            {"delay": 1, "eager": True},
+            "'average' with median: .* no such shares",
+        ),
+    ],
+)
+def test_fragments_reject_unsupported_robust_aggregation(name, fragments, why):
+    with pytest.raises(errors.InvalidArgumentError, match=why):
         agn_optax.phases(
             INNER,
-            rule("krum"),
+            rule(name),
             axis_name="workers",
-            fragments=agn_optax.Fragments(2),
+            fragments=agn_optax.Fragments(2, **fragments),
         )
 
 
