@@ -16,7 +16,7 @@
         ├── NameTakenError                    another worker has that name
         ├── CenterFullError                   the center's limit of workers is reached
         ├── NotAllowedError (PermissionError) this caller may not do that
-        ├── MessageRefusedError               too many messages in a row were rejected
+        ├── MessageRejectedError              too many messages in a row were rejected
         ├── RuleMismatchError                 worker and center run different rules
         ├── ProtocolError                     invalid data came over the wire
         ├── DurabilityError (OSError)         files cannot be read or written
@@ -99,7 +99,7 @@ class NotAllowedError(CenterError, PermissionError):
     is_known = True  # False if the caller is unknown
 
 
-class MessageRefusedError(CenterError):
+class MessageRejectedError(CenterError):
     """Too many rejected messages of one worker in a row; gives the reason."""
 
 

@@ -359,7 +359,7 @@ def test_every_row_of_the_combinations_has_a_check():
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "combinations.refuse"
+        and ast.unparse(node.func) == "combinations.reject"
     }
     assert checked == known
     assert len(known) == len(combinations.COMBINATIONS)
@@ -370,7 +370,7 @@ def test_error_of_a_combination_says_what_came_and_why(features):
     row = combinations.COMBINATIONS[features]
     first, second = map(combinations.plain, features)
     with pytest.raises(row.error) as error:
-        combinations.refuse(first, second, "a=1, b=2")
+        combinations.reject(first, second, "a=1, b=2")
     said = combinations.plain(f"got a=1, b=2: {row.reason}. {row.instead}")
     assert str(error.value) == f"{first} and {second} do not go together, {said}"
 

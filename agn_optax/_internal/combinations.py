@@ -1,6 +1,6 @@
 """The pairs of features that do not go together, each with the reason.
 
-The checks raise their errors by `refuse`, and docs/combinations.md prints the table in
+The checks raise their errors by `reject`, and docs/combinations.md prints the table in
 Markdown. Values that are out of range are not here; `check` is for these.
 """
 
@@ -182,7 +182,7 @@ _BY_PLAIN_NAMES = {
 }
 
 
-def refuse(first: str, second: str, got: str) -> NoReturn:
+def reject(first: str, second: str, got: str) -> NoReturn:
     """Raise the error of two features that do not go together.
 
     Args:

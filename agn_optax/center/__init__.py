@@ -16,6 +16,7 @@ from agn_optax.center._ledger import Member as Member
 from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._local import PackedCenter as PackedCenter
+from agn_optax.center._message_limits import MessageLimits
 from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
@@ -23,7 +24,6 @@ from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._recent import Recent as Recent
-from agn_optax.center._refusals import Refuse
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
@@ -43,7 +43,7 @@ __all__ = [
     "Journal",
     "Limits",
     "LocalCenter",
-    "Refuse",
+    "MessageLimits",
     "Session",
     "Snapshot",
     "Snapshots",

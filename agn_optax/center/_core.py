@@ -33,8 +33,8 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._ledger import Batch, Ledger, Member, State
+from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
-from agn_optax.center._refusals import Refusal, Size
 from agn_optax.center._store import CenterState, Known, Prepared, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import Durability, Image, Keeper, Room
@@ -128,7 +128,7 @@ class Core:
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
         if not rule.is_summed and not self.ledger.mode.combines:
-            combinations.refuse(
+            combinations.reject(
                 "a robust combine",
                 "a center that is not synchronous",
                 f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
@@ -454,15 +454,15 @@ class Core:
 
     def _examine(self, submission: Submission) -> _Message:
         """Place a contribution on the center's device, and measure its message."""
-        store, refuse, size = self.store, self.ledger.refusals.refuse, None
+        store, limits, size = self.store, self.ledger.rejections.limits, None
         contribution = store.take(submission.contribution)
         # The rest is not used: answers are always whole.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
-            norm: Any = store.norm(contribution, version.params, waits=refuse.measures)
-            if refuse.measures:
+            norm: Any = store.norm(contribution, version.params, waits=limits.measures)
+            if limits.measures:
                 largest = None
-                if refuse.element is not None:
+                if limits.element is not None:
                     largest = float(store.largest(contribution, version.params))
                 size = Size(float(norm), largest)
         return _Message(submission, norm, size, threading.Condition(self._lock))
@@ -477,7 +477,7 @@ class Core:
             member.sequence,
             staleness=member.staleness or 0,
             applied=member.applied,
-            refused=member.why,
+            rejected=member.why,
             pace=self.ledger.pace(worker),
         )
         return KeptAnswer(answer, current, self._recorded())
@@ -514,7 +514,7 @@ class Core:
         prepared = None
         try:
             if batch.taken:
-                looks = self.ledger.refusals.refuse.nonfinite
+                looks = self.ledger.rejections.limits.nonfinite
                 norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
                 prepared = self.store.prepare(*_applied(batch, messages), norm)
                 if looks and not self.store.is_bounded(prepared):
@@ -573,13 +573,13 @@ class Core:
     def _not_finite(self, batch: Batch) -> Batch:
         """Return a batch in which all messages to be applied are rejected."""
         answers = self.rule.codec.answer_dtype or "unrounded"
-        refusal = Refusal(
+        rejection = Rejection(
             "nonfinite",
             "with this message, or another one of its round, the center would not be "
             f"finite, either itself or as workers adopt it ({answers})",
         )
-        others = {batch.entries[i].worker: refusal for i in batch.taken}
-        return self.ledger.refusing(batch, others)
+        others = {batch.entries[i].worker: rejection for i in batch.taken}
+        return self.ledger.rejecting(batch, others)
 
     def _end_batch(
         self,
@@ -606,7 +606,7 @@ class Core:
                     sequence = entry.submission.sequence
                     self._failures[entry.worker] = sequence, failure
             if batch.taken and store.current is before:
-                self.ledger.refuse(batch)
+                self.ledger.fail(batch)
             else:
                 self._answer(batch, messages, before)
 
@@ -630,13 +630,13 @@ class Core:
             reads = dict(zip(taken, map(self.observer, seen), strict=True))
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
             sequence = message.submission.sequence
-            refusal = batch.refused.get(worker)
-            if refusal is not None:
+            rejection = batch.rejected.get(worker)
+            if rejection is not None:
                 _log.warning(
-                    "a message of worker %r was rejected: %s", worker, refusal.why
+                    "a message of worker %r was rejected: %s", worker, rejection.why
                 )
-                if refusal.is_last:
-                    error = self._too_many_rejected(worker, refusal)
+                if rejection.is_last:
+                    error = self._too_many_rejected(worker, rejection)
                     self._failures[worker] = sequence, error
                     continue
             # A rejected worker adopts the center with the other messages of the round.
@@ -650,19 +650,19 @@ class Core:
                 staleness=batch.staleness[i],
                 norm=message.norm,
                 applied=i in taken,
-                refused="" if refusal is None else refusal.why,
+                rejected="" if rejection is None else rejection.why,
                 pace=self.ledger.pace(worker),
             )
             read = reads.get(i), message.read_until(current)
             self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
 
     def _too_many_rejected(
-        self, worker: str, refusal: Refusal
-    ) -> errors.MessageRefusedError:
-        return errors.MessageRefusedError(
-            f"worker {worker!r} has sent {self.ledger.refusals.refuse.in_a_row} "
+        self, worker: str, rejection: Rejection
+    ) -> errors.MessageRejectedError:
+        return errors.MessageRejectedError(
+            f"worker {worker!r} has sent {self.ledger.rejections.limits.in_a_row} "
             "messages or more in a row that this center rejects, the last one because "
-            f"{refusal.why}; the center is unchanged. Start again from the center, "
+            f"{rejection.why}; the center is unchanged. Start again from the center, "
             "with a smaller learning rate or with clipping"
         )
 

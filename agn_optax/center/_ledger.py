@@ -8,7 +8,7 @@ seconds, is an argument. Its owner reports events, and asks for decisions:
     submit                      take a worker's message
     due -> Batch | None         return the messages to apply or drop next, as a batch
     judge -> Batch              decide which of them are rejected
-    settle, refuse              record that they were applied, or that applying failed
+    settle, fail                record that they were applied, or that applying failed
     acknowledge                 record that the worker has its answer
     shift                       record a change of the center by no message
     memory, recall              save and restore the state
@@ -30,9 +30,9 @@ from typing import Any
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._limits import Limits
+from agn_optax.center._message_limits import MessageLimits, Rejection, Rejections, Size
 from agn_optax.center._modes import Asynchronous, Entry, Mode
 from agn_optax.center._recent import Recent
-from agn_optax.center._refusals import Refusal, Refusals, Refuse, Size
 from agn_optax.center._submission import Submission
 
 
@@ -41,7 +41,7 @@ class State(enum.Enum):
 
     IDLE = "no exchange is under way"
     WAITING = "its message waits to be applied"
-    ANSWERED = "its message was applied, dropped or refused, and the answer is kept"
+    ANSWERED = "its message was applied, dropped or rejected, and the answer is kept"
     GONE = "it left, or was given up"
 
 
@@ -56,7 +56,7 @@ NEXT = {
     (State.WAITING, "join"): State.WAITING,
     (State.WAITING, "repeat"): State.WAITING,
     (State.WAITING, "settle"): State.ANSWERED,
-    (State.WAITING, "refuse"): State.IDLE,  # as if the message had not been sent
+    (State.WAITING, "fail"): State.IDLE,  # as if the message had not been sent
     (State.WAITING, "acknowledge"): State.WAITING,
     (State.WAITING, "disconnect"): State.WAITING,
     (State.WAITING, "leave"): State.GONE,
@@ -92,7 +92,7 @@ class Member:
     staleness: int | None = None
     applied: bool = True  # whether its last message was applied
     why: str = ""  # reason if its last message was rejected
-    refused: int = 0
+    rejected: int = 0
     in_a_row: int = 0  # number of its last messages that were rejected in a row
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
@@ -126,7 +126,7 @@ class Batch:
     weights: tuple[float, ...] | None  # of the messages of a round; else None
     applies: bool  # False if the messages are to be dropped
     # Rejections by worker; these messages are not applied with the others.
-    refused: Mapping[str, Refusal] = dataclasses.field(default_factory=dict)
+    rejected: Mapping[str, Rejection] = dataclasses.field(default_factory=dict)
     norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
     workers: int = 1  # number of registered workers
 
@@ -134,7 +134,7 @@ class Batch:
     def taken(self) -> list[int]:
         """Indices of the messages to be applied."""
         entries = enumerate(self.entries) if self.applies else ()
-        return [i for i, entry in entries if entry.worker not in self.refused]
+        return [i for i, entry in entries if entry.worker not in self.rejected]
 
 
 class Ledger:
@@ -147,7 +147,7 @@ class Ledger:
       version: number of exchanges applied in an earlier process.
 
     Attributes:
-      refusals: the decisions on rejections.
+      rejections: the decisions on rejections.
       version: number of exchanges applied.
       pending: the waiting messages, by worker.
       is_open: whether the barrier is open.
@@ -185,7 +185,7 @@ class Ledger:
         self.mode = mode
         self.limits = limits
         self.barrier = barrier
-        self.refusals = Refusals(limits.messages or Refuse())
+        self.rejections = Rejections(limits.messages or MessageLimits())
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         # True once as many workers were registered at a time as the barrier needs.
@@ -394,7 +394,7 @@ class Ledger:
     def due(self, now: float) -> Batch | None:
         """Return the messages to apply or drop next; None if all must wait.
 
-        They wait until `settle` or `refuse` is called, which may be later, as long as
+        They wait until `settle` or `fail` is called, which may be later, as long as
         `is_waiting` is true. Messages that arrive meanwhile are for the next batch.
         """
         self.expire(now)
@@ -438,22 +438,26 @@ class Ledger:
         """
         if not batch.applies:
             return batch
-        refused = {}
+        rejected = {}
         for entry, size in zip(batch.entries, sizes, strict=True):
-            refusal = self.refusals.judge(entry.submission, size, self.missed(entry))
-            if refusal is not None:
-                refused[entry.worker] = refusal
+            rejection = self.rejections.judge(
+                entry.submission, size, self.missed(entry)
+            )
+            if rejection is not None:
+                rejected[entry.worker] = rejection
         norms = tuple(size.norm for size in sizes if size is not None)
-        return self.refusing(dataclasses.replace(batch, norms=norms), refused)
+        return self.rejecting(dataclasses.replace(batch, norms=norms), rejected)
 
-    def refusing(self, batch: Batch, refused: Mapping[str, Refusal]) -> Batch:
+    def rejecting(self, batch: Batch, rejected: Mapping[str, Rejection]) -> Batch:
         """Return a batch with further rejections."""
-        most = self.refusals.refuse.in_a_row
+        most = self.rejections.limits.in_a_row
         more = {
-            worker: refusal._replace(is_last=self._present[worker].in_a_row + 1 >= most)
-            for worker, refusal in refused.items()
+            worker: rejection._replace(
+                is_last=self._present[worker].in_a_row + 1 >= most
+            )
+            for worker, rejection in rejected.items()
         }
-        return dataclasses.replace(batch, refused={**batch.refused, **more})
+        return dataclasses.replace(batch, rejected={**batch.rejected, **more})
 
     def pace(self, worker: str) -> float | None:
         """Return a worker's speed divided by the highest one; None if unknown.
@@ -473,39 +477,39 @@ class Ledger:
         self.version += bool(taken)
         for i, entry in enumerate(batch.entries):
             del self.pending[entry.worker]
-            member, refusal = (
+            member, rejection = (
                 self._present[entry.worker],
-                batch.refused.get(entry.worker),
+                batch.rejected.get(entry.worker),
             )
             member.began = now
             member.recent.add(now, i in taken, entry.submission.steps)
-            if refusal is not None:
-                self.refusals.count(refusal)
-                member.refused += 1
+            if rejection is not None:
+                self.rejections.count(rejection)
+                member.rejected += 1
                 member.in_a_row += 1
-                if refusal.is_last:  # as if the message had not been sent
-                    member.state = NEXT[member.state, "refuse"]
+                if rejection.is_last:  # as if the message had not been sent
+                    member.state = NEXT[member.state, "fail"]
                     continue
             member.state = NEXT[member.state, "settle"]
             member.sequence = entry.submission.sequence
             member.staleness = batch.staleness[i]
             member.turn = self.version
             member.applied = i in taken
-            member.why = "" if refusal is None else refusal.why
+            member.why = "" if rejection is None else rejection.why
             member.clock += batch.applies  # a rejected message counts as a round
             if member.applied:
                 member.exchanges += 1
                 member.in_a_row = 0
-            elif refusal is None:
+            elif rejection is None:
                 member.dropped += 1
-        self.refusals.took([batch.norms[i] for i in taken if batch.norms])
+        self.rejections.took([batch.norms[i] for i in taken if batch.norms])
 
-    def refuse(self, batch: Batch) -> None:
+    def fail(self, batch: Batch) -> None:
         """Record that a batch failed, as if its messages had not been sent."""
         for entry in batch.entries:
             del self.pending[entry.worker]
             member = self._present[entry.worker]
-            member.state = NEXT[member.state, "refuse"]
+            member.state = NEXT[member.state, "fail"]
 
     def shift(self) -> None:
         """Record a rebase of the center: a version that does not make messages late."""
@@ -527,7 +531,7 @@ class Ledger:
             for name in named
             if (member := self.find(name)) is not None
         }
-        norms = self.refusals.memory(whole=workers is None)
+        norms = self.rejections.memory(whole=workers is None)
         return {"members": members, "open": self.is_open, "norms": norms}
 
     def recall(self, memory: dict[str, Any], now: float, *, gone: bool = False) -> None:
@@ -556,7 +560,7 @@ class Ledger:
             return
         enough = len(self._present) >= self.barrier
         self.is_open = self.is_open or memory["open"] or enough
-        self.refusals.recall(memory["norms"])
+        self.rejections.recall(memory["norms"])
 
     def deadline(self, *, is_held: bool = False) -> float | None:
         """Return when to call `due` again without an event; None if not needed.

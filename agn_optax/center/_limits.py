@@ -6,7 +6,7 @@ import dataclasses
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._refusals import Refuse
+from agn_optax.center._message_limits import MessageLimits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,12 @@ class Limits:
 
     max_workers: int | None = 64
     lease: float = 10.0
-    messages: Refuse | None = None
+    messages: MessageLimits | None = None
 
     def __post_init__(self) -> None:
         check.whole_number(self.max_workers, "max_workers", least=1)
         check.seconds(self.lease, "lease")
-        if not isinstance(self.messages, Refuse | None):
+        if not isinstance(self.messages, MessageLimits | None):
             raise errors.InvalidTypeError(
-                f"messages must be Refuse(...), got {self.messages!r}"
+                f"messages must be MessageLimits(...), got {self.messages!r}"
             )

@@ -50,8 +50,8 @@ class LocalCenter:
       limits: `agn_optax.center.Limits` on workers and their messages; None for
         ``Limits()``, which rejects messages that are not finite. To measure a message,
         the center waits for the device at every exchange. With
-        ``Limits(messages=Refuse(nonfinite=False))`` it applies all messages, and waits
-        for none.
+        ``Limits(messages=MessageLimits(nonfinite=False))`` it applies all messages, and
+        waits for none.
 
     Attributes:
       rule: the rule.

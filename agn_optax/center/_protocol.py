@@ -65,7 +65,7 @@ class Session(abc.ABC):
           rejected. None if the message still waits when the timeout is over.
 
         Raises:
-          MessageRefusedError: the center has rejected too many messages of this worker
+          MessageRejectedError: the center has rejected too many messages of this worker
             in a row. The exchange has no effect, as if it had not been submitted.
           WorkerStateError: the session is over.
           CenterUnreachableError: a remote center does not answer.

@@ -64,7 +64,7 @@ class ShardedCenter:
             )
         self.rule = centers[0].rule
         if not self.rule.combines_elements and len(centers) > 1:
-            combinations.refuse(
+            combinations.reject(
                 "a center in shards",
                 "a combine of whole messages",
                 f"rule {self.rule.name!r} with {self.rule.combine}",
@@ -255,7 +255,9 @@ class ShardedCenter:
             staleness=max(answer.staleness for answer in answers),
             norm=np.sqrt(np.sum(np.square(norms))) if norms else None,
             applied=all(answer.applied for answer in answers),
-            refused="; ".join(dict.fromkeys(a.refused for a in answers if a.refused)),
+            rejected="; ".join(
+                dict.fromkeys(a.rejected for a in answers if a.rejected)
+            ),
             pace=min(paces, default=None),
             in_part=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
@@ -323,7 +325,7 @@ class ShardedSession(Session):
             answers = self._center.all(
                 lambda session: session.collect(sequence, timeout), self._sessions
             )
-        except errors.MessageRefusedError:
+        except errors.MessageRejectedError:
             self._is_over = True
             raise
         there = [answer for answer in answers if answer is not None]

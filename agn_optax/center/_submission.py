@@ -113,7 +113,7 @@ class Answer(NamedTuple):
     staleness: int = 0  # of the message
     norm: Any = None  # float scalar: norm of the message; None if it is not known
     applied: bool = True  # False if the message was dropped or rejected
-    refused: str = ""  # reason for the rejection; "" if the message was not rejected
+    rejected: str = ""  # reason for the rejection; "" if the message was not rejected
     # The worker's speed (local steps per second) divided by that of the fastest worker.
     # None until the center has measured it.
     pace: float | None = None

@@ -233,7 +233,7 @@ class Resumable:
         worker, centers = self.worker, self._center_parts
         present = {name for part in centers.values() for name in part.center.workers}
         if others := present - {worker.name}:
-            combinations.refuse(
+            combinations.reject(
                 "Resumable with a center in memory",
                 "other workers of the center",
                 f"worker {worker.name!r} beside {sorted(others)}",

@@ -125,7 +125,7 @@ def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
     """Return the tree of this member's partner at ``turn``, see `pairings`."""
     axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
     if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
-        combinations.refuse(
+        combinations.reject(
             "gossip", "workers of several axes under vmap", f"axis_name={axes}"
         )
 

@@ -56,7 +56,7 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
     if not {(), *_shapes(params)}.issuperset(_shapes(kept)) or not all(
         _is_same_in_parts(rule, params, cut) for cut in cuts
     ):
-        combinations.refuse(
+        combinations.reject(
             "a center in shards",
             "a rule that is not elementwise",
             f"rule {rule.name!r}, whose center optimizer or codec reads more than one "

@@ -142,7 +142,7 @@ class Fragments:
                 f"{mixing!r}"
             )
         if self.eager and mixing:
-            combinations.refuse("eager updates", "mixing", f"mixing={mixing!r}")
+            combinations.reject("eager updates", "mixing", f"mixing={mixing!r}")
         if self.eager and not self.delay:
             raise errors.InvalidArgumentError("eager updates need a delay, got delay=0")
 
@@ -214,24 +214,24 @@ class Fragments:
         """
         got = f"rule {rule.name!r}"
         if self.delay and not layout.is_default:
-            combinations.refuse(
+            combinations.reject(
                 "fragments with a delay", "a placement", f"{layout.placement}"
             )
         if self.mixing and rule.adopts == "before":
-            combinations.refuse(
+            combinations.reject(
                 "fragments with mixing",
                 "a rule that adopts the center before its message",
                 f"{got}, mixing={self.mixing}",
             )
         if self.eager and (rule.adopts == "before" or rule.adopt is not None):
-            combinations.refuse(
+            combinations.reject(
                 "eager updates", "a rule with an adoption of its own", got
             )
         got = f"{got} with {rule.combine}"
         if not rule.combines_elements:
-            combinations.refuse("fragments", "a combine of whole messages", got)
+            combinations.reject("fragments", "a combine of whole messages", got)
         if self.eager and not rule.is_summed:
-            combinations.refuse("eager updates", "a robust combine", got)
+            combinations.reject("eager updates", "a robust combine", got)
 
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule

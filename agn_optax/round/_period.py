@@ -22,7 +22,7 @@ def as_schedule(period: Any) -> PeriodSchedule:
     before it runs.
     """
     if isinstance(period, DynamicPeriod):
-        combinations.refuse(
+        combinations.reject(
             "dynamic_period", "workers of one program", f"period={period}"
         )
     if not callable(period):

@@ -138,7 +138,7 @@ class Rule:
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
-            combinations.refuse(
+            combinations.reject(
                 "a codec that leaves out elements",
                 "a rule that sends parameters",
                 f"codec {self.codec} {of_rule}",

@@ -97,7 +97,7 @@ def by_local_steps(
                 "round that ends, got steps=None"
             )
         if outside is not False:
-            _refuse_outside()
+            _reject_outside()
 
         def move_on(node: Any) -> Any:
             count = node.count
@@ -112,11 +112,11 @@ def by_local_steps(
 def check_outside(optimizer: optax.GradientTransformation) -> None:
     """Raise if ``optimizer`` cannot move a center outside the program."""
     if isinstance(optimizer.init, _Init):
-        _refuse_outside()
+        _reject_outside()
 
 
-def _refuse_outside() -> NoReturn:
-    combinations.refuse(
+def _reject_outside() -> NoReturn:
+    combinations.reject(
         "by_local_steps",
         "a center outside the program",
         "a center optimizer by_local_steps(...)",

@@ -32,7 +32,7 @@ def client_options(address: str) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", _MAX_MESSAGE),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # The timeout of one attempt, including the handshakes of TCP, TLS and HTTP.
-        # gRPC calls it a backoff, but an attempt that is refused ends at once.
+        # gRPC calls it a backoff, but an attempt that is rejected ends at once.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         # A channel that replaces a silent one must not share that one's socket.

@@ -11,7 +11,7 @@ class Packets(_message.Message):
     def __init__(self) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "refused", "attach", "attached", "probe", "probed", "answer_segment", "segment")
+    __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "failure", "attach", "attached", "probe", "probed", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,7 @@ class Frame(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -35,14 +35,14 @@ class Frame(_message.Message):
     joined: Joined
     snapshot: Snapshot
     waiting: Waiting
-    refused: Refused
+    failure: Failure
     attach: Segment
     attached: Attached
     probe: Probe
     probed: Probed
     answer_segment: int
     segment: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "address", "key")
@@ -63,10 +63,10 @@ class Segment(_message.Message):
     def __init__(self, number: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("refused",)
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    refused: str
-    def __init__(self, refused: _Optional[str] = ...) -> None: ...
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("size", "answer")
@@ -80,7 +80,7 @@ class Probed(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Refused(_message.Message):
+class Failure(_message.Message):
     __slots__ = ("kind", "details")
     KIND_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
@@ -253,14 +253,14 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ..., public: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused", "pace", "differences")
+    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "rejected", "pace", "differences")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     version: int
@@ -269,10 +269,10 @@ class Snapshot(_message.Message):
     norm: float
     applied: bool
     sequence: int
-    refused: str
+    rejected: str
     pace: float
     differences: int
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ..., pace: _Optional[float] = ..., differences: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., rejected: _Optional[str] = ..., pace: _Optional[float] = ..., differences: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()
@@ -331,7 +331,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "refused", "transport", "reported", "serves_at", "exchanges_per_second", "steps_per_second", "stalled")
+    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "rejected", "transport", "reported", "serves_at", "exchanges_per_second", "steps_per_second", "stalled")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -351,7 +351,7 @@ class WorkerStatus(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     SERVES_AT_FIELD_NUMBER: _ClassVar[int]
@@ -370,18 +370,18 @@ class WorkerStatus(_message.Message):
     bytes_received: int
     bytes_sent: int
     waits: bool
-    refused: int
+    rejected: int
     transport: str
     reported: _containers.ScalarMap[str, float]
     serves_at: str
     exchanges_per_second: float
     steps_per_second: float
     stalled: float
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., rejected: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address", "disk_free", "disk_needed", "center")
-    class RefusedEntry(_message.Message):
+    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "rejected", "degraded", "page_address", "disk_free", "disk_needed", "center")
+    class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -400,7 +400,7 @@ class StatusReply(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DISK_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -418,10 +418,10 @@ class StatusReply(_message.Message):
     parent: str
     listens_at: str
     direct_address: str
-    refused: _containers.ScalarMap[str, int]
+    rejected: _containers.ScalarMap[str, int]
     degraded: str
     page_address: str
     disk_free: int
     disk_needed: int
     center: str
-    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., refused: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., center: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., center: _Optional[str] = ...) -> None: ...

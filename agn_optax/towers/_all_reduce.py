@@ -159,7 +159,7 @@ def _dtype_of(codec: codecs.Codec) -> Any:
     codecs.check_codec(codec, "codec")
     dtype = codecs.cast_dtype(codec)
     if dtype is None and not codec.is_identity:
-        combinations.refuse(
+        combinations.reject(
             "a codec that is not a cast", "all_reduce", f"codec={codec}"
         )
     return dtype
@@ -282,7 +282,7 @@ def _after_one_another(
 def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceState]:
     """Return the previous step's gradients, and a state with the current ones."""
     if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
-        combinations.refuse(
+        combinations.reject(
             "row-sparse gradients", "all_reduce with a delay", "updates, delay=1"
         )
     check.same_tree(updates, state.in_flight, "updates", "state.in_flight")

@@ -98,7 +98,7 @@ class Part:
         self.session: Any = None
         self.reported: dict[str, Any] = {}
         self.dropped = 0
-        self.refused = 0
+        self.rejected = 0
         self.answer: Answer | None = None
         self.pace: float | None = None
         self._follows = isinstance(period, rounds.DynamicPeriod)  # the worker's speed
@@ -446,13 +446,13 @@ class Part:
         if self._callbacks:
             distance = self.programs.distance(params, answer.params)
             message.measured["distance"] = distance
-        if answer.refused:
+        if answer.rejected:
             _log.warning(
                 "a message of worker %r was rejected; it continues from the center: %s",
                 self.name,
-                answer.refused,
+                answer.rejected,
             )
-            is_next = self.answer is not None and self.answer.refused
+            is_next = self.answer is not None and self.answer.rejected
             residual = "discarded" if is_next else "restored"
             params, state = self.programs.reset(
                 params,
@@ -482,10 +482,10 @@ class Part:
     def _end(self, message: Message, answer: Answer) -> None:
         """Update counts and the anchor after an exchange."""
         self._check_steps()
-        self.machine.adopt(resets=bool(answer.refused))
+        self.machine.adopt(resets=bool(answer.rejected))
         self.message = None
-        self.dropped += not (answer.applied or answer.refused)
-        self.refused += bool(answer.refused)
+        self.dropped += not (answer.applied or answer.rejected)
+        self.rejected += bool(answer.rejected)
         self.answer = answer._replace(params=None)
         if answer.pace is not None:
             self.pace = answer.pace
@@ -521,7 +521,7 @@ class Part:
             "staleness": answer.staleness,
             "message_norm": answer.norm,
             "applied": answer.applied,
-            "refused": bool(answer.refused),
+            "rejected": bool(answer.rejected),
             "version": max(jax.tree.leaves(answer.version)),
             "bytes_sent": trees.nbytes(message.submission.contribution),
         }

@@ -230,7 +230,7 @@ def local_phase(
     def init_both(params: PyTree) -> Any:
         state = init(params)
         if trees.nodes(state.inner_state, rounds.ExchangeState):
-            combinations.refuse(
+            combinations.reject(
                 "a Worker",
                 "an inner optimizer that exchanges with a center of its own",
                 "an inner state with an ExchangeState",

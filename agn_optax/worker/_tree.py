@@ -92,13 +92,13 @@ class Uplink:
         rule = parent.rule
         self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
         if self._keeps_record and core.rule.message is not None:
-            combinations.refuse(
+            combinations.reject(
                 "a parent whose rule sums gradients",
                 "a center whose rule sends no gradients",
                 f"{rule.name!r} of the parent and {core.rule.name!r} of this center",
             )
         if self._keeps_record and not core.rule.is_summed:
-            combinations.refuse(
+            combinations.reject(
                 "a parent whose rule sums gradients",
                 "a robust combine",
                 f"{rule.name!r} of the parent and {core.rule.name!r} with "

@@ -97,7 +97,7 @@ class Worker:
       callbacks: functions called after each exchange as ``callback(step, values)``,
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
-        ``applied`` and ``refused``: whether the message was applied or rejected (0 or
+        ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
         1). ``distance``: norm of the difference between worker and center before the
         adoption. ``version``: version of the center. ``codec_error``: error of the
         codec relative to the norm of the contribution. ``seconds``: time from sending
@@ -119,12 +119,12 @@ class Worker:
       norm: norm of the last message sent, as a scalar; None before the first.
       dropped: number of messages that the center did not apply (too stale, or too
         late).
-      refused: number of messages that the center rejected by its limits, which are in
-        `agn_optax.center.Refuse`. After a rejection the worker discards its progress
-        since its last exchange, including the current local steps, adopts the center in
-        full, and goes on. If the state of its inner optimizer is not finite, that state
+      rejected: number of messages that the center rejected by its limits, which are in
+        `agn_optax.center.MessageLimits`. After a rejection the worker discards its
+        progress since its last exchange, including the current local steps, adopts the
+        center in full, and goes on. If the state of its inner optimizer is not finite, that state
         is initialized again.
-      refusal: reason why the last message was rejected; "" if it was not.
+      rejection: reason why the last message was rejected; "" if it was not.
       version: version of the center that the worker adopted last; None before the
         start.
       pace: this worker's speed as a share of the fastest worker's, as last measured by
@@ -301,14 +301,14 @@ class Worker:
         return sum(part.dropped for part in self._parts)
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         """The number of messages that the center rejected by its limits."""
-        return sum(part.refused for part in self._parts)
+        return sum(part.rejected for part in self._parts)
 
     @property
-    def refusal(self) -> str:
+    def rejection(self) -> str:
         """The reason why the last message was rejected; "" if it was not."""
-        return "" if self._last.answer is None else self._last.answer.refused
+        return "" if self._last.answer is None else self._last.answer.rejected
 
     @property
     def staleness(self) -> int | None:
@@ -404,8 +404,8 @@ class Worker:
           WorkerStateError: the worker was not started, or parameters or state have been
             donated elsewhere; or the center has restarted and does not know this
             session, or has given this worker's name to another worker.
-          MessageRefusedError: the center has rejected too many messages in a row (10 by
-            default).
+          MessageRejectedError: the center has rejected too many messages in a row (10
+            by default).
           CenterUnreachableError: the center is lost, and ``patience`` is 0 or
             ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
@@ -475,14 +475,14 @@ class Worker:
 
     def _one(self, p: int, act: Act, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         states, cut = self._phase.states(state), self._phase.cut(params)
-        part, refused = self._parts[p], self._parts[p].refused
+        part, rejected = self._parts[p], self._parts[p].rejected
         loop = act(cut[p], states[p])
         if loop[0] is cut[p] and loop[1] is states[p]:
             return params, state
         self._last = part
         loops = [*zip(cut, states, strict=True)]
         loops[p] = loop
-        return self._phase.joined(loops, state, resets=part.refused > refused)
+        return self._phase.joined(loops, state, resets=part.rejected > rejected)
 
     # The acts of a call, in order.
 
@@ -763,11 +763,11 @@ def _divided(
         )
     fragments.check(center.rule)
     if fragments.eager:
-        combinations.refuse("eager updates", "a Worker", f"{fragments}")
+        combinations.reject("eager updates", "a Worker", f"{fragments}")
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
-        combinations.refuse("fragments with a delay", "overlap=True", got)
+        combinations.reject("fragments with a delay", "overlap=True", got)
     if isinstance(period, rounds.DynamicPeriod):
-        combinations.refuse("dynamic_period", "fragments", f"period={period}")
+        combinations.reject("dynamic_period", "fragments", f"period={period}")
     fragments.check_period(int(rounds.as_schedule(period)(0)))
     return center.divided_by(fragments)

@@ -17,7 +17,7 @@ from agn_optax.center import (
     BoundedStaleness,
     Limits,
     LocalCenter,
-    Refuse,
+    MessageLimits,
     Submission,
     Synchronous,
 )
@@ -104,14 +104,14 @@ def test_scaling_from_two_to_four_to_two_workers_loses_no_step(mode, leave):
     [
         {"mode": BoundedStaleness(versions=0)},
         {"mode": Synchronous(late="drop")},
-        {"limits": Limits(messages=Refuse(staleness=0))},
+        {"limits": Limits(messages=MessageLimits(staleness=0))},
     ],
 )
 def test_new_worker_starts_from_the_current_center(settings):
     center = LocalCenter(shared.downpour(), ZEROS, **settings)
     train(center, "a", 50)
     worker, applied = train(center, "b", 3)
-    assert (worker.staleness, worker.dropped, worker.refused, applied) == (0, 0, 0, 3)
+    assert (worker.staleness, worker.dropped, worker.rejected, applied) == (0, 0, 0, 3)
     np.testing.assert_array_equal(center.pull().params, 53)
 
 
@@ -176,7 +176,7 @@ def in_turns(center, workers, rounds):
                 Submission(sequence, -jnp.ones(2), anchor_version=anchors[i])
             )
             anchors[i] = answer.version
-            applied[i] += answer.applied and not answer.refused
+            applied[i] += answer.applied and not answer.rejected
     for session in sessions:
         session.leave()
     return applied

@@ -46,7 +46,7 @@ def test_callback_gets_the_metrics_of_every_exchange(overlap):
             "distance": pytest.approx(0.0, abs=1e-6),
             "staleness": 0,
             "applied": 1,
-            "refused": 0,
+            "rejected": 0,
             "version": step,
             "bytes_sent": 16,
             "bytes_received": 16,
@@ -77,7 +77,7 @@ def test_callback_is_called_for_a_rejected_message():
     worker = agn_optax.Worker(center, optax.sgd(jnp.nan), period=1, callbacks=[told])
     run(worker, 1, told)
     ((_, values),) = told
-    assert (values["refused"], values["applied"]) == (1, 0)
+    assert (values["rejected"], values["applied"]) == (1, 0)
 
 
 def test_failing_callback_is_logged_and_loses_no_exchange(caplog):

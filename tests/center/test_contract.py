@@ -149,12 +149,12 @@ def test_non_finite_message_is_rejected_and_worker_continues(kind, value):
         params, state = worker.start()
         bad = params | {"layers": jax.tree.map(lambda x: x * value, params["layers"])}
         params, state = worker.exchange(bad, state)
-        assert "not finite" in worker.refusal
+        assert "not finite" in worker.rejection
         assert_identical(center.pull().params, tree())
         assert_identical(params, tree())  # it continues from the center
         worker.exchange(params, state)
-        assert (worker.exchanges, worker.refused, worker.dropped) == (2, 1, 0)
-        assert worker.refusal == ""
+        assert (worker.exchanges, worker.rejected, worker.dropped) == (2, 1, 0)
+        assert worker.rejection == ""
 
 
 def test_session_is_resumed_from_another_process(kind):

@@ -205,13 +205,13 @@ class Exchanges(RuleBasedStateMachine):
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
             self.core.join(life.name, life.incarnation, back=True)
         if life.session is not None:
-            self.is_refused(life)
+            self.is_rejected(life)
             life.session.acknowledge(1)
             life.session.disconnect()
             life.session.leave()
         self.look()
 
-    def is_refused(self, life):
+    def is_rejected(self, life):
         with pytest.raises(errors.WorkerStateError, match=life.name):
             life.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
         for sequence in (1, len(life.sent)):
@@ -317,7 +317,7 @@ class Exchanges(RuleBasedStateMachine):
             life.session.leave()
         life.goes()
         self.look()
-        self.is_refused(life)
+        self.is_rejected(life)
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def time_passes(self, seconds):

@@ -143,7 +143,7 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
                     assert center.life != life or center.version >= version
                     seen["same life" if center.life == life else "another"] += 1
             except errors.DurabilityError as error:
-                seen["refused" if str(copy) in str(error) else "not by name"] += 1
+                seen["rejected" if str(copy) in str(error) else "not by name"] += 1
         now = backup(one.directory, backed)
         assert now >= version
         with found(backed) as center:

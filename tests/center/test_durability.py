@@ -355,14 +355,14 @@ def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_
                 try:
                     store, now = restored(kind(copy))
                 except errors.DurabilityError as error:
-                    seen["refused" if str(copy) in str(error) else "not by name"] += 1
+                    seen["rejected" if str(copy) in str(error) else "not by name"] += 1
                 else:
                     if now == life:
                         assert store.current.number == version, name
                         np.testing.assert_array_equal(store.current.params, -version)
                     seen["same" if now == life else "another"] += 1
                 shutil.rmtree(copy)
-    assert seen["refused"]
+    assert seen["rejected"]
     assert not seen["not by name"]
     # A new id is given if the length is unknown, and after a kill with only snapshots.
     assert seen["another"] or damage is not removed

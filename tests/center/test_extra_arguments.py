@@ -27,7 +27,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import checkpoint, errors, rules
-from agn_optax.center import Journal, Refuse, Submission, Synchronous
+from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
 from agn_optax.center._store import _about, _programs
 from agn_optax.service.wire import _submission
 from agn_optax.worker import Uplink
@@ -435,7 +435,7 @@ def test_service_rejects_invalid_extras(said, message, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["local", "server"])
 def test_center_limits_steps_and_weight(kind):
-    limits = Refuse(steps=10, weight=100.0)
+    limits = MessageLimits(steps=10, weight=100.0)
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), messages=limits) as c:
         session = c.join("w")
         one = jnp.ones(3)
@@ -448,11 +448,11 @@ def test_center_limits_steps_and_weight(kind):
                 Submission(sequence, one, anchor_version=1, **said)
             )
             (name,) = said
-            assert f"claims {name} of 1" in answer.refused
+            assert f"claims {name} of 1" in answer.rejected
         assert answer.version == 1
     for name, value in (("steps", 0), ("weight", 0.0), ("weight", float("inf"))):
         with pytest.raises(errors.InvalidArgumentError, match=name):
-            Refuse(**{name: value})
+            MessageLimits(**{name: value})
 
 
 def test_by_local_steps_is_rejected_outside_the_program():

@@ -26,7 +26,7 @@ class Watched(agn_optax.LocalCenter):
         super().__init__(*args, **settings)
         self.there = threading.Event()
         self.there.set()
-        self.refuses = False
+        self.rejects = False
         self.sent = []  # sequence, contribution and steps of every attempt
 
     def submitted(self, submission):
@@ -46,8 +46,8 @@ class Link(Session):
         seen = jax.tree.map(np.array, submission.contribution)
         self.center.sent.append((submission.sequence, seen, submission.steps))
         self.center.submitted(submission)
-        if self.center.refuses:
-            raise errors.MessageRefusedError("not this one")
+        if self.center.rejects:
+            raise errors.MessageRejectedError("not this one")
         if not self.center.there.is_set():
             raise errors.CenterUnreachableError("nobody answers")
         self.session.submit(submission)
@@ -156,13 +156,13 @@ def test_rejected_message_is_not_sent_again():
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     loop.step(1)
-    center.refuses = True
+    center.rejects = True
     loop.local_step()
     for steps in (1, 2):  # steps since the last call that returned
-        with pytest.raises(errors.MessageRefusedError, match="not this one"):
+        with pytest.raises(errors.MessageRejectedError, match="not this one"):
             loop.exchange(steps=steps)
         loop.local_step()
-    center.refuses = False
+    center.rejects = False
     loop.exchange(steps=3)
     assert [(sequence, steps) for sequence, _, steps in center.sent] == [
         (1, 2),
@@ -183,11 +183,11 @@ def test_rejected_message_in_flight_affects_only_its_round():
     loop.step(4)  # the second message is in flight
     loop.flush()
     loop.step(1)
-    center.refuses = True
+    center.rejects = True
     loop.step(1)
-    with pytest.raises(errors.MessageRefusedError, match="not this one"):
+    with pytest.raises(errors.MessageRejectedError, match="not this one"):
         loop.flush()
-    center.refuses = False
+    center.rejects = False
     loop.step(2)
     loop.flush()
     loop.step(2)
@@ -265,13 +265,13 @@ def test_response_adopted_before_an_error_is_kept():
     loop.local_step()
     center.there.set()
     waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
-    center.refuses = True
+    center.rejects = True
     for _ in range(3):
-        with pytest.raises(errors.MessageRefusedError, match="not this one"):
+        with pytest.raises(errors.MessageRejectedError, match="not this one"):
             loop.exchange()
         assert loop.worker.due
     assert loop.worker.exchanges == center.version == 1
-    center.refuses = False
+    center.rejects = False
     loop.exchange()
     assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 2), (2, 2)}
     np.testing.assert_array_equal(center.pull().params, -4.0)
@@ -293,12 +293,12 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
     loop.local_step()
     center.there.set()
     waiting.wait_until(lambda: loop.worker._parts[0].message.ask_if_answered())
-    center.refuses = True
-    with pytest.raises(errors.MessageRefusedError, match="not this one"):
+    center.rejects = True
+    with pytest.raises(errors.MessageRejectedError, match="not this one"):
         loop.exchange(weight=4.0)
     for _ in range(receives):
         loop.params, loop.state = loop.worker.receive(loop.params, loop.state)
-    center.refuses = False
+    center.rejects = False
     if then == "exchange":
         loop.exchange(weight=4.0)
     else:
@@ -374,7 +374,7 @@ def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
     if not (
         "overlap" in kind or "delay" in kind
     ):  # a rejected message is lost in these cases
-        failures[0] = errors.MessageRefusedError
+        failures[0] = errors.MessageRejectedError
     sent, raised, params = run(tuple(failures), tmp_path / "lost")
     expected, never, there = run((), tmp_path / "there")
     assert sent == expected

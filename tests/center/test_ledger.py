@@ -21,13 +21,13 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Limits,
-    Refuse,
+    MessageLimits,
     Submission,
     Synchronous,
     _ledger,
 )
 from agn_optax.center._ledger import NEXT, Ledger, State
-from agn_optax.center._refusals import Refusal
+from agn_optax.center._message_limits import Rejection
 
 MODES = [
     Asynchronous(),
@@ -62,7 +62,7 @@ class KnownSession:
     owed: bool = False  # its response is not acknowledged
     exchanges: int = 0
     dropped: int = 0
-    refused: int = 0
+    rejected: int = 0
     in_a_row: int = 0
     message: tuple | None = (
         None  # sequence, anchor, time, versions since the round began
@@ -110,7 +110,7 @@ class Commands(RuleBasedStateMachine):
             limits=Limits(
                 lease=self.lease,
                 max_workers=self.room,
-                messages=Refuse(in_a_row=IN_A_ROW),
+                messages=MessageLimits(in_a_row=IN_A_ROW),
             ),
             barrier=self.barrier,
             version=self.version,
@@ -356,30 +356,30 @@ class Commands(RuleBasedStateMachine):
                 assert batch.weights[i] == 1 / (1 + self.missed(name))
             else:
                 assert batch.weights[i] == 1
-        refused = {name for name in names if name in unwanted and batch.applies}
-        moves = batch.applies and refused != set(names)
+        rejected = {name for name in names if name in unwanted and batch.applies}
+        moves = batch.applies and rejected != set(names)
         for name in names:
             known = self.last[name]
             sequence, known.message = known.message[0], None
             if fails:
                 continue
-            known.refused += name in refused
-            known.in_a_row += name in refused
-            if name in refused and known.in_a_row >= IN_A_ROW:
+            known.rejected += name in rejected
+            known.in_a_row += name in rejected
+            if name in rejected and known.in_a_row >= IN_A_ROW:
                 continue  # counts as never received, too
             assert sequence == known.settled + 1  # no exchange is settled twice
             known.settled, known.owed = sequence, True
             known.round_began = self.version + moves
             known.clock += batch.applies
-            if batch.applies and name not in refused:
+            if batch.applies and name not in rejected:
                 known.exchanges += 1
                 known.in_a_row = 0
             known.dropped += not batch.applies
-        batch = self.ledger.refusing(
-            batch, {name: Refusal("norm", "too large") for name in refused}
+        batch = self.ledger.rejecting(
+            batch, {name: Rejection("norm", "too large") for name in rejected}
         )
         if fails:
-            self.ledger.refuse(batch)
+            self.ledger.fail(batch)
         else:
             self.ledger.settle(batch, self.now)
             self.version += moves
@@ -443,9 +443,12 @@ class Commands(RuleBasedStateMachine):
                 known.exchanges,
                 known.dropped,
             )
-            assert (member.refused, member.in_a_row) == (known.refused, known.in_a_row)
+            assert (member.rejected, member.in_a_row) == (
+                known.rejected,
+                known.in_a_row,
+            )
             settled = member.exchanges + member.dropped
-            assert settled <= member.sequence <= settled + member.refused
+            assert settled <= member.sequence <= settled + member.rejected
 
     @invariant()
     def only_the_last_departed_workers_are_remembered(self):
@@ -528,12 +531,12 @@ def test_transition_table_matches_the_commands(state, event):
             "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
-        "refuse": lambda: made.refuse(made.due(0.0)),
+        "reject": lambda: made.reject(made.due(0.0)),
         "acknowledge": lambda: made.acknowledge("a", "1", last),
         "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
         "leave": lambda: made.leave("a", "1"),
     }
-    if event in ("settle", "refuse") and state is not State.WAITING:
+    if event in ("settle", "reject") and state is not State.WAITING:
         assert (state, event) not in NEXT
         assert made.due(0.0) is None  # there is nothing to settle
         return
@@ -542,16 +545,16 @@ def test_transition_table_matches_the_commands(state, event):
         assert exchange(made, "a") == "a"
         made.acknowledge("a", "1", 1)
         last = 1
-    refused = state is State.GONE and event in ("submit", "repeat")
-    without_effect = state is State.GONE and event != "join" and not refused
+    rejected = state is State.GONE and event in ("submit", "repeat")
+    without_effect = state is State.GONE and event != "join" and not rejected
     # A second submit while a message waits repeats that message.
     same = (state, event) == (State.WAITING, "submit")
-    if refused:
+    if rejected:
         with pytest.raises(errors.WorkerStateError, match="join again"):
             commands[event]()
     else:
         commands[event]()
-    assert ((state, event) in NEXT) != (refused or without_effect or same)
+    assert ((state, event) in NEXT) != (rejected or without_effect or same)
     assert member.state is NEXT.get((state, event), state)
 
 
@@ -627,13 +630,13 @@ def test_waiting_message_is_dropped_once_it_is_too_old():
     assert exchange(made, "a") == "a"  # it has made no round and does not wait
 
 
-@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "refuse"])
+@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "reject"])
 def test_staleness_is_that_of_the_time_of_applying(mode):
     """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
         made = ledger(Synchronous(quorum=1, late="drop"), "ab")
-    elif mode == "refuse":
-        made = ledger(None, "ab", limits=Limits(messages=Refuse(staleness=0)))
+    elif mode == "reject":
+        made = ledger(None, "ab", limits=Limits(messages=MessageLimits(staleness=0)))
     else:
         made = ledger(mode, "ab")
     send(made, "a")
@@ -1096,7 +1099,7 @@ def test_worker_without_heartbeats_is_never_removed():
 def test_message_that_failed_to_apply_counts_as_never_received():
     made = ledger(BoundedStaleness(rounds=0), "ab")
     send(made, "a")
-    made.refuse(made.due(0.0))
+    made.reject(made.due(0.0))
     assert made.find("a").state is State.IDLE
     assert made.version == made.find("a").sequence == 0
     assert take(made) == ""

@@ -18,8 +18,8 @@ from agn_optax.center import (
     Journal,
     Limits,
     LocalCenter,
+    MessageLimits,
     PackedCenter,
-    Refuse,
     ShardedCenter,
     Submission,
     Synchronous,
@@ -61,11 +61,13 @@ def send(center, value, worker="anna", behind=0):
 )
 def test_invalid_limits_are_rejected(setting, value, expected):
     with pytest.raises(errors.InvalidArgumentError, match=expected):
-        Refuse(**{setting: value})
+        MessageLimits(**{setting: value})
 
 
-def test_limits_must_be_a_refuse_object():
-    with pytest.raises(errors.InvalidTypeError, match=r"messages must be Refuse"):
+def test_messages_must_be_message_limits():
+    with pytest.raises(
+        errors.InvalidTypeError, match=r"messages must be MessageLimits"
+    ):
         Limits(messages=True)
 
 
@@ -92,25 +94,25 @@ def test_message_beyond_a_limit_is_rejected(settings, good, bad, why, mode, pack
         shared.downpour(),
         ZEROS,
         mode=mode,
-        limits=Limits(messages=Refuse(**settings)),
+        limits=Limits(messages=MessageLimits(**settings)),
     )
     for _ in range(10):
-        assert send(center, good).refused == ""
+        assert send(center, good).rejected == ""
     before = center.save()
     answer = send(center, bad)
-    assert answer.refused.startswith(why)
+    assert answer.rejected.startswith(why)
     assert not answer.applied
     assert answer.version == 10
     assert_identical(answer.params, before.params)
     assert_identical(center.save(), before)
     assert send(center, good).applied
     kind = next(iter(settings), "nonfinite")
-    assert center.core.ledger.refusals.counts == {kind: 1}
+    assert center.core.ledger.rejections.counts == {kind: 1}
 
 
 def test_element_limit_does_not_limit_the_norm():
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(element=1.0))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(element=1.0))
     )
     ones = jax.tree.map(np.ones_like, ZEROS)
     assert sessions.exchange(center, ones, anchor_version=0, worker="anna").applied
@@ -119,7 +121,7 @@ def test_element_limit_does_not_limit_the_norm():
 def test_non_finite_message_is_applied_if_allowed():
     """The center then becomes infinite, as configured."""
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(nonfinite=False))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(nonfinite=False))
     )
     assert send(center, np.inf).applied
     assert np.isinf(center.pull().params["b"]).any()
@@ -127,21 +129,21 @@ def test_non_finite_message_is_applied_if_allowed():
 
 def test_median_is_that_of_the_last_messages():
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=4))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(times_median=4))
     )
     for norm in (1.0, 100.0, 1e4, 3.0, 1e-3, 1.0, 1.0, 1.0, 1.0):
         assert send(center, norm).applied  # these are too few to compare with
     assert send(center, 1.0).applied
-    assert send(center, 4.5).refused
+    assert send(center, 4.5).rejected
     for _ in range(100):
         assert send(center, 4.0).applied
     assert send(center, 15.0).applied
-    assert send(center, 17.0).refused
+    assert send(center, 17.0).rejected
 
 
 def test_zero_messages_set_no_limit():
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=2))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(times_median=2))
     )
     for _ in range(20):
         send(center, 0.0)
@@ -150,7 +152,7 @@ def test_zero_messages_set_no_limit():
 
 def test_message_that_is_too_stale_is_rejected():
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(staleness=2))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(staleness=2))
     )
     send(center, 1.0, "slow")
     for _ in range(2):
@@ -159,41 +161,43 @@ def test_message_that_is_too_stale_is_rejected():
     for _ in range(3):
         send(center, 1.0, "fast")
     answer = send(center, 1.0, "slow", behind=3)
-    assert answer.refused == "it is 3 versions late, and this center takes 2 at most"
+    assert answer.rejected == "it is 3 versions late, and this center takes 2 at most"
     assert send(center, 1.0, "slow").applied
 
 
 def test_too_many_rejections_in_a_row_raise():
-    refuse = Refuse(norm=1.0, in_a_row=3)
-    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
+    reject = MessageLimits(norm=1.0, in_a_row=3)
+    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=reject))
     for _ in range(2):
-        assert send(center, 2.0).refused
+        assert send(center, 2.0).rejected
     assert send(center, 1.0).applied  # this ends the row of rejections
     for _ in range(2):
-        assert send(center, 2.0).refused
+        assert send(center, 2.0).rejected
     for _ in range(2):  # also when repeated
-        with pytest.raises(errors.MessageRefusedError, match=r"'anna' has sent 3.*2"):
+        with pytest.raises(errors.MessageRejectedError, match=r"'anna' has sent 3.*2"):
             send(center, 2.0)
     assert send(center, 1.0).applied  # the messages that raised count as never received
     for _ in range(2):
-        assert send(center, 2.0).refused
+        assert send(center, 2.0).rejected
     sessions.join(center, "anna")
-    assert send(center, 2.0).refused  # a new session
+    assert send(center, 2.0).rejected  # a new session
     assert center.version == 2
 
 
 def test_worker_may_start_again_after_too_many_rejections():
     center = LocalCenter(
-        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(in_a_row=3))
+        shared.downpour(),
+        jnp.zeros(2),
+        limits=Limits(messages=MessageLimits(in_a_row=3)),
     )
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
     loop = worker.start()
     for _ in range(2):
         loop = worker.exchange(loop[0] * np.nan, loop[1])
         assert_identical(loop[0], jnp.zeros(2))
-    with pytest.raises(errors.MessageRefusedError, match="not finite"):
+    with pytest.raises(errors.MessageRejectedError, match="not finite"):
         worker.exchange(loop[0] * np.nan, loop[1])
-    assert (worker.exchanges, worker.refused, center.version) == (2, 2, 0)
+    assert (worker.exchanges, worker.rejected, center.version) == (2, 2, 0)
     params, state = worker.start()
     worker.exchange(params - 1, state)
     assert center.version == 1
@@ -219,7 +223,7 @@ def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overla
     for gradient in (1.0, 1.0, 1.0, np.nan):
         params, state = worker.exchange(*step(params, state, gradient))
     params, state = worker.flush(params, state)
-    assert worker.refused == 1
+    assert worker.rejected == 1
     assert worker.exchanges == 2
     assert_identical(params, center.pull().params)
     fresh = agn_optax.Worker(center, shared.adam(0.1), period=2).start()[1]
@@ -227,19 +231,19 @@ def test_worker_restarts_from_the_center_after_a_non_finite_message(rule, overla
     for _ in range(4):
         params, state = worker.exchange(*step(params, state, 1.0))
     worker.flush(params, state)
-    assert (worker.exchanges, worker.refused, center.version) == (4, 1, 3)
+    assert (worker.exchanges, worker.rejected, center.version) == (4, 1, 3)
 
 
 def test_finite_inner_state_is_kept_after_a_rejection():
     center = LocalCenter(
-        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(norm=1.0))
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=MessageLimits(norm=1.0))
     )
     worker = agn_optax.Worker(center, shared.adam(10.0), period=1)
     params, state = worker.start()
     params, state = local(worker)(params, state, 1.0)
     before = jax.tree.map(np.array, state.inner_state)
     params, state = worker.exchange(params, state)
-    assert worker.refused == 1
+    assert worker.rejected == 1
     assert_identical(state.inner_state, before)
     assert_identical(params, jnp.zeros(2))
 
@@ -256,7 +260,7 @@ def test_residual_is_unchanged_by_a_non_finite_message(overlap):
     assert np.abs(jax.tree.leaves(kept)[0]).max() > 0
     bad = (params + rng.normal(size=300)).at[7].set(np.nan)
     params, state = worker.flush(*worker.exchange(bad, state))
-    assert worker.refused == 1
+    assert worker.rejected == 1
     assert_identical(jax.tree.map(np.asarray, state.codec_state), kept)
 
 
@@ -267,7 +271,7 @@ def test_dropped_message_is_not_a_rejection():
         sessions.join(center, worker)
     for worker in ("anna", "bert"):
         answer = sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
-    assert (answer.applied, answer.refused) == (False, "")
+    assert (answer.applied, answer.rejected) == (False, "")
 
 
 def test_round_continues_without_rejected_messages():
@@ -276,7 +280,7 @@ def test_round_continues_without_rejected_messages():
         shared.average(),
         jnp.zeros(2),
         mode=Synchronous(),
-        limits=Limits(messages=Refuse(norm=10.0)),
+        limits=Limits(messages=MessageLimits(norm=10.0)),
     )
     members = {name: center.join(name) for name in ("anna", "bert", "carl")}
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
@@ -284,7 +288,7 @@ def test_round_continues_without_rejected_messages():
         message = jnp.full(2, values[name])
         session.submit(Submission(1, message, anchor_version=0))
     answers = {name: session.collect(1, 10) for name, session in members.items()}
-    assert [bool(answer.refused) for answer in answers.values()] == [0, 1, 0]
+    assert [bool(answer.rejected) for answer in answers.values()] == [0, 1, 0]
     for answer in answers.values():
         assert answer.version == 1
         np.testing.assert_array_equal(answer.params, -3.0)
@@ -293,7 +297,7 @@ def test_round_continues_without_rejected_messages():
     members["carl"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
     for session in members.values():
         answer = session.collect(2, 10)
-        assert answer.refused
+        assert answer.rejected
         assert answer.version == 1
 
 
@@ -302,7 +306,7 @@ def test_rejected_worker_adopts_the_round_also_under_easgd():
         shared.easgd(0.5),
         jnp.zeros(2),
         mode=Synchronous(),
-        limits=Limits(messages=Refuse(norm=10.0)),
+        limits=Limits(messages=MessageLimits(norm=10.0)),
     )
     anna, bert = center.join("anna"), center.join("bert")
     anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
@@ -316,39 +320,42 @@ def test_rejected_worker_adopts_the_round_also_under_easgd():
 def test_rejected_round_counts_for_waiting_workers():
     mode = BoundedStaleness(rounds=0)
     center = LocalCenter(
-        shared.downpour(), ZEROS, mode=mode, limits=Limits(messages=Refuse(norm=1.0))
+        shared.downpour(),
+        ZEROS,
+        mode=mode,
+        limits=Limits(messages=MessageLimits(norm=1.0)),
     )
     for name in ("anna", "bert"):
         sessions.join(center, name)
-    assert send(center, 2.0, "anna").refused
+    assert send(center, 2.0, "anna").rejected
     assert send(center, 1.0, "bert").applied
     session, _ = sessions._sessions[center]["bert"]
     session.submit(Submission(2, message_of_norm(1.0), anchor_version=1))
     assert session.collect(2, 0.0).applied
     session.submit(Submission(3, message_of_norm(1.0), anchor_version=2))
     assert session.collect(3, 0.0) is None  # it waits until anna has made another round
-    assert send(center, 2.0, "anna").refused
+    assert send(center, 2.0, "anna").rejected
     assert session.collect(3, 10).applied
 
 
 @pytest.mark.parametrize("acknowledges", [False, True])
 def test_repeated_message_is_rejected_once(acknowledges):
     center = LocalCenter(
-        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(norm=1.0))
+        shared.downpour(), ZEROS, limits=Limits(messages=MessageLimits(norm=1.0))
     )
     session = center.join("anna")
     for _ in range(3):
         session.submit(Submission(1, message_of_norm(2.0), anchor_version=0))
         answer = session.collect(1)
-        assert answer.refused.startswith("its norm is 2,")
+        assert answer.rejected.startswith("its norm is 2,")
         if acknowledges:
             session.acknowledge(1)
-    assert center.core.ledger.refusals.counts == {"norm": 1}
+    assert center.core.ledger.rejections.counts == {"norm": 1}
 
 
 def test_journal_restores_the_data_of_limits(tmp_path):
     settings = {
-        "limits": Limits(messages=Refuse(times_median=3, in_a_row=3)),
+        "limits": Limits(messages=MessageLimits(times_median=3, in_a_row=3)),
         "durability": Journal(tmp_path),
     }
 
@@ -363,10 +370,10 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     def decisions(center):
         known = center.core.ledger
         members = {
-            name: (m.turn, m.in_a_row, m.refused, m.why)
+            name: (m.turn, m.in_a_row, m.rejected, m.why)
             for name, m in known.present().items()
         }
-        return members, list(known.refusals._norms)
+        return members, list(known.rejections._norms)
 
     center = LocalCenter(shared.downpour(), ZEROS, **settings)
     lives = {name: center.join(name) for name in ("anna", "bert")}
@@ -384,8 +391,8 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     repeated = life.exchange(
         Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
     )
-    assert "not finite" in repeated.refused
-    with pytest.raises(errors.MessageRefusedError, match="50"):
+    assert "not finite" in repeated.rejected
+    with pytest.raises(errors.MessageRejectedError, match="50"):
         life.exchange(
             Submission(sequences["anna"], message_of_norm(50.0), anchor_version=0)
         )
@@ -394,30 +401,30 @@ def test_journal_restores_the_data_of_limits(tmp_path):
 
 def test_shards_apply_their_limits_separately():
     """A message that is not finite in one shard is rejected by all."""
-    refuse = Refuse(norm=1.0)
+    reject = MessageLimits(norm=1.0)
     kept = [
-        LocalCenter(shared.downpour(), limits=Limits(messages=refuse)) for _ in "ab"
+        LocalCenter(shared.downpour(), limits=Limits(messages=reject)) for _ in "ab"
     ]
     center = ShardedCenter(kept)
     center.initialize({"a": jnp.zeros(8), "b": jnp.zeros(8)}, worker="")
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
     params, state = worker.start()
     params, state = worker.exchange({**params, "b": params["b"] + 3.0}, state)
-    assert worker.refusal.startswith("its norm is 8.485")
+    assert worker.rejection.startswith("its norm is 8.485")
     assert sorted(worker.version) == [0, 1]
     assert_identical(params, center.pull().params)
     bad = {**params, "b": params["b"].at[0].set(np.nan)}
     params, state = worker.exchange(bad, state)
-    assert worker.refusal == "it is not finite (its norm is nan)"
+    assert worker.rejection == "it is not finite (its norm is nan)"
     assert sorted(worker.version) == [0, 1]
-    counts = [each.core.ledger.refusals.counts for each in kept]
+    counts = [each.core.ledger.rejections.counts for each in kept]
     assert sum(count.get("nonfinite", 0) for count in counts) == 2
 
 
 def test_site_continues_from_a_parent_that_rejects_its_message():
     rule = shared.downpour()
     parent = LocalCenter(
-        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=Refuse(norm=10.0))
+        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=MessageLimits(norm=10.0))
     )
     with service.serve(rule, parent=service.Parent(parent, period=1)) as site:
         assert site.uplink.ready.wait(60)
@@ -454,7 +461,7 @@ def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
     """
     start = {"w": jnp.zeros(4)}
     center = LocalCenter(
-        RULES[rule](), start, limits=Limits(messages=Refuse(times_median=100))
+        RULES[rule](), start, limits=Limits(messages=MessageLimits(times_median=100))
     )
     scaling = functools.partial(
         agn_optax.loss_scaling, initial_scale=2.0**24, growth_interval=6
@@ -491,7 +498,7 @@ def test_loss_scale_recovers_and_exchanges_continue(rule, where, overlap):
         state = state._replace(inner_state=local) if around else local
         scales.append(float(agn_optax.loss_scale(state)))
     assert worker.exchanges > 35
-    assert worker.refused < 25
+    assert worker.rejected < 25
     assert center.version >= 20
     assert max(scales[-20:]) > min(scales) >= 2.0**6
     np.testing.assert_allclose(center.pull().params["w"], 1.0, atol=0.3)

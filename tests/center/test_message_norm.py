@@ -77,7 +77,7 @@ def test_large_message_is_applied_and_non_finite_one_is_rejected(packs):
     np.testing.assert_array_equal(answer.params["b"], -sent["b"])
     sent["a"][0, 0] = np.inf
     answer = sessions.exchange(center, sent, anchor_version=1, worker="a")
-    assert "not finite" in answer.refused
+    assert "not finite" in answer.rejected
     assert center.version == 1
 
 

@@ -45,7 +45,7 @@ def assert_rejects(center, number, worker="a", dtype="float32"):
     answer = sessions.exchange(
         center, times(number, dtype), anchor_version=center.version, worker=worker
     )
-    assert "finite" in answer.refused
+    assert "finite" in answer.rejected
     assert not answer.applied
     assert_identical(center.save(), before)
 
@@ -84,7 +84,7 @@ def test_round_whose_norms_exceed_float32_is_rejected(packs):
     for session in sessions:
         session.submit(Submission(1, times(3e38), anchor_version=0))
     for session in sessions:
-        assert "finite" in session.collect(1).refused
+        assert "finite" in session.collect(1).rejected
     assert center.version == 0
 
 
@@ -172,7 +172,7 @@ def test_served_center_rejects_messages_that_overflow_it():
             answer = sessions.exchange(
                 center, times(4e13), anchor_version=2, worker="a"
             )
-            assert "would not be finite" in answer.refused
+            assert "would not be finite" in answer.rejected
             assert_identical(answer.params, before.params)
         assert_identical(center.pull().params, before.params)
         answer = sessions.exchange(center, times(1.0), anchor_version=2, worker="a")
@@ -370,9 +370,9 @@ def test_bound_is_that_of_the_discounted_message(discount, mode):
             )
         answers = [each.collect(moved) for each in joined]
         assert np.isfinite(np.asarray(answers[0].params["a"], np.float64)).all()
-        if answers[0].refused:
+        if answers[0].rejected:
             break
-    assert answers[0].refused
+    assert answers[0].rejected
     assert moved * 1000 * len(joined) > 60_000
 
 
@@ -394,7 +394,7 @@ def test_bounds_are_discarded_by_a_rebase():
     session = center.join("a")
     assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
     center.core.shift(65500 * one, 0 * one)
-    assert session.exchange(Submission(2, -50 * one, anchor_version=2)).refused
+    assert session.exchange(Submission(2, -50 * one, anchor_version=2)).rejected
 
 
 def test_bounds_computed_during_a_rebase_are_discarded():
@@ -425,7 +425,7 @@ def test_bounds_computed_during_a_rebase_are_discarded():
     core.shift(65500 * one, 0 * one)
     sent.result(30.0)
     answer = session.collect(1, 30.0)
-    assert answer.refused
+    assert answer.rejected
     assert np.isfinite(np.asarray(answer.params)).all()
 
 
@@ -447,13 +447,18 @@ def test_message_that_overflows_float16_is_rejected_by_all_shards(codec, shards)
         center.initialize(times(0.0), worker="")
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         loop = worker.start()
-        for size, is_refused in ((7e4, True), (1.0, False), (-7e4, True), (2.0, False)):
+        for size, is_rejected in (
+            (7e4, True),
+            (1.0, False),
+            (-7e4, True),
+            (2.0, False),
+        ):
             before = center.pull()
             grads = {**times(1.0), "a": ONES["a"] * np.float32(size)}
             updates, state = worker.tx.update(grads, loop[1], loop[0])
             loop = worker.exchange(optax.apply_updates(loop[0], updates), state)
-            assert bool(worker.refusal) == is_refused
-            if is_refused:
+            assert bool(worker.rejection) == is_rejected
+            if is_rejected:
                 assert_identical(center.pull(), before)
                 assert_identical(loop[0], before.params)
         for leaf in jax.tree.leaves((loop, center.pull().params)):

@@ -133,7 +133,7 @@ def test_message_that_one_shard_would_reject_reaches_no_shard():
     session = center.join("anna")
     bad = ONES | {"c": jnp.float32(np.nan)}
     answer = session.exchange(Submission(1, bad, anchor_version=(0, 0)))
-    assert answer.refused == "it is not finite (its norm is nan)"
+    assert answer.rejected == "it is not finite (its norm is nan)"
     for wrong in (0, (0,), (0, 0, 0), [0, 0]):
         with pytest.raises(errors.InvalidArgumentError, match="tuple of 2 versions"):
             session.exchange(Submission(2, ONES, anchor_version=wrong))
@@ -159,13 +159,13 @@ def test_disconnect_reaches_all_shards():
 
 def test_after_an_error_of_one_shard_the_session_rejects_messages():
     """Another shard would treat the next message as a repetition of an applied one."""
-    strict = agn_optax.center.Refuse(norm=3.0, in_a_row=1)
+    strict = agn_optax.center.MessageLimits(norm=3.0, in_a_row=1)
     center = shards(
         params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, limits=Limits(messages=strict)
     )
     small = {"a": jnp.ones(4), "b": jnp.ones(4)}
     session = center.join("anna")
-    with pytest.raises(errors.MessageRefusedError):
+    with pytest.raises(errors.MessageRejectedError):
         session.exchange(
             Submission(1, {**small, "a": jnp.full(4, 9.0)}, anchor_version=(0, 0))
         )

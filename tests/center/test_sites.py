@@ -254,12 +254,12 @@ def test_site_is_degraded_until_it_has_rejoined_its_parent():
         assert made.core.degraded == ""
         join, may_join = parent.core.join, threading.Event()
 
-        def refuses(*args, **kwargs):
+        def rejects(*args, **kwargs):
             if not may_join.is_set():
                 raise errors.CenterFullError("there is no room")
             return join(*args, **kwargs)
 
-        parent.core.join = refuses
+        parent.core.join = rejects
         parent.before.append(fails)
         made.exchange(1.0)
         wait_until(lambda: "there is no room" in made.core.degraded)

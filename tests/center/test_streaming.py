@@ -247,7 +247,7 @@ def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
     def counted(p, submit, submission):
         sent.append((p, submission.sequence))
         if sent.count((fails, 1)) == 1 and p == fails:
-            raise errors.MessageRefusedError("not this one")
+            raise errors.MessageRejectedError("not this one")
         return submit(submission)
 
     for p, each in enumerate(worker._parts):
@@ -255,7 +255,7 @@ def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
         monkeypatch.setattr(
             each.session, "submit", functools.partial(counted, p, submit)
         )
-    with pytest.raises(errors.MessageRefusedError):
+    with pytest.raises(errors.MessageRejectedError):
         worker.flush(*loop)
     params, _ = worker.flush(*loop)
     assert sorted(sent) == sorted([(0, 1), (1, 1), (fails, 1)])
@@ -422,7 +422,7 @@ def test_rejected_message_resets_a_non_finite_inner_state():
         updates, state = worker.tx.update(bad, state, params)
         params = optax.apply_updates(params, updates)
         params, state = worker.exchange(params, state)
-    assert worker.refused == 1
+    assert worker.rejected == 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 

@@ -41,7 +41,7 @@ def test_plain_fields_come_back_from_json(weight):
     sent = Submission(3, None, 2, steps=5, weight=weight)
     fields = json.loads(json.dumps(plain(sent)))
     assert Submission(contribution=None, **fields) == sent
-    answer = Answer(None, 7, 3, norm=1.5, applied=False, refused="why", pace=0.5)
+    answer = Answer(None, 7, 3, norm=1.5, applied=False, rejected="why", pace=0.5)
     assert Answer(params=None, **json.loads(json.dumps(plain(answer)))) == answer
 
 

@@ -127,9 +127,11 @@ def test_exchange_within_a_period_returns_its_arguments():
 )
 def test_exchange_does_not_block_on_the_device(rule, donate):
     """A whole round is dispatched while its first step still computes."""
-    refuse = agn_optax.center.Refuse(nonfinite=False)  # otherwise it waits for norms
+    reject = agn_optax.center.MessageLimits(
+        nonfinite=False
+    )  # otherwise it waits for norms
     center = agn_optax.LocalCenter(
-        RULES[rule](), jnp.ones(3), limits=Limits(messages=refuse)
+        RULES[rule](), jnp.ones(3), limits=Limits(messages=reject)
     )
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
@@ -175,24 +177,24 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
-    submit, refusals = worker._parts[0].session.submit, [None, None]
+    submit, rejections = worker._parts[0].session.submit, [None, None]
 
     def flaky(*args, **kwargs):
-        if refusals:
-            refusals.pop()
-            raise errors.MessageRefusedError("not now")
+        if rejections:
+            rejections.pop()
+            raise errors.MessageRejectedError("not now")
         submit(*args, **kwargs)
 
     monkeypatch.setattr(worker._parts[0].session, "submit", flaky)
-    refused = 0
+    rejected = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)
         params = optax.apply_updates(params, updates)
         try:
             params, state = worker.exchange(params, state)
-        except errors.MessageRefusedError:
-            refused += 1
-    assert refused == 2
+        except errors.MessageRejectedError:
+            rejected += 1
+    assert rejected == 2
     assert worker.exchanges == center.version == 1
     # Four steps in one round: the mean of four gradients of 1.
     np.testing.assert_allclose(center.pull().params, -1.0)
@@ -422,7 +424,7 @@ def test_rejected_message_resets_the_gradient_transformation(caplog):
         params = optax.apply_updates(params, updates)
         params, state = worker.exchange(params, state)
         assert params[0] == expected
-    assert worker.refused == 1
+    assert worker.rejected == 1
 
 
 def test_drop_in_as_inner_optimizer_is_rejected():

@@ -15,7 +15,7 @@ from agn_optax import codecs, rules
 
 WORKERS = 4  # rows of the model, one for each worker
 MOVING_RATE = 0.25  # of easgd
-REFUSED_NORM = 100.0  # maximum norm at a center with message limits
+REJECTED_NORM = 100.0  # maximum norm at a center with message limits
 BAD = (1e3, np.nan)  # moves of a step whose message is to be rejected
 
 # Two fragments, one for each leaf of the table, in a period of four steps.

@@ -243,7 +243,7 @@ class Run(contextlib.ExitStack):
             burst=chosen.burst,
             delay=chosen.delay,
             weighs=chosen.weighs,
-            refuses=chosen.refuses,
+            rejects=chosen.rejects,
             checkpoints=str(self._folder / f"kept-by-{number}") * chosen.resumes,
             tally=str(self._folder / f"tally-{number}"),
             end=str(self._folder / f"end-{number}.npy"),

@@ -62,7 +62,7 @@ class Scenario:
       resumes: whether workers resume from checkpoints, see `Resumable`.
       secure: whether connections use TLS and tokens.
       weighs: whether messages claim weights, which the center adds up.
-      refuses: whether some steps are bad, and the center rejects their messages.
+      rejects: whether some steps are bad, and the center rejects their messages.
     """
 
     seed: int
@@ -81,7 +81,7 @@ class Scenario:
     resumes: bool = False
     secure: bool = False
     weighs: bool = False
-    refuses: bool = False
+    rejects: bool = False
     recovers: float = 2 * LEASE  # s until which survivors must exchange again
 
     @property
@@ -101,8 +101,8 @@ class Scenario:
     @property
     def mode_options(self):
         """Further options, for a center that workers connect to."""
-        refused = [f"--refuse-norm={model.REFUSED_NORM}"] if self.refuses else []
-        return _MODES[self.mode] + refused
+        rejected = [f"--reject-norm={model.REJECTED_NORM}"] if self.rejects else []
+        return _MODES[self.mode] + rejected
 
     @property
     def is_sparse(self):
@@ -147,7 +147,7 @@ class Scenario:
             f"{' overlap' * self.overlap}{patience}"
             f"{'' if self.delay is None else f' fragments delay {self.delay}'}"
             f"{' resumable' * self.resumes}{' secure' * self.secure}"
-            f"{' weights' * self.weighs}{' refusals' * self.refuses}"
+            f"{' weights' * self.weighs}{' rejections' * self.rejects}"
             f", {self.end} at the end"
         )
 
@@ -199,7 +199,7 @@ def drawn(seed):
     resumes = (
         in_turn and durability == "journal" and delay is None and rng.random() < 0.4
     )
-    refuses = not elastic and not resumes and rng.random() < 0.25
+    rejects = not elastic and not resumes and rng.random() < 0.25
     chosen = Scenario(
         seed=seed,
         mode=mode,
@@ -219,7 +219,7 @@ def drawn(seed):
         resumes=resumes,
         secure=rng.random() < 0.3,
         weighs=weighs,
-        refuses=refuses,
+        rejects=rejects,
     )
     faults = [_fault(rng, chosen) for _ in range(rng.randint(1, 4))]
     faults.sort(key=lambda fault: fault.at)

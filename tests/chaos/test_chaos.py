@@ -68,8 +68,8 @@ CHOSEN |= {
     "workers that resume": {"resumes": True, "faults": KILLS},
     "TLS and tokens": {"secure": True, "faults": (*KILLS, Fault(0.6, "replay", 1))},
     "weights": {"weighs": True, "faults": KILLS},
-    "messages that are refused": {
-        "refuses": True,
+    "messages that are rejected": {
+        "rejects": True,
         "faults": (Fault(0.4, "outage", 1, seconds=0.5), *KILLS),
     },
 }
@@ -106,7 +106,7 @@ def test_seed_determines_a_scenario():
     assert scenario.drawn(7) == scenario.drawn(7)
     drawn = [scenario.drawn(seed) for seed in seeds]
     names = "mode rule codec centers durability size overlap delay resumes secure"
-    for name in [*names.split(), "weighs", "refuses"]:
+    for name in [*names.split(), "weighs", "rejects"]:
         kinds = {getattr(each, name) for each in drawn}
         assert len(kinds) > 1, name
     kinds = {fault.kind for each in drawn for fault in each.faults}

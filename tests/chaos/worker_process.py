@@ -160,7 +160,7 @@ class Training:
             except errors.WorkerStateError:  # a center with another id
                 self._tally.add("lost")
                 loop = self._start(worker)
-            except errors.MessageRefusedError:  # too many in a row
+            except errors.MessageRejectedError:  # too many in a row
                 loop = self._start(worker)
             self._stopping.wait(PACE)
 
@@ -169,7 +169,7 @@ class Training:
         step = int(self._at["step"])
         self._at["step"] = np.array(step + 1)
         slots = self._slots(worker, step)
-        if self._told["refuses"] and step % BAD_EVERY == BAD_EVERY - 1:
+        if self._told["rejects"] and step % BAD_EVERY == BAD_EVERY - 1:
             bad = model.BAD[step // BAD_EVERY % len(model.BAD)]
             loop = self._moved(worker, loop, slots, bad)
         else:
@@ -214,21 +214,21 @@ class Training:
 
     def _exchange(self, worker, exchange, loop):
         while True:
-            before = worker.exchanges, worker.dropped, worker.refused
+            before = worker.exchanges, worker.dropped, worker.rejected
             try:
                 return exchange(*loop)
             except errors.CenterUnreachableError:
                 if self._stopping.is_set() and time.monotonic() > self._until:
                     raise
             finally:
-                after = worker.exchanges, worker.dropped, worker.refused
+                after = worker.exchanges, worker.dropped, worker.rejected
                 self._account(worker, before[0], *np.subtract(after, before)[1:])
 
-    def _account(self, worker, exchanges, dropped, refused):
+    def _account(self, worker, exchanges, dropped, rejected):
         """Record which steps are certainly in the center."""
-        self._tally.add("refused", refused)
+        self._tally.add("rejected", rejected)
         # A sparse codec restores a dropped message to its residual, but not at shards.
-        if refused or (dropped and (len(self._told["address"]) > 1)):
+        if rejected or (dropped and (len(self._told["address"]) > 1)):
             self._in_flight, self._fresh = [], []  # these steps may be lost
         if self._settles:
             self._tally.add("landed", worker.exchanges - exchanges)

@@ -250,14 +250,14 @@ with service.connect(me.address, rules.downpour()) as center:
     if me.rank == 0:
         center.initialize({"w": jnp.ones(3)}, worker=me.worker)
     center.join(me.worker).leave()
-    for refused in (
+    for rejected in (
         lambda: center.join("worker-7"),
         lambda: me.rank and center.initialize({"w": jnp.ones(3)}, worker=me.worker),
     ):
         try:
-            print("let in" if refused() else "")
+            print("let in" if rejected() else "")
         except errors.NotAllowedError as error:
-            print("refused:", error)
+            print("rejected:", error)
 here = {k: v for k, v in os.environ.items() if not k.startswith("AGN_OPTAX_T")}
 os.environ.clear()
 os.environ.update(here)
@@ -283,11 +283,11 @@ def test_each_launched_worker_has_its_own_token(runtime, here):
     assert result.exit_code == 0, result.output
     said = result.output
     for rank in range(2):
-        refused = f"worker-{rank} | refused: only worker 'worker-7' itself may"
-        assert refused in said
+        rejected = f"worker-{rank} | rejected: only worker 'worker-7' itself may"
+        assert rejected in said
         assert f"worker-{rank} | watched downpour" in said
-    assert "worker-1 | refused: Initialize needs the role chief" in said
-    assert "worker-0 | refused: Initialize" not in said
+    assert "worker-1 | rejected: Initialize needs the role chief" in said
+    assert "worker-0 | rejected: Initialize" not in said
     assert "let in" not in said
     center = [line for line in said.splitlines() if line.startswith("center")]
     assert "serving at" in center[0]

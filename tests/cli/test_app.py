@@ -286,8 +286,8 @@ def test_group_builds_its_class_from_options():
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-rate needs --folder"):
         GROUP.made_with("folder", Grouped(my_rate=1.0))
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-kind is too much"):
-        GROUP.refuse(Grouped(my_kind="b"), "is too much")
-    GROUP.refuse(Grouped(kind=1), "is too much")
+        GROUP.reject(Grouped(my_kind="b"), "is too much")
+    GROUP.reject(Grouped(kind=1), "is too much")
     assert GROUP.made_with("folder", Grouped(kind=1)) is None
     assert GROUP.made_with("folder", options) == Source(**arguments)
 

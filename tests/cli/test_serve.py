@@ -22,7 +22,7 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Journal,
-    Refuse,
+    MessageLimits,
     Snapshots,
     Submission,
     Synchronous,
@@ -198,9 +198,9 @@ def test_mode_is_made_from_options(options, mode):
 def test_message_limits_are_made_from_options():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
     own |= {"staleness": 4, "in_a_row": 7, "steps": 9, "weight": 5.0}
-    assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
-    options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
-    assert _center_options.settings(options)["limits"].messages == Refuse(**own)
+    assert set(own) == {field.name for field in dataclasses.fields(MessageLimits)}
+    options = CenterOptions(**{f"reject_{name}": own[name] for name in own})
+    assert _center_options.settings(options)["limits"].messages == MessageLimits(**own)
 
 
 def test_defaults_are_those_of_the_library():
@@ -208,7 +208,7 @@ def test_defaults_are_those_of_the_library():
         "page": None,
         "mode": Asynchronous(),
         "durability": None,
-        "limits": service.Limits(messages=Refuse()),
+        "limits": service.Limits(messages=MessageLimits()),
         "security": service.Security(),
     }
 
@@ -247,13 +247,13 @@ def test_serve_applies_message_limits(address):
         answer = sessions.exchange(
             center, jnp.full(4, 2.0), anchor_version=0, worker="w"
         )
-        assert answer.refused == "its norm is 4, and this center takes 3 at most"
+        assert answer.rejected == "its norm is 4, and this center takes 3 at most"
 
     def start(center):
         center.initialize(jnp.zeros(4), worker="w")
         exchange(center)
 
-    options = ("--rule=downpour", "--refuse-norm=3", "--no-refuse-nonfinite")
+    options = ("--rule=downpour", "--reject-norm=3", "--no-reject-nonfinite")
     serve(address, rules.downpour(), *options, then=start)
 
 

@@ -25,7 +25,7 @@ def test_status_shows_center_and_workers(new_server):
     assert float(cells[3]) > 0  # exchanges a second
     assert cells[4] == "1"  # staleness
     assert cells[5] in ("memory", "socket", "grpc")
-    assert cells[7:10] == ["2", "0", "0"]  # period, refused, dropped
+    assert cells[7:10] == ["2", "0", "0"]  # period, rejected, dropped
     assert "exchanges/s" in said
 
 
@@ -97,7 +97,7 @@ def a_worker(name, **said):
         "transport": "memory",
         "seen": 0.4,
         "period": 100,
-        "refused": 0,
+        "rejected": 0,
         "dropped": 0,
         "norm": 0.125,
         "waits": False,

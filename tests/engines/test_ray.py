@@ -362,8 +362,8 @@ def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
     with launched(here) as driver:
         watch.wait_for_more(0)
         served = center_process(cluster)
-        with launched(second, *other) as refused:
-            assert refused.wait(LIMIT) == 2
+        with launched(second, *other) as rejected:
+            assert rejected.wait(LIMIT) == 2
         assert "another driver runs 'slots'" in (second / "said").read_text()
         watch.wait_for_more(0)
         assert center_process(cluster) == served

@@ -156,9 +156,9 @@ def test_common_level_is_reached_by_all_and_costs_its_first_time():
     "option", ["--workers", "--period", "--steps", "--batch", "--seeds"]
 )
 def test_options_of_zero_are_rejected(option, capsys):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as rejected:
         digits.main([option, "0"])
-    assert refused.value.code == 2
+    assert rejected.value.code == 2
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def test_period_of_zero_is_rejected(capsys, monkeypatch):
     program = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, program)  # its dataclasses look there
     spec.loader.exec_module(program)
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as rejected:
         program.main(["--period", "0"])
-    assert refused.value.code == 2
+    assert rejected.value.code == 2
     assert "--period must be at least 1, got 0" in capsys.readouterr().err

@@ -57,10 +57,10 @@ def shares(count):
 
 def _parse(name, seed, count):
     begin = time.monotonic()
-    refused, found = parsers.fuzz(parsers.PARSERS[name], seed, name, count)
+    rejected, found = parsers.fuzz(parsers.PARSERS[name], seed, name, count)
     _say(
-        f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {refused} "
-        f"refused, {len(found)} neither read nor refused"
+        f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {rejected} "
+        f"rejected, {len(found)} neither read nor rejected"
     )
     for number, data, error in found[:5]:
         _say(f"    input {number} of seed {seed}: {error!r} of {data[:80]!r}")

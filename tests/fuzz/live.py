@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "plain": Kind(),
-    "top_k": Kind("top_k", ("--refuse-norm=1000", "--refuse-weight=10")),
+    "top_k": Kind("top_k", ("--reject-norm=1000", "--reject-weight=10")),
     "chained": Kind("chained", ("--mode=bounded", "--max-versions-behind=3")),
     "two_way": Kind("two_way"),
     "secure": Kind(secure=True),

@@ -63,12 +63,12 @@ class Parser(NamedTuple):
     Attributes:
       samples: valid inputs.
       read: parses bytes; raises AssertionError if the result is wrong.
-      refuses: the exceptions that it may raise.
+      rejects: the exceptions that it may raise.
     """
 
     samples: list[bytes]
     read: Callable[[bytes], Any]
-    refuses: tuple[type[Exception], ...]
+    rejects: tuple[type[Exception], ...]
 
 
 def fuzz(parser, seed, name, count):
@@ -79,16 +79,16 @@ def fuzz(parser, seed, name, count):
       raised any other exception.
     """
     rng = mutate.generator(seed, name)
-    refused, found = 0, []
+    rejected, found = 0, []
     for number in range(count):
         data = mutate.mutated(rng, parser.samples)
         try:
             parser.read(data)
-        except parser.refuses:
-            refused += 1
+        except parser.rejects:
+            rejected += 1
         except Exception as error:
             found.append((number, data, error))
-    return refused, found
+    return rejected, found
 
 
 # Messages of the wire protocol.
@@ -115,7 +115,7 @@ PACKETS = [
     _packet(pb.Frame(joined=pb.Joined(center="c" * 32))),
     _packet(pb.Frame(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),
     _packet(pb.Frame(waiting=pb.Waiting())),
-    _packet(pb.Frame(refused=pb.Refused(kind="CenterError", details="no"))),
+    _packet(pb.Frame(failure=pb.Failure(kind="CenterError", details="no"))),
     _packet(pb.Frame(attach=pb.Segment(number=1, size=4096))),
 ]
 
@@ -186,8 +186,8 @@ def _read_status(data):
     assert isinstance(_status.exception_of(failed, "here"), errors.AgnOptaxError)
 
 
-def _read_refused(data):
-    error = _status.exception_in(pb.Refused.FromString(data))
+def _read_rejected(data):
+    error = _status.exception_in(pb.Failure.FromString(data))
     assert isinstance(error, errors.AgnOptaxError)
 
 
@@ -238,7 +238,7 @@ def _read_contribution(data):
     answer = session.exchange(
         Submission(next(numbers), _trees.build(schema, leaves), anchor_version=version)
     )
-    assert answer.refused or answer.version == version + 1
+    assert answer.rejected or answer.version == version + 1
     for public in (False, True):
         assert np.all(np.isfinite(center.pull(public=public).params["w"]))
 
@@ -468,9 +468,9 @@ PARSERS = {
         _read_description,
         (*_WIRE, *_USER, errors.RuleMismatchError, errors.TreeMismatchError),
     ),
-    "refused": Parser(
-        [pb.Refused(kind="NameTakenError", details="a").SerializeToString()],
-        _read_refused,
+    "rejected": Parser(
+        [pb.Failure(kind="NameTakenError", details="a").SerializeToString()],
+        _read_rejected,
         (DecodeError,),
     ),
     "contribution": Parser(list(_contributions()), _read_contribution, ()),
@@ -478,7 +478,7 @@ PARSERS = {
     "request": Parser(
         [REQUEST, b"HEAD / HTTP/1.0\r\nhost:[::1]\r\n\r\n"],
         _read_request,
-        (_http.RefusedRequestError,),
+        (_http.RejectedRequestError,),
     ),
     "address": Parser(
         [b"127.0.0.1:5000", b"[::1]:80", b"unix:/tmp/center", b"host.example:0"],

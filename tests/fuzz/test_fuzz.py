@@ -22,10 +22,10 @@ def test_mutated_input_is_parsed_or_rejected(name):
     parser = parsers.PARSERS[name]
     for sample in parser.samples:
         parser.read(sample)
-    refused, found = parsers.fuzz(parser, SEED, name, COUNT)
+    rejected, found = parsers.fuzz(parser, SEED, name, COUNT)
     assert not found, found[:3]
-    if parser.refuses and name != "record":  # a damaged record counts as missing
-        assert 0 < refused < COUNT
+    if parser.rejects and name != "record":  # a damaged record counts as missing
+        assert 0 < rejected < COUNT
 
 
 def test_same_seed_gives_the_same_input():

@@ -81,7 +81,7 @@ class Loop:
         sys.stdout.flush()
 
 
-def is_refused(processes):
+def is_rejected(processes):
     """Return whether a worker of this many processes is rejected in this job."""
     os.environ["AGN_OPTAX_PROCESSES"] = processes
     try:
@@ -102,7 +102,7 @@ def main():
         lambda: service.connect(env.address, rule, timeout=20.0), rule
     )
     part = jax.process_index(), jax.process_count()
-    assert is_refused("1")  # the job would have processes of several workers
+    assert is_rejected("1")  # the job would have processes of several workers
     tuning.set_broadcast_pause(pytest.MonkeyPatch(), 0.05)
     with contextlib.closing(center):
         loop = Loop(

@@ -90,7 +90,7 @@ def served() -> int:
     except errors.AgnOptaxError as error:
         assert_type(error, errors.AgnOptaxError)
     with service.serve(
-        rule, mode=mode, limits=service.Limits(messages=center.Refuse(norm=10.0))
+        rule, mode=mode, limits=service.Limits(messages=center.MessageLimits(norm=10.0))
     ) as server:
         assert_type(server, service.Server)
         assert_type(server.address, str)

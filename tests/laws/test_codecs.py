@@ -623,7 +623,7 @@ def test_non_finite_message_leaves_the_residual_unchanged(overlap):
     assert any(np.any(e) for e in jax.tree.leaves(before.residual))
     bad = jax.tree.map(lambda g: g * np.float32("nan"), of_worker(GRADS, 0))
     loop = worker.flush(*train_worker(worker, loop, bad))
-    assert worker.refused > 1
+    assert worker.rejected > 1
     assert_identical(jax.tree.map(np.asarray, loop[1].codec_state), before)
 
 
@@ -631,8 +631,8 @@ def test_non_finite_message_leaves_the_residual_unchanged(overlap):
 def test_13_rejected_message_is_restored_to_the_residual(overlap):
     """A message rejected only for its staleness is sent again with a later one."""
     rule = observed_rule("error_feedback")
-    refuse = agn_optax.center.Refuse(staleness=0)
-    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
+    reject = agn_optax.center.MessageLimits(staleness=0)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=reject))
     worker = a_worker(center, overlap)
     loop = worker.start()
     for i in range(3):
@@ -640,7 +640,7 @@ def test_13_rejected_message_is_restored_to_the_residual(overlap):
             other = agn_optax.Worker(center, INNER, period=1)
             train_worker(other, other.start(), jax.tree.map(jnp.zeros_like, first(1)))
         loop = worker.flush(*train_worker(worker, loop, first(PERIOD + overlap, 2 * i)))
-    assert (worker.refused, worker.dropped) == (1, 0)
+    assert (worker.rejected, worker.dropped) == (1, 0)
     state = double(loop[1].codec_state)
     residual, sent = state["own"].residual, state["sent"]
     assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
@@ -656,15 +656,15 @@ def first(count, begin=0):
 @overlaps
 def test_message_rejected_twice_is_discarded(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
-    refuse = agn_optax.center.Refuse(norm=1000.0)
-    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
+    reject = agn_optax.center.MessageLimits(norm=1000.0)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=reject))
     worker = a_worker(center, overlap)
     loop, norms = worker.start(), []
     for i in range(4):
         grads = jax.tree.map(lambda g, i=i: g * 2.0 ** (12 * (i == 1)), first(PERIOD))
         loop = worker.flush(*train_worker(worker, loop, grads))
         norms.append(float(worker.norm))
-    assert worker.refused == 2
+    assert worker.rejected == 2
     assert max(norms[0], norms[3]) < 100 < min(norms[1], norms[2])
 
 

@@ -575,15 +575,15 @@ def test_invalid_fragments_are_rejected(made, says):
 def test_settings_that_fragments_do_not_support_are_rejected():
     make = functools.partial(agn_optax.phases, shared.sgd(0.1))
     shards = agn_optax.Placement(shard_axis="workers")
-    refused = pytest.raises
-    with refused(errors.InvalidArgumentError, match="'easgd', mixing=0.5: the rule"):
+    rejected = pytest.raises
+    with rejected(errors.InvalidArgumentError, match="'easgd', mixing=0.5: the rule"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, mixing=0.5))
-    with refused(errors.InvalidArgumentError, match="'easgd': eager updates adopt"):
+    with rejected(errors.InvalidArgumentError, match="'easgd': eager updates adopt"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
     median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
-    with refused(errors.InvalidArgumentError, match="'average' with median: "):
+    with rejected(errors.InvalidArgumentError, match="'average' with median: "):
         make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
-    with refused(
+    with rejected(
         errors.InvalidArgumentError, match="one center, whole on every device"
     ):
         make(
@@ -592,9 +592,9 @@ def test_settings_that_fragments_do_not_support_are_rejected():
             placement=shards,
             fragments=agn_optax.Fragments(2, delay=1),
         )
-    with refused(errors.InvalidTypeError, match="fragments must be an agn_optax.Frag"):
+    with rejected(errors.InvalidTypeError, match="fragments must be an agn_optax.Frag"):
         make(shared.downpour(), fragments=2)
-    with refused(errors.InvalidArgumentError, match="delay=3, offsets=None and a per"):
+    with rejected(errors.InvalidArgumentError, match="delay=3, offsets=None and a per"):
         late = agn_optax.Fragments(2, delay=3)
         agn_optax.exchange_every(INNER, shared.downpour(), 3, fragments=late)
 

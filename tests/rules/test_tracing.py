@@ -61,7 +61,7 @@ ALLOWED = {
     "one that is computed again": on_each_leaf(jax.checkpoint(jnp.sin)),
     "a callback": on_each_leaf(lambda x: jax.pure_callback(lambda y: y, x, x)),
 }
-REFUSED = {
+REJECTED = {
     "a check of all numbers": optax.apply_if_finite(optax.sgd(0.1), 3),
     "a large norm of every twelfth message": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(0.1)), 12
@@ -92,9 +92,9 @@ def test_leafwise_optimizer_is_accepted_on_shards(name):
     assert not rejection(ALLOWED[name])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_optimizer_that_mixes_leaves_or_rows_is_rejected_on_shards(name):
-    assert "a center in shards and a rule" in rejection(REFUSED[name])
+    assert "a center in shards and a rule" in rejection(REJECTED[name])
 
 
 @pytest.mark.parametrize("name", agn_optax.rules.__all__)
@@ -125,7 +125,7 @@ def test_rule_with_a_traced_setting_is_probed():
 
 def test_sharded_center_rejects_optimizer_that_counts_leaves():
     """Each shard would be moved by the number of its own leaves."""
-    rule = agn_optax.rules.agn(REFUSED["the number of leaves"])
+    rule = agn_optax.rules.agn(REJECTED["the number of leaves"])
     center = ShardedCenter([agn_optax.LocalCenter(rule) for _ in range(2)])
     with pytest.raises(errors.InvalidArgumentError, match="or their number"):
         center.initialize(PARAMS, worker="anna")

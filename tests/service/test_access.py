@@ -157,12 +157,12 @@ def test_error_names_the_roles_or_the_name_that_are_needed():
         with service.connect(
             server.address, RULE, token=token("observer", "anna")
         ) as center:
-            with pytest.raises(errors.NotAllowedError) as refused:
+            with pytest.raises(errors.NotAllowedError) as rejected:
                 center.pull()
             said = "Pull needs the role reader or worker or chief or operator"
-            assert said in str(refused.value)
-            assert "observer 'anna'" in str(refused.value)
-            assert isinstance(refused.value, PermissionError)
+            assert said in str(rejected.value)
+            assert "observer 'anna'" in str(rejected.value)
+            assert isinstance(rejected.value, PermissionError)
         with service.connect(
             server.address, RULE, token=token("worker", "anna")
         ) as center:
@@ -491,19 +491,19 @@ def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
         with service.connect(server.address, RULE, token=secret) as center:
             told.append(repr(center))
             for call in (center.pull, lambda: center.join("bert")):
-                with pytest.raises(errors.NotAllowedError) as refused:
+                with pytest.raises(errors.NotAllowedError) as rejected:
                     call()
-                told.append(repr(refused.value))
-        with pytest.raises(errors.NotAllowedError) as refused:
+                told.append(repr(rejected.value))
+        with pytest.raises(errors.NotAllowedError) as rejected:
             service.connect(server.address, RULE, token=f"unknown-{secret}")
-        told.append(repr(refused.value))
+        told.append(repr(rejected.value))
     for lines in (f"reader {secret}", f"king * {secret}", f"reader * {secret}\n" * 2):
-        with pytest.raises(errors.InvalidArgumentError) as refused:
+        with pytest.raises(errors.InvalidArgumentError) as rejected:
             Access(lines.encode())
-        told.append(repr(refused.value))
-    with pytest.raises(errors.InvalidArgumentError) as refused:
+        told.append(repr(rejected.value))
+    with pytest.raises(errors.InvalidArgumentError) as rejected:
         service.connect("127.0.0.1:1", RULE, token=f"{secret}\n{secret}")
-    told.append(repr(refused.value))
+    told.append(repr(rejected.value))
     assert secret not in "".join(told) + caplog.text
 
 
@@ -691,7 +691,7 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         sessions.exchange(center, params(), anchor_version=0, worker="anna")
         old = authority.issue("/CN=anna")
         replace(files["center"], second.issue("/CN=center"))
-        wait_until_refused(server.address, old)
+        wait_until_rejected(server.address, old)
         replace(files["anna"], second.issue("/CN=anna"))
         for each in list(server._listeners["socket"]._accepted.values()):
             each.cancel()
@@ -713,7 +713,7 @@ def replace(files, tls):
         path.write_bytes(new.read_bytes())
 
 
-def wait_until_refused(address, tls):
+def wait_until_rejected(address, tls):
     end = time.monotonic() + LIMIT
     with contextlib.suppress(errors.CenterUnreachableError):
         while time.monotonic() < end:

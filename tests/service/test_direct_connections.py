@@ -1103,7 +1103,7 @@ def test_bad_segment_numbers_are_rejected(segments, message):
 def test_segment_without_its_descriptor_is_rejected():
     with made() as (server, _), by_hand(server) as (end, reader):
         end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
-        assert "file descriptor" in reader.control().attached.refused
+        assert "file descriptor" in reader.control().attached.rejected
 
 
 @shares
@@ -1124,7 +1124,7 @@ def test_message_changed_after_its_check_is_not_applied():
         with by_hand(server) as (end, reader):
             arrays = [attach(end, number, schema.size) for number in (1, 2)]
             for _ in arrays:
-                assert not reader.control().attached.refused
+                assert not reader.control().attached.rejected
             message = arrays[0].view(np.float32)
             message[...] = 1.0
             said = pb.Message(sequence=1, schema_hash=schema.hash)
@@ -1183,8 +1183,8 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        refused, version = done.stdout.splitlines()
-        assert "processes of user 0, got one of user 65534" in refused
+        rejected, version = done.stdout.splitlines()
+        assert "processes of user 0, got one of user 65534" in rejected
         assert version == "3"
         assert "of user 65534" in caplog.text
 

@@ -76,17 +76,17 @@ def test_loopback_hosts_are_recognized(host, is_own):
     ],
 )
 def test_bad_requests_are_rejected(text, status, is_local):
-    with pytest.raises(_http.RefusedRequestError) as refused:
+    with pytest.raises(_http.RejectedRequestError) as rejected:
         _http.parse(text, is_local=is_local)
-    assert refused.value.status == status
+    assert rejected.value.status == status
 
 
 def test_foreign_host_is_rejected_before_all_else():
     for rest in (b"Content-Length: 9\r\n\r\n", b"\r\nGET / HTTP/1.1\r\n\r\n", b"\r\n"):
         for line in (b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n"):
-            with pytest.raises(_http.RefusedRequestError) as refused:
+            with pytest.raises(_http.RejectedRequestError) as rejected:
                 _http.parse(line + b"Host: evil.example\r\n" + rest, is_local=True)
-            assert refused.value.status == 421
+            assert rejected.value.status == 421
 
 
 def test_request_is_parsed():

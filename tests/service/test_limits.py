@@ -682,13 +682,13 @@ def junk(center):
     ],
 )
 def test_rejected_calls_are_rate_limited(little, what):
-    refused = errors.NotAllowedError, errors.ProtocolError
+    rejected = errors.NotAllowedError, errors.ProtocolError
     with (
         little(security=GUARDED) as server,
         asking(server, what) as call,
         too_many(),
     ):
-        again_and_again(call, refused)
+        again_and_again(call, rejected)
 
 
 def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
@@ -792,7 +792,7 @@ def full(monkeypatch):
     return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
-def is_refused(end):
+def is_rejected(end):
     end.settimeout(LIMIT)
     with contextlib.suppress(ConnectionResetError):
         return not end.recv(1)
@@ -807,7 +807,7 @@ def churn(port, count=5):
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", port)) as end:
             end.sendall(WRONG)
-            assert is_refused(end)
+            assert is_rejected(end)
 
 
 def threads_of_connections(server):
@@ -901,7 +901,7 @@ def test_checks_at_the_health_port_are_rate_limited(monkeypatch):
 def asked(port, text):
     with socket.create_connection(("127.0.0.1", port)) as end:
         end.sendall(text)
-        return not is_refused(end)
+        return not is_rejected(end)
 
 
 def test_connections_to_the_page_are_limited(full):
@@ -950,7 +950,7 @@ def test_parsing_time_of_a_request_is_linear_in_its_size(repeated, behind):
             for before in places:
                 head = before + repeated * (count // len(repeated)) + behind
                 began = time.thread_time()
-                with contextlib.suppress(_http.RefusedRequestError):
+                with contextlib.suppress(_http.RejectedRequestError):
                     _http.parse(head + b"\r\n\r\n", is_local=True)
                 assert time.thread_time() - began < 0.1, (before, count)
     finally:

@@ -80,7 +80,7 @@ class RestartingWorker:
 
     def __init__(self, server, number, seed, acts):
         self.name = f"w{number}"
-        self.acknowledged, self.refused, self.unsure = set(), set(), set()
+        self.acknowledged, self.rejected, self.unsure = set(), set(), set()
         self.failure = None
         self._server = server
         self._elements = range(number * MESSAGES, (number + 1) * MESSAGES)
@@ -106,12 +106,12 @@ class RestartingWorker:
         answer = sessions.exchange(
             self._center, message, anchor_version=self._version, worker=self.name
         )
-        (self.acknowledged if answer.applied else self.refused).add(element)
+        (self.acknowledged if answer.applied else self.rejected).add(element)
         self._version = answer.version
         now = -np.asarray(answer.params)
         assert set(np.unique(now)) <= {0, 1}
         assert all(now[list(self.acknowledged)] == 1)
-        assert not any(now[list(self.refused)])
+        assert not any(now[list(self.rejected)])
 
     def come_back(self, element):
         self._leave()
@@ -188,10 +188,10 @@ def test_each_message_counts_once_with_random_crashes(mode, lease):
     applied = set(np.flatnonzero(end.params))
     assert set(np.unique(end.params)) <= {-1, 0}
     acknowledged = set().union(*(life.acknowledged for life in lives))
-    refused = set().union(*(life.refused for life in lives))
+    rejected = set().union(*(life.rejected for life in lives))
     unsure = set().union(*(life.unsure for life in lives))
     assert acknowledged <= applied <= acknowledged | unsure
-    assert len(acknowledged) + len(refused) + len(unsure) == WORKERS * MESSAGES
+    assert len(acknowledged) + len(rejected) + len(unsure) == WORKERS * MESSAGES
     assert acknowledged
     if isinstance(mode, Synchronous):
         assert 0 < end.version <= len(applied)

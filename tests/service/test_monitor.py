@@ -213,12 +213,12 @@ def test_rejections_are_events_with_their_reason():
                 center.join("bert")
         exchanged(session, 1, value=np.full(3, np.nan, np.float32))
         monitor.look()
-        (refused,) = [e for e in monitor.view()["events"] if e["kind"] == "refused"]
-        assert refused["worker"] == "bert"
-        assert refused["count"] == 2
-        assert "was rejected: no room for worker 'bert'" in refused["text"]
+        (rejected,) = [e for e in monitor.view()["events"] if e["kind"] == "rejected"]
+        assert rejected["worker"] == "bert"
+        assert rejected["count"] == 2
+        assert "was rejected: no room for worker 'bert'" in rejected["text"]
         assert "not finite" in told(monitor, "message")[0]
-        assert worker(monitor, "anna")["refused"] == 1
+        assert worker(monitor, "anna")["rejected"] == 1
         json.dumps(monitor.view(), allow_nan=False)
 
 
@@ -276,19 +276,19 @@ def test_rejected_callers_do_not_displace_other_events():
         tell("joined", "anna", "life", False, "grpc")
         for n in range(1000):
             error = errors.NotAllowedError(f"number {n}")
-            tell("refused", f"stranger-{n}", error, "192.0.2.1")
+            tell("rejected", f"stranger-{n}", error, "192.0.2.1")
         for _ in range(1000):
-            tell("refused", "", errors.NotAllowedError("who?"), "192.0.2.1")
+            tell("rejected", "", errors.NotAllowedError("who?"), "192.0.2.1")
         monitor.look()
         found = monitor.view()["events"]
         assert len(found) == _monitor.MOST_EVENTS
         assert {"started", "joined"} < {event["kind"] for event in found}
-        (who,) = [e for e in found if e["kind"] == "refused" and not e["worker"]]
+        (who,) = [e for e in found if e["kind"] == "rejected" and not e["worker"]]
         assert who["count"] == 1000
         assert who["text"] == "a caller at 192.0.2.1 was rejected: who?"
         numbers = [event["number"] for event in found]
         assert numbers == sorted(set(numbers))
-        assert monitor.view()["event_counts"]["refused"] == 2000
+        assert monitor.view()["event_counts"]["rejected"] == 2000
 
 
 def test_workers_that_left_last_are_shown():

@@ -68,7 +68,7 @@ def test_nonfinite_message_reaches_no_shard():
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         params, state = worker.start(ZEROS, chief=True)
         params, state = worker.exchange({**params, "v": jnp.full(2, jnp.nan)}, state)
-        assert worker.refused == 1
+        assert worker.rejected == 1
         assert center.pull().version == (0, 0)
         params, _ = worker.exchange(*step(worker, params, state))
         assert params["w"][0] == params["v"][0] == -1
@@ -147,7 +147,7 @@ def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
         assert worker.exchanges == 1
 
 
-def refuse(net):
+def reject(net):
     net.cut()
     yield
     net.mend()
@@ -165,7 +165,7 @@ def swallow(net):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outage", [refuse, swallow])
+@pytest.mark.parametrize("outage", [reject, swallow])
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_worker_joins_soon_after_an_outage(transport, outage):
     with (

@@ -26,7 +26,7 @@ import agn_optax
 from agn_optax import codecs, errors, rules, service
 from agn_optax.center import (
     BoundedStaleness,
-    Refuse,
+    MessageLimits,
     ShardedCenter,
     Submission,
     Synchronous,
@@ -136,43 +136,43 @@ def test_status_reports_exchanges_and_traffic(serve, connect):
 @pytest.mark.parametrize("direct", [None, False])
 def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, direct):
     """The message is not sent again: it would be rejected a second time."""
-    limits = service.Limits(messages=Refuse(norm=1.0, in_a_row=1))
+    limits = service.Limits(messages=MessageLimits(norm=1.0, in_a_row=1))
     server = serve(limits=limits, direct_address=direct)
     center = connect(server.address)
     session = center.join("anna", ONES)
     session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
-    wait_until(lambda: center.status()["refused"])
+    wait_until(lambda: center.status()["rejected"])
     if direct is False:  # gRPC notices the end by itself
         wait_until(lambda: session._link.done())
-    with pytest.raises(errors.MessageRefusedError, match="its norm is"):
+    with pytest.raises(errors.MessageRejectedError, match="its norm is"):
         session.collect(1)
-    assert center.status()["refused"] == {"norm": 1}
+    assert center.status()["rejected"] == {"norm": 1}
 
 
 @pytest.mark.parametrize("direct", [None, False])
 def test_worker_gets_the_reason_of_a_rejection(serve, connect, direct, caplog):
-    refuse = Refuse(norm=10.0, in_a_row=2)
-    server = serve(limits=service.Limits(messages=refuse), direct_address=direct)
+    reject = MessageLimits(norm=10.0, in_a_row=2)
+    server = serve(limits=service.Limits(messages=reject), direct_address=direct)
     center = connect(server.address)
     worker = a_worker(center)
     params, state = worker.start()
     params, state = worker.exchange(jax.tree.map(lambda x: x + 9, params), state)
-    assert worker.refusal.startswith("its norm is 32.45, and this center takes 10")
+    assert worker.rejection.startswith("its norm is 32.45, and this center takes 10")
     assert "a message of worker 'anna' was rejected: its norm is 32.45" in caplog.text
     assert_identical(params, ONES)
     params, state = a_step(worker, params, state)
-    assert (worker.exchanges, worker.refused, server.center.version) == (2, 1, 1)
+    assert (worker.exchanges, worker.rejected, server.center.version) == (2, 1, 1)
     for bound in (2, 3):
         far = jax.tree.map(lambda x: x * jnp.nan, params)
         if bound == 3:
-            with pytest.raises(errors.MessageRefusedError, match=r"2 .* not finite"):
+            with pytest.raises(errors.MessageRejectedError, match=r"2 .* not finite"):
                 worker.exchange(far, state)
         else:
             params, state = worker.exchange(far, state)
     status = center.status()
-    assert status["refused"] == {"norm": 1, "nonfinite": 2}
+    assert status["rejected"] == {"norm": 1, "nonfinite": 2}
     (row,) = status["workers"]
-    assert (row["refused"], row["dropped"], row["exchanges"]) == (3, 0, 1)
+    assert (row["rejected"], row["dropped"], row["exchanges"]) == (3, 0, 1)
 
 
 def test_worker_exchanges_over_a_unix_socket(serve, connect, tmp_path):
@@ -297,7 +297,7 @@ def test_bad_addresses_are_rejected(address):
             {"limits": agn_optax.center.Limits()},
             r"limits must be agn_optax.service.Limits",
         ),
-        ({"security": Refuse()}, r"security must be agn_optax.service.Security"),
+        ({"security": MessageLimits()}, r"security must be agn_optax.service.Security"),
         ({"parent": service}, r"parent must be agn_optax.service.Parent"),
     ],
 )
@@ -310,7 +310,10 @@ def test_settings_of_another_type_are_rejected(settings, message):
     ("call", "message"),
     [
         (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
-        (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
+        (
+            lambda own: service.Limits(messages=1.0),
+            r"messages must be MessageLimits\(...\)",
+        ),
         (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
         (lambda own: service.Parent(own, period=0), "period must be a positive int"),
     ],

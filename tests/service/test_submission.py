@@ -30,7 +30,9 @@ def test_submission_comes_back(weight, anchor):
     "answer",
     [
         Answer(None, 7, 3),
-        Answer(None, 7, 3, staleness=2, norm=1.5, applied=False, refused="?", pace=0.5),
+        Answer(
+            None, 7, 3, staleness=2, norm=1.5, applied=False, rejected="?", pace=0.5
+        ),
     ],
 )
 def test_answer_comes_back(answer):

@@ -238,7 +238,7 @@ def everything(messages):
             if control.HasField("snapshot"):
                 reader.buffer(TREE, "a tree")
     except errors.ProtocolError:
-        return packets, "refused"
+        return packets, "rejected"
     except EOFError:
         return packets, "cut"
     return packets, "ended"

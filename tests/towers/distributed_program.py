@@ -108,7 +108,7 @@ def results(devices, part):
     try:
         towers.evaluate(metric, center, mine if part.index else cut(batch, 0))
     except errors.InvalidArgumentError as error:
-        found["refused"] = jnp.asarray("batch has no rows" in str(error))
+        found["rejected"] = jnp.asarray("batch has no rows" in str(error))
     run = towers.round(problem.train_step(tx), 2)
     batches = towers.shard_round([part(b) for b in problem.batches(2)])
     state, metrics = run(towers.create(lambda p: (p, tx.init(p)), center), batches)

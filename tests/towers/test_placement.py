@@ -255,7 +255,7 @@ def test_restored_shards_continue_as_before(workers):
         support.assert_close(state, through, tolerance=1e-6)
 
 
-REFUSED = {
+REJECTED = {
     "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "scale_by_trust_ratio": optax.lamb(0.1),
     "scale_by_factored_rms": optax.adafactor(0.1, min_dim_size_to_factor=2),
@@ -263,12 +263,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_optimizer_that_is_not_elementwise_is_rejected(name):
     towers = agn_optax.Towers(2)
     for placement in (None, agn_optax.Placement(shard_axis="towers")):
         tx = agn_optax.exchange_every(
-            optax.sgd(0.1), agn_optax.rules.agn(REFUSED[name]), 3, placement=placement
+            optax.sgd(0.1), agn_optax.rules.agn(REJECTED[name]), 3, placement=placement
         )
         params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
         if placement is None:

@@ -15,8 +15,8 @@ from agn_optax.center import (
     BoundedStaleness,
     Durability,
     Journal,
+    MessageLimits,
     Mode,
-    Refuse,
     Snapshots,
     Synchronous,
 )
@@ -63,7 +63,7 @@ _TLS = Group(
 )
 _SECURITY = Group(service.Security)
 _LIMITS = Group(service.Limits)
-_MESSAGES = Group(Refuse, prefix="refuse_")
+_MESSAGES = Group(MessageLimits, prefix="reject_")
 _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--parent")
 
 
@@ -168,7 +168,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         ("--no-direct", options.direct is False, "direct_address"),
     ):
         if is_given:
-            _options.refuse(options, f"and {first} exclude each other", only=(second,))
+            _options.reject(options, f"and {first} exclude each other", only=(second,))
     made: dict[str, Any] = {
         "page": options.page_address or (_PAGE if options.page else None),
         "mode": _mode_of(options),
@@ -192,7 +192,7 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
     """
     if options.parent is None:
         others = [*_PARENT.names.values(), "parent_token_file", "parent_tls_ca"]
-        _options.refuse(options, "needs --parent", only=others)
+        _options.reject(options, "needs --parent", only=others)
         yield None
         return
     # A center that has a certificate presents it to its parent.
@@ -244,7 +244,7 @@ def _mode_of(options: CenterOptions) -> Mode:
     chosen = check.choose(name, _MODES, "--mode")
     for other, group in _MODES.items():
         if other != name:
-            group.refuse(options, f"applies to --mode {other}, and the mode is {name}")
+            group.reject(options, f"applies to --mode {other}, and the mode is {name}")
     if name == "bounded" and not chosen.given(options):
         raise errors.InvalidArgumentError(
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"
@@ -255,7 +255,7 @@ def _mode_of(options: CenterOptions) -> Mode:
 def _tls_of(options: CenterOptions) -> service.Tls | None:
     tls: service.Tls = _TLS.made(options)
     if tls.certificate is None:
-        _TLS.refuse(options, "needs --tls-certificate and --tls-key")
+        _TLS.reject(options, "needs --tls-certificate and --tls-key")
         return None
     tls.server_credentials()  # raises for bad files before anything is started
     return tls

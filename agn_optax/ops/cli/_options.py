@@ -142,16 +142,16 @@ class Group:
         """
         if argument in self.given(options):
             return self.made(options, **more)
-        self.refuse(options, f"needs {self._needs}")
+        self.reject(options, f"needs {self._needs}")
         return None
 
-    def refuse(self, options: Any, why: str) -> None:
+    def reject(self, options: Any, why: str) -> None:
         """Raise, with the reason ``why``, if an option of the group was given.
 
         Raises:
           InvalidArgumentError: one was given.
         """
-        refuse(options, why, only=self.names.values())
+        reject(options, why, only=self.names.values())
 
 
 def _entry(text: str) -> tuple[str, dict[str, Any]]:
@@ -297,7 +297,7 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def refuse(record: Any, why: str, *, only: Collection[str] | None = None) -> None:
+def reject(record: Any, why: str, *, only: Collection[str] | None = None) -> None:
     """Raise if an option of a record was given that must not be.
 
     Args:

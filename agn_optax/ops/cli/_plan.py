@@ -188,7 +188,7 @@ def plan(
     own = _rules.make(rule) if _rules.is_given(rule) else None
     if own is None:
         alone = vars(rule).keys() - {"codec", "answers"}
-        _options.refuse(rule, "needs --rule", only=alone)
+        _options.reject(rule, "needs --rule", only=alone)
     cluster = _CLUSTER.made(
         options,
         step_time=options.step_time,
@@ -227,7 +227,7 @@ def plan(
 
 def _machine(options: PlanOptions, codec: codecs.Codec) -> Machine:
     if options.measure:
-        _MACHINE.refuse(options, "does not go with --measure")
+        _MACHINE.reject(options, "does not go with --measure")
         return _calibrate.calibrate(codec)
     machine: Machine = _MACHINE.made(options)
     return machine
@@ -237,7 +237,7 @@ def _tree(options: PlanOptions) -> Tree | None:
     given = _TREE.given(options)
     if given.keys() & {"fan_out", "levels"}:
         return Tree(**given)
-    _TREE.refuse(options, "needs --fan-out or --levels")
+    _TREE.reject(options, "needs --fan-out or --levels")
     return None
 
 

@@ -210,15 +210,15 @@ def _check(
     """Raise for wrong options, before anything is started."""
     if address is not None:
         why = f"is for an embedded center, and --center is {address}"
-        _options.refuse(rule, why)
-        _options.refuse(center, why)
-        _options.refuse(options, why, only=("center_restarts",))
+        _options.reject(rule, why)
+        _options.reject(center, why)
+        _options.reject(options, why, only=("center_restarts",))
         return
     why = (
         "is for --center HOST:PORT: with an embedded center every worker gets a "
         "token of its own"
     )
-    _options.refuse(options, why, only=("token_file",))
+    _options.reject(options, why, only=("token_file",))
     if not _rules.is_given(rule):
         raise errors.InvalidArgumentError(
             "the embedded center has no rule: give --rule NAME or --rule-from "

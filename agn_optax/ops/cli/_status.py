@@ -82,7 +82,7 @@ def settings(reached: Reached) -> dict[str, Any]:
     ca, own = reached.tls_ca, (reached.tls_certificate, reached.tls_key)
     if ca is None:
         pair = ("tls_certificate", "tls_key")
-        _options.refuse(reached, "needs --tls-ca", only=pair)
+        _options.reject(reached, "needs --tls-ca", only=pair)
     return {
         "tls": None if ca is None else service.Tls(ca, *own),
         "insecure": bool(reached.insecure),

@@ -30,7 +30,7 @@ _ONCE = ("host", "content-length", "transfer-encoding", "authorization")
 _METHODS = ("GET", "HEAD")
 
 
-class RefusedRequestError(Exception):
+class RejectedRequestError(Exception):
     """A rejected request.
 
     Args:
@@ -89,7 +89,7 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
         rebinding) would circumvent the browser's same-origin policy.
 
     Raises:
-      RefusedRequestError: the bytes are not a request, or the request is rejected.
+      RejectedRequestError: the bytes are not a request, or the request is rejected.
     """
     head, blank, rest = heard.partition(_BLANK)
     if len(heard) > MOST_HEAD:
@@ -97,24 +97,24 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
         if b"\r\n" not in heard[:MOST_HEAD]:
             too_large = HTTPStatus.REQUEST_URI_TOO_LONG
         why = f"a request must have at most {MOST_HEAD} bytes"
-        raise RefusedRequestError(why, too_large)
+        raise RejectedRequestError(why, too_large)
     line, *lines = head.split(b"\r\n")
     found = _LINE.fullmatch(line)
     if found is None:
-        raise RefusedRequestError("this is not an HTTP request")
+        raise RejectedRequestError("this is not an HTTP request")
     method, target, version = (each.decode("ascii") for each in found.groups())
     if version not in ("1.0", "1.1"):
         why = "this server speaks HTTP/1.1"
-        raise RefusedRequestError(why, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+        raise RejectedRequestError(why, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
     fields = _fields_of(lines)
     _check_host(fields.get("host", ""), is_local)
     if method not in _METHODS:
-        raise RefusedRequestError("use GET or HEAD", HTTPStatus.METHOD_NOT_ALLOWED)
+        raise RejectedRequestError("use GET or HEAD", HTTPStatus.METHOD_NOT_ALLOWED)
     has_body = fields.get("content-length", "0") != "0"
     if has_body or rest or "transfer-encoding" in fields:
-        raise RefusedRequestError("no body, and only one request on a connection")
+        raise RejectedRequestError("no body, and only one request on a connection")
     if not blank or not target.startswith("/"):
-        raise RefusedRequestError("name a path, and end with a blank line")
+        raise RejectedRequestError("name a path, and end with a blank line")
     return Request(method, target.partition("?")[0], fields)
 
 
@@ -129,20 +129,20 @@ def _fields_of(lines: list[bytes]) -> dict[str, str]:
     for line in lines:
         found = _FIELD.fullmatch(line)
         if found is None:
-            raise RefusedRequestError("a line is not a header field")
+            raise RejectedRequestError("a line is not a header field")
         name, value = (each.decode("latin-1") for each in found.groups())
         name, value = name.lower(), value.strip(_BLANKS)
         if name in fields and name in _ONCE:
-            raise RefusedRequestError(f"there is more than one header field {name}")
+            raise RejectedRequestError(f"there is more than one header field {name}")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields
 
 
 def _check_host(host: str, is_local: bool) -> None:
     if not _HOST.fullmatch(host):
-        raise RefusedRequestError("give one field Host, a name or an address")
+        raise RejectedRequestError("give one field Host, a name or an address")
     if is_local and not is_loopback(host):
-        raise RefusedRequestError(
+        raise RejectedRequestError(
             "this page is for this machine only, as localhost or 127.0.0.1; from "
             "another machine, open it through `ssh -L`",
             HTTPStatus.MISDIRECTED_REQUEST,

@@ -28,7 +28,7 @@ _WORKER = [
     ("exchanges_total", "exchanges", "Its messages that were applied"),
     ("steps_total", "steps", "Local steps of its messages"),
     ("dropped_total", "dropped", "Its messages that were dropped"),
-    ("refused_total", "refused", "Its messages that were rejected"),
+    ("rejected_total", "rejected", "Its messages that were rejected"),
     ("received_bytes_total", "bytes_received", "Bytes of its received messages"),
     ("sent_bytes_total", "bytes_sent", "Bytes of the answers sent to it"),
 ]
@@ -76,7 +76,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     text = "1 if less is on disk than was asked for, or the parent is lost, else 0"
     yield family("degraded", text, [(bool(view["degraded"]),)])
     text = "Rejected messages, by the message limit"
-    yield family("refused_total", text, sorted(view["refused"].items()), "by")
+    yield family("rejected_total", text, sorted(view["rejected"].items()), "by")
     text = "Events, by kind"
     yield family("events_total", text, sorted(view["event_counts"].items()), "kind")
 

@@ -38,7 +38,7 @@ _OF_CENTER = (
     *("degraded", *_TRAFFIC),
 )
 _OF_WORKER = (
-    *("name", "connected", "waits", "seen", "dropped", "refused", "period"),
+    *("name", "connected", "waits", "seen", "dropped", "rejected", "period"),
     *("transport", *_TRAFFIC),
 )
 _BITS = 5  # leading bits of a staleness that select its bin: 16 bins from 32 to 63, ...
@@ -164,7 +164,7 @@ class Monitor:
             "joined": self._joined,
             "left": self._left,
             "exchange": self._exchanged,
-            "refused": self._refused,
+            "rejected": self._rejected,
         }
         with self._looking:
             # The status may wait for the center's lock; views must not wait for that.
@@ -243,17 +243,17 @@ class Monitor:
             known.has_exchanged = True
             known.steps += steps
             known.exchanges += answer.applied
-            known.why = answer.refused or known.why
+            known.why = answer.rejected or known.why
         if answer.applied:
             self._exchanges += 1
             self._staleness += answer.staleness
             self._bins[_bin(answer.staleness)] += 1
 
-    def _refused(self, at: float, name: str, error: Exception, host: str) -> None:
+    def _rejected(self, at: float, name: str, error: Exception, host: str) -> None:
         if isinstance(error, errors.CenterClosedError):
             return  # every call ends so once the center is closed
         who = "" if name else f"a caller at {host} "
-        self._happened(at, "refused", name, f"{who}was rejected: {error}"[:_LONGEST])
+        self._happened(at, "rejected", name, f"{who}was rejected: {error}"[:_LONGEST])
 
     # Changes between two statuses.
 
@@ -306,7 +306,7 @@ class Monitor:
         if known.status.connected and not status.connected:
             text = f"lost its connection; it has {self._lease:g} s to return"
             self._happened(at, "lost", name, text)
-        if (more := status.refused - known.status.refused) > 0:
+        if (more := status.rejected - known.status.rejected) > 0:
             why = f": {known.why}" if known.why else ""
             text = f"sent a message that was rejected{why}"[:_LONGEST]
             self._happened(at, "message", name, text, more)
@@ -364,7 +364,7 @@ class Monitor:
         for event in [] if is_single else reversed(self._events):
             if at - event["time"] > _SAME:
                 break
-            is_same = kind == "refused" or event["text"] == text
+            is_same = kind == "rejected" or event["text"] == text
             if is_same and (event["kind"], event["worker"]) == (kind, worker):
                 event["count"] += count
                 event["time"], event["text"] = at, text
@@ -393,7 +393,7 @@ class Monitor:
             "center": said.center,
             "version": said.version if said.HasField("version") else None,
             "address": said.listens_at,
-            "refused": dict(said.refused),
+            "rejected": dict(said.rejected),
             **{name: getattr(said, name) for name in _OF_CENTER},
             "exchanges": self._exchanges,
             "exchanges_per_second": _plain(rates[0]),

@@ -114,7 +114,7 @@ class Page(Listener):
             self._admit_host(client.host)
             if request.path != "/":
                 why = "try /, /state.json, /metrics"
-                raise _http.RefusedRequestError(why, HTTPStatus.NOT_FOUND)
+                raise _http.RejectedRequestError(why, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
         self.servicer.admit(caller, "Status")
@@ -266,7 +266,7 @@ def _failure(error: Exception) -> _Response:
     """Return the response to a request that failed."""
     why = str(error)
     match error:
-        case _http.RefusedRequestError():
+        case _http.RejectedRequestError():
             status = error.status
         case errors.NotAllowedError():
             is_known = error.is_known

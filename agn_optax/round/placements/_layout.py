@@ -83,7 +83,7 @@ class Layout(abc.ABC):
           InvalidArgumentError: it cannot.
         """
         if rule.codec.answer_codec is not None and not self.is_default:
-            combinations.refuse(
+            combinations.reject(
                 "a codec that answers in differences",
                 "a placement",
                 f"{rule.codec}, {self.placement}",

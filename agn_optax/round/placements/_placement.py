@@ -106,7 +106,7 @@ class Placement:
         if self.gossip is not None:
             check.rate(self.gossip, "gossip", low=0.0, high=math.inf, low_open=True)
             if self.shard_axis is not None:
-                combinations.refuse(
+                combinations.reject(
                     "gossip",
                     "a center in shards",
                     f"gossip={self.gossip}, shard_axis={self.shard_axis!r}",

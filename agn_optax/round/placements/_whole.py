@@ -86,10 +86,10 @@ class Gossip(Whole):
             )
         if not rule.codec.is_identity:
             got = f"gossip={self.gossip}, rule {rule.name!r} with codec {rule.codec}"
-            combinations.refuse("gossip", "a codec", got)
+            combinations.reject("gossip", "a codec", got)
         if not rule.is_summed:
             got = f"gossip={self.gossip}, rule {rule.name!r} with {rule.combine}"
-            combinations.refuse("gossip", "a robust combine", got)
+            combinations.reject("gossip", "a robust combine", got)
 
     def own(self, tree: PyTree) -> PyTree:
         bound = all(map(check.is_bound, self.workers))

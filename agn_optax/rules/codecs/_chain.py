@@ -52,7 +52,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
-            combinations.refuse("error_feedback", "a chain around it", f"{codec}")
+            combinations.reject("error_feedback", "a chain around it", f"{codec}")
     answers = [codec.answers for codec in codecs if codec.answers is not None]
     return dataclasses.replace(
         functools.reduce(_pair, codecs),

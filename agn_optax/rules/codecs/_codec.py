@@ -121,11 +121,11 @@ def _check_answers(codec: Codec, argument: str) -> None:
     """Raise unless ``codec`` can encode differences between public centers."""
     got = f"{codec} for {argument}"
     if codec.returned is not None:
-        combinations.refuse("error_feedback", "answers of a codec", got)
+        combinations.reject("error_feedback", "answers of a codec", got)
     if not codec.is_exact:
-        combinations.refuse("a codec that is not exact", "answers of a codec", got)
+        combinations.reject("a codec that is not exact", "answers of a codec", got)
     if codec.answer_codec is not None:
-        combinations.refuse("a codec with answers", "answers of a codec", got)
+        combinations.reject("a codec with answers", "answers of a codec", got)
 
 
 def check_codec(value: Any, argument: str) -> None:

@@ -221,7 +221,7 @@ def serve(
     if parent is not None:
         check.instance(parent, Parent, f"parent {what}.Parent(...)")
         if durability is not None:
-            combinations.refuse("durability", "a center with a parent", f"{durability}")
+            combinations.reject("durability", "a center with a parent", f"{durability}")
     direct = direct_address is not False
     settings = ListenSettings(
         address,

@@ -280,8 +280,8 @@ class Servicer:
                 )
             return self.door.caller(token.strip().encode(), certificate, host)
         except errors.NotAllowedError as error:
-            self.admit_host(host, "refused")
-            self.tell("refused", "", error, host)
+            self.admit_host(host, "rejected")
+            self.tell("rejected", "", error, host)
             raise
 
     def introduced(self, cut: Callable[[], None]) -> AbstractContextManager[object]:
@@ -436,7 +436,7 @@ class Servicer:
                 caller.check("Exchange", join.worker)
             except (errors.AgnOptaxError, OSError, EOFError) as error:
                 if isinstance(error, errors.AgnOptaxError):
-                    self.tell("refused", "", error, caller.host)
+                    self.tell("rejected", "", error, caller.host)
                 self.admit(caller, "Exchange", JOIN)
                 raise
             if self.core.knows(join.worker, join.incarnation):
@@ -446,7 +446,7 @@ class Servicer:
             try:
                 yield from self._live(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
-                self.tell("refused", join.worker, error, caller.host)
+                self.tell("rejected", join.worker, error, caller.host)
                 raise
 
     def _probed(
@@ -577,7 +577,7 @@ class Servicer:
             listens_at=self.listens_at,
             direct_address=self.direct_address,
             page_address=self.page_address,
-            refused=dict(self.core.ledger.refusals.counts),
+            rejected=dict(self.core.ledger.rejections.counts),
             degraded=self.core.degraded,
             disk_free=None if room is None else room.free,
             disk_needed=None if room is None else room.needed,
@@ -899,7 +899,7 @@ def _status_of(
         joined=now - member.joined,
         seen=now - member.seen,
         waits=waits,
-        refused=member.refused,
+        rejected=member.rejected,
         exchanges_per_second=exchanges,
         steps_per_second=steps,
         stalled=member.recent.overdue(now) if is_awaited else None,

@@ -136,7 +136,7 @@ class MemoryLink(_socket.SocketLink):
         said = super().control()
         if not said.HasField("attached"):
             raise errors.ProtocolError("an answer to a segment was expected")
-        return None if said.attached.refused else raw
+        return None if said.attached.error else raw
 
 
 # The service's end.
@@ -164,8 +164,8 @@ class MemoryAccepted(_socket.Accepted):
                 frame = super().control()
                 if frame is None or not frame.HasField("attach"):
                     break
-                refused = self._attach(frame.attach, descriptors)
-            self.send(Parcel(pb.Frame(attached=pb.Attached(refused=refused))))
+                error = self._attach(frame.attach, descriptors)
+            self.send(Parcel(pb.Frame(attached=pb.Attached(error=error))))
         if frame is None:
             return None
         for number in (frame.segment, frame.answer_segment):

@@ -341,9 +341,9 @@ class SocketListener(_transport.Listener):
             caller = self._servicer.door.holder(key, certificate, _host(end))
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
-        if refused := self.why_not(end):
-            _log.warning("a worker is rejected: %s", refused)
-            end.sendall(refused.encode("ascii", "replace")[: _LONGEST_LINE - 1] + b"\n")
+        if reason := self.why_not(end):
+            _log.warning("a worker is rejected: %s", reason)
+            end.sendall(reason.encode("ascii", "replace")[: _LONGEST_LINE - 1] + b"\n")
             return None
         end.sendall(GREETING)
         return caller
@@ -356,14 +356,14 @@ class SocketListener(_transport.Listener):
                 accepted.send(parcel)
             return
         except (errors.AgnOptaxError, MemoryError) as error:
-            refused = _status.refused(error)
+            failure = _status.failure_of(error)
         except (OSError, EOFError):
             raise
         except Exception as error:
             _log.exception("a worker's call failed")
-            refused = _status.refused(error)
+            failure = _status.failure_of(error)
         with self._servicer.introduced(accepted.cancel):
-            accepted.refuse(refused)
+            accepted.send_failure(failure)
 
     def _look(self) -> None:
         assert self._watch is not None
@@ -429,9 +429,9 @@ class Accepted(Reader):
         """Yield the pieces of a frame for the socket."""
         return parcel.pieces()
 
-    def refuse(self, refused: pb.Refused) -> None:
+    def send_failure(self, failure: pb.Failure) -> None:
         """Send the reason for ending the connection, and end it."""
-        self.send(Parcel(pb.Frame(refused=refused)))
+        self.send(Parcel(pb.Frame(failure=failure)))
         socket.socket.shutdown(self._end, socket.SHUT_WR)
         # Read on: a worker that is still sending would lose the reason otherwise.
         self._end.settimeout(_PATIENCE)

@@ -149,8 +149,8 @@ class Link(Reader, abc.ABC):
         frame = super().control()
         if frame is None:
             raise EOFError("the call has ended")
-        if frame.HasField("refused"):
-            raise _status.exception_in(frame.refused)
+        if frame.HasField("failure"):
+            raise _status.exception_in(frame.failure)
         self.served()
         return frame
 

@@ -40,13 +40,13 @@ _NO_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
     """End a call with an exception, which is raised again at the caller."""
-    said = refused(error)
-    kind = getattr(errors, said.kind)
-    context.set_trailing_metadata(((_KIND, said.kind),))
+    failure = failure_of(error)
+    kind = getattr(errors, failure.kind)
+    context.set_trailing_metadata(((_KIND, failure.kind),))
     code = _CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT)
     if isinstance(error, errors.NotAllowedError) and not error.is_known:
         code = grpc.StatusCode.UNAUTHENTICATED
-    context.abort(code, said.details)
+    context.abort(code, failure.details)
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
@@ -70,7 +70,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     return errors.CenterError(f"the center at {address} failed: {code.name}: {details}")
 
 
-def refused(error: Exception) -> pb.Refused:
+def failure_of(error: Exception) -> pb.Failure:
     """Return an exception's kind and text as a protobuf message."""
     if isinstance(error, MemoryError):
         error = errors.CenterFullError("not enough memory for this tree")
@@ -79,11 +79,11 @@ def refused(error: Exception) -> pb.Refused:
     elif not isinstance(error, errors.AgnOptaxError):
         error = errors.CenterError(f"it failed: {error!r}")
     details = str(error)[:4000]  # gRPC limits the size of metadata
-    return pb.Refused(kind=type(error).__name__, details=details)
+    return pb.Failure(kind=type(error).__name__, details=details)
 
 
-def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
+def exception_in(said: pb.Failure) -> errors.AgnOptaxError:
     """Return the exception in a protobuf message from a center."""
     if said.kind in errors.__all__:
-        return getattr(errors, said.kind)(said.details)
+        return getattr(errors, failure.kind)(said.details)
     return errors.CenterError(f"{said.kind}: {said.details}")

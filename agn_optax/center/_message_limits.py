@@ -22,7 +22,7 @@ _ENOUGH = 10  # applied messages before a limit compares messages with each othe
 
 
 @dataclasses.dataclass(frozen=True)
-class Refuse:
+class MessageLimits:
     """Limits of messages; the center rejects the messages that exceed one.
 
     A rejected message does not move the center. Its worker gets the reason, discards
@@ -41,20 +41,21 @@ class Refuse:
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of rejected messages of a worker in a row at which its exchange
-        raises `MessageRefusedError`.
+        raises `MessageRejectedError`.
 
     Raises:
       InvalidArgumentError: a value is out of range.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
-      >>> limits = agn_optax.center.Limits(messages=agn_optax.center.Refuse(norm=10.0))
+      >>> from agn_optax.center import Limits, MessageLimits
+      >>> limits = Limits(messages=MessageLimits(norm=10.0))
       >>> rule = agn_optax.rules.downpour()
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), limits=limits)
       >>> session = center.join("worker-0")
       >>> message = agn_optax.center.Submission(1, jnp.full(3, 100.0), anchor_version=0)
       >>> answer = session.exchange(message)
-      >>> print(answer.refused)
+      >>> print(answer.rejected)
       its norm is 173.2, and this center takes 10 at most
       >>> print(answer.params, answer.version)
       [0. 0. 0.] 0
@@ -96,34 +97,34 @@ class Size(NamedTuple):
     largest: float | None  # largest absolute value of an element; None if not measured
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """The rejection of a message."""
 
-    kind: str  # name of the exceeded limit in `Refuse`
+    kind: str  # name of the exceeded limit in `MessageLimits`
     why: str
     is_last: bool = False  # whether the worker's exchange raises an error
 
 
-class Refusals:
+class Rejections:
     """The decisions of a center on rejections.
 
     Args:
-      refuse: the limits.
+      limits: the limits.
 
     Attributes:
-      refuse: the limits.
+      limits: the limits.
       counts: number of messages rejected in this process, by the exceeded limit.
     """
 
-    def __init__(self, refuse: Refuse) -> None:
-        self.refuse = refuse
+    def __init__(self, limits: MessageLimits) -> None:
+        self.limits = limits
         self.counts: dict[str, int] = {}
         self._norms: deque[float] = deque(maxlen=_RECENT)
         self._new: list[float] = []  # norms added since the last call of `memory`
 
     def judge(
         self, submission: Submission, size: Size | None, missed: int
-    ) -> Refusal | None:
+    ) -> Rejection | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
@@ -131,57 +132,57 @@ class Refusals:
           size: size of the message; None if it was not measured.
           missed: number of versions since the round of its worker began.
         """
-        refuse = self.refuse
+        limits = self.limits
         for kind in ("steps", "weight"):
-            claimed, most = getattr(submission, kind), getattr(refuse, kind)
+            claimed, most = getattr(submission, kind), getattr(limits, kind)
             if most is not None and (claimed or 0) > most:
-                return Refusal(
+                return Rejection(
                     kind,
                     f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
                     "at most",
                 )
-        if refuse.staleness is not None and missed > refuse.staleness:
-            return Refusal(
+        if limits.staleness is not None and missed > limits.staleness:
+            return Rejection(
                 "staleness",
                 f"it is {missed} versions late, and this center takes "
-                f"{refuse.staleness} at most",
+                f"{limits.staleness} at most",
             )
         if size is None:
             return None
         norm, largest = size
-        if refuse.nonfinite and not math.isfinite(norm):
-            return Refusal("nonfinite", f"it is not finite (its norm is {norm})")
+        if limits.nonfinite and not math.isfinite(norm):
+            return Rejection("nonfinite", f"it is not finite (its norm is {norm})")
         # `not a <= b` is also true for NaN.
-        if refuse.norm is not None and not norm <= refuse.norm:
-            return Refusal(
+        if limits.norm is not None and not norm <= limits.norm:
+            return Rejection(
                 "norm",
-                f"its norm is {norm:.4g}, and this center takes {refuse.norm:g} at "
+                f"its norm is {norm:.4g}, and this center takes {limits.norm:g} at "
                 "most",
             )
-        bound = refuse.element
+        bound = limits.element
         if bound is not None and largest is not None and not largest <= bound:
-            return Refusal(
+            return Rejection(
                 "element",
                 f"it has an element of {largest:.4g}, and this center takes "
                 f"{bound:g} at most",
             )
-        if refuse.times_median is not None and len(self._norms) >= _ENOUGH:
+        if limits.times_median is not None and len(self._norms) >= _ENOUGH:
             median = statistics.median(self._norms)
-            if median > 0 and not norm <= refuse.times_median * median:
-                return Refusal(
+            if median > 0 and not norm <= limits.times_median * median:
+                return Rejection(
                     "times_median",
-                    f"its norm is {norm:.4g}, more than {refuse.times_median:g} times "
+                    f"its norm is {norm:.4g}, more than {limits.times_median:g} times "
                     f"{median:.4g}, the median of the last {len(self._norms)}",
                 )
         return None
 
-    def count(self, refusal: Refusal) -> None:
+    def count(self, rejection: Rejection) -> None:
         """Count a rejected message."""
-        self.counts[refusal.kind] = self.counts.get(refusal.kind, 0) + 1
+        self.counts[rejection.kind] = self.counts.get(rejection.kind, 0) + 1
 
     def took(self, norms: Iterable[float]) -> None:
         """Record the norms of applied messages."""
-        if self.refuse.times_median is not None:
+        if self.limits.times_median is not None:
             self._new = [norm for norm in norms if math.isfinite(norm)]
             self._norms.extend(self._new)
 
