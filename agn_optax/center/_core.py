@@ -101,8 +101,8 @@ class Core:
 
     Attributes:
       rule: the rule.
-      life: the center id. A center that continues from disk with no update lost keeps
-        its id.
+      center_id: the center id. A center that continues from disk with no update lost
+        keeps its id.
       ledger: the ledger; read it only under `atomically`.
       observer: called under the lock with each applied submission. Must not wait for
         the device. Returns an array that is ready once the contribution has been read,
@@ -125,7 +125,7 @@ class Core:
         check_rule(rule)
         check_outside(rule.center)
         self.rule = rule
-        self.life = uuid.uuid4().hex
+        self.center_id = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
         if not rule.is_summed and not self.ledger.mode.combines:
             combinations.reject(
@@ -370,7 +370,7 @@ class Core:
     def join(
         self,
         worker: str,
-        incarnation: str | None = None,
+        session_id: str | None = None,
         params: PyTree = None,
         *,
         cut: Callable[[], None] | None = None,
@@ -380,7 +380,7 @@ class Core:
 
         Args:
           worker: the worker's name.
-          incarnation: the session id; None for a new session.
+          session_id: the session id; None for a new session.
           params: the parameters that the worker will replace with the center's; None
             skips the check.
           cut: closes the worker's connection. Called once the session was given up, or
@@ -392,13 +392,13 @@ class Core:
           TreeMismatchError: ``params`` does not match the center.
           NameTakenError, CenterFullError, WorkerStateError: see `Ledger.join`.
         """
-        incarnation = incarnation or uuid.uuid4().hex
+        session_id = session_id or uuid.uuid4().hex
         with self._changed:
             self._check_open()
             if params is not None and self._store is not None:
                 check.same_tree(params, self._store.like, "params", "center")
             now = time.monotonic()
-            connection = self.ledger.join(worker, incarnation, now, **how)
+            connection = self.ledger.join(worker, session_id, now, **how)
             if connection == 1:  # a new session does not get an earlier one's error
                 self._failures.pop(worker, None)
             self._cut(worker)
@@ -406,30 +406,30 @@ class Core:
                 self._cuts[worker] = cut
             self._prune(worker)
             self._remember(worker)
-            before = self.ledger.member(worker, incarnation).before
+            before = self.ledger.member(worker, session_id).before
             self._settle()
-        return LocalSession(self, worker, incarnation, connection, before)
+        return LocalSession(self, worker, session_id, connection, before)
 
-    def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:
+    def hear(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
             now = time.monotonic()
             there = [
-                worker for worker, of in lives if self.ledger.hear(worker, of, now)
+                worker for worker, of in sessions if self.ledger.hear(worker, of, now)
             ]
             self._settle()
             return there
 
-    def knows(self, worker: str, incarnation: str) -> bool:
+    def knows(self, worker: str, session_id: str) -> bool:
         """Return whether the center remembers a worker's session."""
         with self._changed:
             member = self.ledger.find(worker)
-            return member is not None and member.incarnation == incarnation
+            return member is not None and member.session_id == session_id
 
-    def leave(self, worker: str, incarnation: str) -> None:
+    def leave(self, worker: str, session_id: str) -> None:
         """End a worker's session, over another connection than the session's."""
         with self._changed:
-            if self.ledger.leave(worker, incarnation):
+            if self.ledger.leave(worker, session_id):
                 self._remember(worker)
                 self._settle()
 
@@ -694,7 +694,7 @@ class Core:
         store = keeper.restore(
             self.ledger, params, self._dtype, self._device, self._packs
         )
-        self.life = keeper.life
+        self.center_id = keeper.center_id
         if store is not None:
             with self._changed:
                 self._begin(store, keeper.chief)
@@ -798,7 +798,7 @@ class LocalSession(Session):
 
     _core: Core
     worker: str
-    incarnation: str
+    session_id: str
     connection: int  # 1, 2, 3, ... within the session
     before: Any = None
 
@@ -809,7 +809,7 @@ class LocalSession(Session):
         with core.atomically():
             core._check_open()
             now = time.monotonic()
-            if core.ledger.submit(self.worker, self.incarnation, submission, now):
+            if core.ledger.submit(self.worker, self.session_id, submission, now):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle(looks=True)
@@ -836,7 +836,7 @@ class LocalSession(Session):
         end = math.inf if timeout is None else time.monotonic() + timeout
         with core.atomically():
             while True:
-                member = core.ledger.member(worker, self.incarnation)
+                member = core.ledger.member(worker, self.session_id)
                 failed = core._failures.get(worker)
                 if failed is not None and failed[0] == sequence:
                     raise _again(failed[1])
@@ -859,9 +859,9 @@ class LocalSession(Session):
                 core._settle()
 
     @property
-    def life(self) -> Any:
-        """The center id and the session id: see `Session.life`."""
-        return [self._core.life, self.incarnation]
+    def resume_token(self) -> Any:
+        """The center id and the session id: see `Session.resume_token`."""
+        return [self._core.center_id, self.session_id]
 
     def wait_until_kept(self, kept: KeptAnswer) -> None:
         """Wait until an answer is on disk, if exchanges are written there.
@@ -890,7 +890,7 @@ class LocalSession(Session):
     def acknowledge(self, sequence: int) -> None:
         """Release the answer to an exchange: see `Session.acknowledge`."""
         with self._core.atomically():
-            self._core.ledger.acknowledge(self.worker, self.incarnation, sequence)
+            self._core.ledger.acknowledge(self.worker, self.session_id, sequence)
             self._core._prune(self.worker)
 
     def disconnect(self) -> None:
@@ -898,9 +898,9 @@ class LocalSession(Session):
         core = self._core
         with core.atomically():
             now = time.monotonic()
-            core.ledger.disconnect(self.worker, self.incarnation, self.connection, now)
+            core.ledger.disconnect(self.worker, self.session_id, self.connection, now)
             core._settle()
 
     def leave(self) -> None:
         """End the session: see `Session.leave`."""
-        self._core.leave(self.worker, self.incarnation)
+        self._core.leave(self.worker, self.session_id)

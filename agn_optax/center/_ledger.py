@@ -14,7 +14,7 @@ seconds, is an argument. Its owner reports events, and asks for decisions:
     memory, recall              save and restore the state
 
 A worker is identified by its name. Each time it starts, it starts a new session, which
-is identified by its session id, the ``incarnation``. The exchanges of a session are
+is identified by its session id, the ``session_id``. The exchanges of a session are
 numbered 1, 2, 3, ... The table `NEXT` has the allowed events for each state of a
 session; other events are rejected, or have no effect.
 """
@@ -74,7 +74,7 @@ NEXT = {
 class Member:
     """The ledger's record of a worker."""
 
-    incarnation: str
+    session_id: str
     turn: int  # version at which its current round began
     clock: int  # number of rounds; a new worker starts with those of the slowest one
     joined: float  # time, s
@@ -212,7 +212,7 @@ class Ledger:
         """Return a worker that is registered or remembered; else None."""
         return self._present.get(worker) or self._gone.get(worker)
 
-    def member(self, worker: str, incarnation: str) -> Member:
+    def member(self, worker: str, session_id: str) -> Member:
         """Return a registered worker by its name and session id.
 
         Raises:
@@ -224,14 +224,14 @@ class Ledger:
                 f"worker {worker!r} is not registered at this center: it never joined, "
                 "left, or its session expired; join again"
             )
-        if member.incarnation != incarnation:
+        if member.session_id != session_id:
             raise _was_replaced(worker)
         return member
 
     def join(
         self,
         worker: str,
-        incarnation: str,
+        session_id: str,
         now: float,
         *,
         replace: bool = False,
@@ -242,7 +242,7 @@ class Ledger:
 
         Args:
           worker: the worker's name.
-          incarnation: the session id.
+          session_id: the session id.
           now: time in seconds.
           replace: take the name from a worker that still seems to be connected.
           back: resume a session; an unknown session is rejected.
@@ -256,7 +256,7 @@ class Ledger:
         """
         self.expire(now)
         old, there = self.find(worker), len(self._present)
-        is_same = old is not None and old.incarnation == incarnation
+        is_same = old is not None and old.session_id == session_id
         if back and not is_same:
             raise _was_replaced(worker)
         if old is None or old.gone:
@@ -279,12 +279,12 @@ class Ledger:
         else:
             self.pending.pop(worker, None)
             clock = min(others, default=0)
-            member = Member(incarnation, self.version, clock, now, now, Recent(now, 2))
+            member = Member(session_id, self.version, clock, now, now, Recent(now, 2))
             if old is not None:  # a worker of that name is likely on the same machine
                 self._measured(member, old.speeds)
                 # If the old session completed no exchange, keep the one before it, so
                 # that a worker that fails while joining still finds its last session.
-                member.before = old.incarnation, old.sequence
+                member.before = old.session_id, old.sequence
                 if old.sequence == 0 and old.before is not None:
                     member.before = old.before
         member.state = NEXT[member.state, "join"]
@@ -298,30 +298,30 @@ class Ledger:
         self.is_open = self.is_open or len(self._present) >= self.barrier
         return member.connection
 
-    def leave(self, worker: str, incarnation: str) -> bool:
+    def leave(self, worker: str, session_id: str) -> bool:
         """Remove a worker; return False if the session is not registered."""
-        member = self._session(worker, incarnation)
+        member = self._session(worker, session_id)
         if member is not None:
             self._give_up(worker, member)
         return member is not None
 
     def disconnect(
-        self, worker: str, incarnation: str, connection: int, now: float
+        self, worker: str, session_id: str, connection: int, now: float
     ) -> None:
         """Record a broken connection; the worker has until its lease ends to return.
 
         A connection that is not the worker's newest one is ignored.
         """
-        member = self._session(worker, incarnation)
+        member = self._session(worker, session_id)
         if member is not None and member.connection == connection:
             member.state = NEXT[member.state, "disconnect"]
             member.connected = False
             self._expire_at(member, now + self.limits.lease)
 
-    def hear(self, worker: str, incarnation: str, now: float) -> bool:
+    def hear(self, worker: str, session_id: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""
         self.expire(now)
-        member = self._session(worker, incarnation)
+        member = self._session(worker, session_id)
         if member is not None and member.connected:
             self._extend_lease(member, now)
         return member is not None
@@ -346,7 +346,7 @@ class Ledger:
     def submit(
         self,
         worker: str,
-        incarnation: str,
+        session_id: str,
         submission: Submission,
         now: float,
     ) -> bool:
@@ -360,8 +360,8 @@ class Ledger:
             sequence number is neither the last one nor the next.
           InvalidArgumentError: the center never had the version of the anchor.
         """
-        self.hear(worker, incarnation, now)
-        member = self.member(worker, incarnation)
+        self.hear(worker, session_id, now)
+        member = self.member(worker, session_id)
         sequence, anchor = submission.sequence, submission.anchor_version
         if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(
@@ -517,9 +517,9 @@ class Ledger:
         for member in (*self._present.values(), *self._gone.values()):
             member.turn += 1
 
-    def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
+    def acknowledge(self, worker: str, session_id: str, sequence: int) -> None:
         """Record that a worker has received the answer to an exchange."""
-        member = self._session(worker, incarnation)
+        member = self._session(worker, session_id)
         if member is not None and member.sequence == sequence:
             member.state = NEXT[member.state, "acknowledge"]
 
@@ -553,7 +553,7 @@ class Ledger:
             self._measured(member, tuple(member.speeds))
             self._gone.pop(name, None)
             self._present[name], self._fastest = member, None
-            self.disconnect(name, member.incarnation, member.connection, now)
+            self.disconnect(name, member.session_id, member.connection, now)
             if saved["gone"] or gone:
                 self._give_up(name, member)
         if gone:
@@ -577,10 +577,10 @@ class Ledger:
         first = min(times)
         return first if first < math.inf else None
 
-    def _session(self, worker: str, incarnation: str) -> Member | None:
+    def _session(self, worker: str, session_id: str) -> Member | None:
         """Return a worker's session; None if it is not registered."""
         member = self._present.get(worker)
-        is_there = member is not None and member.incarnation == incarnation
+        is_there = member is not None and member.session_id == session_id
         return member if is_there else None
 
     def _measured(self, member: Member, speeds: Sequence[float]) -> None:

@@ -55,8 +55,8 @@ class LocalCenter:
 
     Attributes:
       rule: the rule.
-      life: the center id, for workers. A center that continues from disk keeps its id,
-        unless updates were lost.
+      center_id: the center id, for workers. A center that continues from disk keeps its
+        id, unless updates were lost.
       core: the core, for a server of this center or a parent center.
 
     Raises:
@@ -115,7 +115,7 @@ class LocalCenter:
             limits=limits,
             packs=self._packs,
         )
-        self.life = self.core.life
+        self.center_id = self.core.center_id
         if rule.combine == "mean" and not self.core.ledger.mode.combines:
             _log.warning(
                 "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
@@ -234,21 +234,23 @@ class LocalCenter:
         params: PyTree = None,
         *,
         timeout: float | None = None,
-        life: Any = None,
+        resume_token: Any = None,
     ) -> Session:
         """Register a worker: see `Center.join`.
 
         If the name is taken, the new worker replaces the old one, because within a
         process the center cannot tell whether the old worker still runs.
         """
-        center, incarnation = (self.life, None) if life is None else life
-        if center != self.life:
+        center, session_id = (
+            (self.center_id, None) if resume_token is None else resume_token
+        )
+        if center != self.center_id:
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at this center, which "
                 "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
-            worker, incarnation, params, replace=True, back=life is not None
+            worker, session_id, params, replace=True, back=resume_token is not None
         )
         try:
             if self.core.wait_for_barrier(timeout):

@@ -23,9 +23,9 @@ class Session(abc.ABC):
 
     Attributes:
       worker: the worker's name.
-      incarnation: the session id.
-      life: a JSON-serializable token that holds the center id and the session id.
-        `Center.join` takes it to resume the session in another process.
+      session_id: the session id.
+      resume_token: a JSON-serializable token that holds the center id and the session
+        id. `Center.join` takes it to resume the session in another process.
       before: the last earlier session of this worker that completed an exchange: its
         session id and the number of its last completed exchange. If no earlier session
         completed an exchange, the first session that the center knew, and 0; None if
@@ -33,8 +33,8 @@ class Session(abc.ABC):
     """
 
     worker: str
-    incarnation: str
-    life: Any
+    session_id: str
+    resume_token: Any
     before: Any = None
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class Center(Protocol):
         params: PyTree = None,
         *,
         timeout: float | None = None,
-        life: Any = None,
+        resume_token: Any = None,
     ) -> Session:
         """Register a worker; block until the barrier is reached, if there is one.
 
@@ -120,17 +120,18 @@ class Center(Protocol):
             structure, shapes and dtypes are checked; None skips the check.
           timeout: maximum time to wait for the other workers, in seconds; None waits
             without a limit.
-          life: the `Session.life` of a session to resume, for a worker that restarts in
-            another process in the middle of an exchange: if the exchange was applied,
-            it is not applied again. None starts a new session.
+          resume_token: the `Session.resume_token` of a session to resume, for a worker
+            that restarts in another process in the middle of an exchange: if the
+            exchange was applied, it is not applied again. None starts a new session.
 
         Returns:
           The new or resumed session.
 
         Raises:
           NameTakenError: another worker has that name.
-          WorkerStateError: the center does not know ``life``: the center was restarted,
-            the worker has started another session, or too many workers have left since.
+          WorkerStateError: the center does not know ``resume_token``: the center was
+            restarted, the worker has started another session, or too many workers have
+            left since.
           CenterFullError: the center has no room for another worker.
           TreeMismatchError: ``params`` does not match the center.
           NotInitializedError: the other workers did not join in time.

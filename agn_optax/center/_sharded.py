@@ -93,15 +93,15 @@ class ShardedCenter:
         params: PyTree = None,
         *,
         timeout: float | None = None,
-        life: Any = None,
+        resume_token: Any = None,
     ) -> ShardedSession:
         """Register a worker at all shards: see `Center.join`."""
         own: list[PyTree] = [None] * len(self.centers)
-        lives = own if life is None else life
-        if len(lives) != len(own):
+        tokens = own if resume_token is None else resume_token
+        if len(tokens) != len(own):
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at a center in "
-                f"{len(own)} shards, because it had joined one in {len(lives)}; "
+                f"{len(own)} shards, because it had joined one in {len(tokens)}; "
                 "start() again"
             )
         if params is not None:
@@ -109,12 +109,14 @@ class ShardedCenter:
             own = self.cut(params)
         with contextlib.ExitStack() as undone:
 
-            def join(center: Center, part: PyTree, life: Any) -> Session:
-                session = center.join(worker, part, timeout=timeout, life=life)
+            def join(center: Center, part: PyTree, resume_token: Any) -> Session:
+                session = center.join(
+                    worker, part, timeout=timeout, resume_token=resume_token
+                )
                 undone.callback(session.leave)
                 return session
 
-            sessions = self.all(join, self.centers, own, lives)
+            sessions = self.all(join, self.centers, own, tokens)
             undone.pop_all()
         return ShardedSession(self, sessions)
 
@@ -273,15 +275,15 @@ class ShardedSession(Session):
 
     def __init__(self, center: ShardedCenter, sessions: Sequence[Session]) -> None:
         self.worker = sessions[0].worker
-        self.incarnation = sessions[0].incarnation
+        self.session_id = sessions[0].session_id
         self._center = center
         self._sessions = sessions
         self._is_over = False  # whether a shard rejected what others may have applied
 
     @property
-    def life(self) -> Any:
-        """The `Session.life` of every shard."""
-        return [session.life for session in self._sessions]
+    def resume_token(self) -> Any:
+        """The `Session.resume_token` of every shard."""
+        return [session.resume_token for session in self._sessions]
 
     @property
     def before(self) -> Any:

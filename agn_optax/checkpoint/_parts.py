@@ -40,7 +40,7 @@ class WorkerPart:
         about = {
             "worker": worker.name,
             "rule": dict(fingerprint(worker.center.rule)),
-            "life": worker.life,
+            "resume_token": worker.resume_token,
             "containers": trees.describe(saved.params).structure,
             "fragments": len(worker.fragments or ()),
             "parts": [part._replace(anchor=None)._asdict() for part in saved.parts],
@@ -92,15 +92,15 @@ class WorkerPart:
           about: the saved description.
           tree: the saved arrays, in the containers of `expected`.
         """
-        return self.restored(about, tree, life=None)
+        return self.restored(about, tree, token=None)
 
-    def restored(self, about: Json, tree: PyTree, life: Any) -> Any:
-        """Restore the worker, in a new session or in that of ``life``."""
+    def restored(self, about: Json, tree: PyTree, token: Any) -> Any:
+        """Restore the worker, in a new session or in that of ``token``."""
         pairs = zip(about["parts"], tree["anchors"], strict=True)
         parts = tuple(_part_state(numbers, anchor) for numbers, anchor in pairs)
         saved = WorkerState(tree["params"], tree["state"], parts, about["turn"])
         try:
-            return self._worker.restore(saved, life=life)
+            return self._worker.restore(saved, resume_token=token)
         except errors.WorkerStateError as error:
             raise errors.WorkerStateError(
                 f"worker {self._worker.name!r} cannot go on from its checkpoint: "

@@ -86,7 +86,7 @@ class Resumable:
       >>> import tempfile, grain, jax.numpy as jnp, optax, agn_optax
       >>> rule, seen = agn_optax.rules.downpour(), []
       >>> folder = tempfile.TemporaryDirectory()
-      >>> for life in range(2):  # in a process each
+      >>> for attempt in range(2):  # in a process each
       ...     center = agn_optax.LocalCenter(rule)
       ...     worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name="w")
       ...     data = iter(grain.MapDataset.range(6).to_iter_dataset())
@@ -97,7 +97,7 @@ class Resumable:
       ...         updates, state = loop.tx.update(grads, state, params)
       ...         params = optax.apply_updates(params, updates)
       ...         params, state = loop.exchange(params, state)
-      ...         if life == 0 and sample == 4:
+      ...         if attempt == 0 and sample == 4:
       ...             break  # its process is killed
       >>> print(center.pull().params, center.version)
       [1. 1. 1. 1. 1. 1.] 3
@@ -171,7 +171,7 @@ class Resumable:
         }
         centers = self._center_parts
         # A center that was saved with the worker does not know its session.
-        worker = _Sending(self.worker, keeps_life=not centers)
+        worker = _Sending(self.worker, keeps_session=not centers)
         parts = {"worker": worker, **centers, **beside}
         there = _save.load(latest[1], like=params, **parts)
         for name, value in self._beside.items():
@@ -255,7 +255,7 @@ class _Sending(WorkerPart):
       worker: the worker.
       *loop: its parameters and state.
       sends: the parts of the model that have a message.
-      keeps_life: whether the center knows the saved session.
+      keeps_session: whether the center knows the saved session.
     """
 
     def __init__(
@@ -263,24 +263,27 @@ class _Sending(WorkerPart):
         worker: Worker,
         *loop: PyTree,
         sends: Iterable[int] = (),
-        keeps_life: bool = True,
+        keeps_session: bool = True,
     ) -> None:
         super().__init__(worker, *loop)
-        self._sends, self._keeps_life = list(sends), keeps_life
+        self._sends, self._keeps_session = list(sends), keeps_session
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().taken()
         return about | {"sends": self._sends}, tree
 
     def go_on(self, about: Any, tree: PyTree) -> Any:
-        worker, life = self._worker, about["life"] if self._keeps_life else None
-        if life is not None and about["worker"] != worker.name:
+        worker, token = (
+            self._worker,
+            about["resume_token"] if self._keeps_session else None,
+        )
+        if token is not None and about["worker"] != worker.name:
             raise errors.WorkerStateError(
                 f"this checkpoint is of worker {about['worker']!r}, and the center "
                 f"knows its exchanges by that name: give worker {worker.name!r} the "
                 "same name"
             )
-        params, state = self.restored(about, tree, life)
+        params, state = self.restored(about, tree, token)
         try:
             return worker.resend(params, state, about["sends"])
         except errors.WorkerStateError as error:

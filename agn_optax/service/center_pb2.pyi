@@ -172,18 +172,18 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")
+    __slots__ = ("protocol", "worker", "session_id", "center", "serves_at")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
     SERVES_AT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
-    incarnation: str
+    session_id: str
     center: str
     serves_at: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., center: _Optional[str] = ..., serves_at: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ..., serves_at: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center", "before", "settled")
@@ -278,31 +278,31 @@ class Waiting(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Life(_message.Message):
-    __slots__ = ("worker", "incarnation")
+class Session(_message.Message):
+    __slots__ = ("worker", "session_id")
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     worker: str
-    incarnation: str
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    session_id: str
+    def __init__(self, worker: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class AliveRequest(_message.Message):
-    __slots__ = ("lives",)
-    LIVES_FIELD_NUMBER: _ClassVar[int]
-    lives: _containers.RepeatedCompositeFieldContainer[Life]
-    def __init__(self, lives: _Optional[_Iterable[_Union[Life, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[Session]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ...) -> None: ...
 
 class AliveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "incarnation")
+    __slots__ = ("worker", "session_id")
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     worker: str
-    incarnation: str
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    session_id: str
+    def __init__(self, worker: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -131,11 +131,11 @@ class Part:
         return None if self._anchor is None else self._anchor.version
 
     @property
-    def life(self) -> Any:
-        """This part's session, as `Worker.life`."""
+    def resume_token(self) -> Any:
+        """This part's session, as `Worker.resume_token`."""
         if self.session is None:
             return None
-        return [self.session.life, self.machine.settled]
+        return [self.session.resume_token, self.machine.settled]
 
     @property
     def round_length(self) -> int:
@@ -245,11 +245,11 @@ class Part:
         self.length(int(saved.exchanges))  # raises if invalid
 
     def restore(
-        self, params: PyTree, state: LocalState, saved: PartState, life: Any
+        self, params: PyTree, state: LocalState, saved: PartState, resume_token: Any
     ) -> tuple[PyTree, LocalState]:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
-        own, settled = (None, 0) if life is None else life
-        session = self.center.join(self.name, params, life=own)
+        own, settled = (None, 0) if resume_token is None else resume_token
+        session = self.center.join(self.name, params, resume_token=own)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
             settled=settled,
@@ -258,7 +258,9 @@ class Part:
         )
         seen = jax.tree.map(int, saved.anchor_version)
         self._begin(session, (params, state), Snapshot(saved.anchor, seen))
-        self._knows_anchor = life is not None  # else the center may have a new id
+        self._knows_anchor = (
+            resume_token is not None
+        )  # else the center may have a new id
         self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 

@@ -91,12 +91,14 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
         params: PyTree = None,
         *,
         timeout: float | None = None,
-        life: Any = None,
+        resume_token: Any = None,
     ) -> Any:
         if params is not None:
             self._treedef = jax.tree.structure(params)
         session = _in_first(
-            lambda: self._center.join(worker, params, timeout=timeout, life=life)
+            lambda: self._center.join(
+                worker, params, timeout=timeout, resume_token=resume_token
+            )
         )
         return SharedSession(session, self)
 
@@ -146,8 +148,8 @@ class SharedSession:
     def __init__(self, own: Session | None, center: _SharedCenter) -> None:
         self._own: Any = own  # None in the other processes
         self.center = center
-        known = own and [own.worker, own.incarnation, own.life]
-        self.worker, self.incarnation, self.life = _agreed(known)
+        known = own and [own.worker, own.session_id, own.resume_token]
+        self.worker, self.session_id, self.resume_token = _agreed(known)
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""

@@ -59,7 +59,7 @@ class _Round:
 class _Lost:
     """A session with the parent that has ended, kept until the next one begins."""
 
-    life: Any  # as `Worker.life`
+    resume_token: Any  # as `Worker.resume_token`
     before: Any  # as `Session.before`
     codec_state: PyTree  # state of the codec before the message under way
 
@@ -215,7 +215,7 @@ class Uplink:
         if self._joined and not is_lost:
             assert self._state is not None
             codec_state = self._state.codec_state
-            self._lost = _Lost(self._worker.life, self._before, codec_state)
+            self._lost = _Lost(self._worker.resume_token, self._before, codec_state)
             self._joined = False
         if not is_lost:
             self.ready.set()
@@ -294,15 +294,15 @@ class Uplink:
         If this is unknown, the result is True, so that the message is not sent again:
         nothing may count twice.
         """
-        (lives, sequence), (now, _) = lost.life, self._worker.life
+        (tokens, sequence), (now, _) = lost.resume_token, self._worker.resume_token
         then, before = lost.before, self._before
-        if isinstance(lives[0], str):  # the parent is not in shards
-            lives, now, then, before = [lives], [now], [then], [before]
+        if isinstance(tokens[0], str):  # the parent is not in shards
+            tokens, now, then, before = [tokens], [now], [then], [before]
         found = set()
-        for (center, incarnation), (center_now, _), first, known in zip(
-            lives, now, then, before, strict=True
+        for (center, session_id), (center_now, _), first, known in zip(
+            tokens, now, then, before, strict=True
         ):
-            if known is not None and known[0] == incarnation:
+            if known is not None and known[0] == session_id:
                 found.add(known[1] > sequence)
             elif center != center_now:  # a parent with a new id has never had it
                 found.add(False)

@@ -90,7 +90,7 @@ class Worker:
         state is a `StreamingState`. A call of `exchange` waits for one fragment at
         most. If several are due at once, the others have their turns at the next calls,
         except that one may be sent while the answer of another one is adopted. `flush`
-        sends all fragments in turn. `version` and `life` have an entry for each
+        sends all fragments in turn. `version` and `resume_token` have an entry for each
         fragment, `exchanges` is the smallest count among them, and attributes of the
         last message are those of the fragment that sent it. Callbacks get its index as
         ``fragment``. All workers of the center need the same fragments.
@@ -122,8 +122,8 @@ class Worker:
       rejected: number of messages that the center rejected by its limits, which are in
         `agn_optax.center.MessageLimits`. After a rejection the worker discards its
         progress since its last exchange, including the current local steps, adopts the
-        center in full, and goes on. If the state of its inner optimizer is not finite, that state
-        is initialized again.
+        center in full, and goes on. If the state of its inner optimizer is not finite,
+        that state is initialized again.
       rejection: reason why the last message was rejected; "" if it was not.
       version: version of the center that the worker adopted last; None before the
         start.
@@ -334,16 +334,16 @@ class Worker:
         return None if None in versions else versions
 
     @property
-    def life(self) -> Any:
+    def resume_token(self) -> Any:
         """This worker's session, for `restore` to continue; None before the start.
 
         It has the ids of the session and the center, and the number of exchanges that
         are over. It can be serialized as JSON.
         """
-        lives = [part.life for part in self._parts]
+        tokens = [part.resume_token for part in self._parts]
         if self.fragments is None:
-            return lives[0]
-        return None if None in lives else lives
+            return tokens[0]
+        return None if None in tokens else tokens
 
     @property
     def due(self) -> bool:
@@ -688,17 +688,18 @@ class Worker:
         return WorkerState(params, state, parts, self._turn)
 
     def restore(
-        self, saved: WorkerState, *, life: Any = None
+        self, saved: WorkerState, *, resume_token: Any = None
     ) -> tuple[PyTree, LocalState]:
         """Continue from a saved state; call this instead of `start`.
 
         Args:
           saved: the result of `save`, or its arrays read back from a checkpoint;
             copied.
-          life: the saved worker's `life`: this worker continues its session, at a
-            center that has kept running. If the center has already applied the next
-            exchange of the session, it answers that exchange without applying it again.
-            None begins a new session, at a center that was saved with the worker.
+          resume_token: the saved worker's `resume_token`: this worker continues its
+            session, at a center that has kept running. If the center has already
+            applied the next exchange of the session, it answers that exchange without
+            applying it again. None begins a new session, at a center that was saved
+            with the worker.
 
         Returns:
           Parameters and state with which to continue.
@@ -709,10 +710,10 @@ class Worker:
             session.
         """
         count = len(self._parts)
-        lives: Sequence[Any] = [None] * count if life is None else life
+        tokens: Sequence[Any] = [None] * count if resume_token is None else resume_token
         if self.fragments is None:
-            lives = [life]
-        for what, given in (("saved", saved.parts), ("life", lives)):
+            tokens = [resume_token]
+        for what, given in (("saved", saved.parts), ("resume_token", tokens)):
             if len(given) != count:
                 raise errors.WorkerStateError(
                     f"{what} is of a worker with {len(given)} fragments, and worker "
@@ -728,7 +729,11 @@ class Worker:
         cut, states = self._phase.cut(params), self._phase.states(state)
         each = [*zip(cut, states, kept, strict=True)]
         self.leave()
-        loops = self._all(lambda part, own, life: part.restore(*own, life), each, lives)
+        loops = self._all(
+            lambda part, own, resume_token: part.restore(*own, resume_token),
+            each,
+            tokens,
+        )
         self._turn, self._last = int(saved.turn) % count, self._parts[0]
         return self._phase.joined(loops, state)
 

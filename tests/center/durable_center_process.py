@@ -54,7 +54,7 @@ class Commands:
 
     def _exchange(self):
         session, version = self._center.join("w"), 0
-        life = self._center.life.encode()
+        life = self._center.center_id.encode()
         try:
             while not self._ended:
                 version = session.exchange(

@@ -80,7 +80,7 @@ class WorkerSession:
     """The model's state of one session of a worker."""
 
     name: str
-    incarnation: str
+    session_id: str
     session: object
     anchor: int
     there: bool = True
@@ -175,15 +175,15 @@ class Exchanges(RuleBasedStateMachine):
     @rule(name=NAMES)
     def join(self, name):
         """Join with a new session, which replaces the previous one of this name."""
-        incarnation = uuid.uuid4().hex
-        session = self.core.join(name, incarnation, replace=True)
+        session_id = uuid.uuid4().hex
+        session = self.core.join(name, session_id, replace=True)
         with self.core.reading(kept=True) as version:
             anchor = version.number
         self.promised = max(self.promised, anchor)
         if name in self.lives:
             self.replaced.append(self.lives[name])
             self.replaced[-1].goes()
-        self.lives[name] = WorkerSession(name, incarnation, session, anchor)
+        self.lives[name] = WorkerSession(name, session_id, session, anchor)
         self.look()
 
     @precondition(lambda self: self.lives)
@@ -193,7 +193,7 @@ class Exchanges(RuleBasedStateMachine):
         life = self.lives.get(name)
         if life is not None:
             self.look()
-            life.session = self.core.join(name, life.incarnation, back=True)
+            life.session = self.core.join(name, life.session_id, back=True)
             life.there, life.until = True, math.inf
             with self.core.reading(kept=True) as version:  # and thus that it is back
                 self.promised = max(self.promised, version.number)
@@ -203,7 +203,7 @@ class Exchanges(RuleBasedStateMachine):
     def use_a_replaced_session(self, number):
         life = self.replaced[number % len(self.replaced)]
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
-            self.core.join(life.name, life.incarnation, back=True)
+            self.core.join(life.name, life.session_id, back=True)
         if life.session is not None:
             self.is_rejected(life)
             life.session.acknowledge(1)
@@ -515,7 +515,7 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
 
     first = join("anna")
     assert not cut
-    again = join("anna", first.incarnation, back=True)
+    again = join("anna", first.session_id, back=True)
     assert cut == [0]
     first.disconnect()  # its connection is no longer the current one
     assert set(core.members()[1]) == {"anna"}
@@ -524,7 +524,7 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     again.leave()
     assert cut == [0, 1]
     core.join("bert", silence=0.0)
-    core.leave("anna", core.members()[1]["anna"].incarnation)
+    core.leave("anna", core.members()[1]["anna"].session_id)
     assert cut == [0, 1, 2]
     core.close()
     assert cut == [0, 1, 2]
@@ -614,7 +614,7 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
     answered = threading.Event()
 
     def others():
-        lives = [(each.worker, each.incarnation) for each in (anna, bert)]
+        lives = [(each.worker, each.session_id) for each in (anna, bert)]
         assert core.hear(lives) == ["anna", "bert"]
         core.join("carl").leave()
         assert set(core.members()[1]) == {"anna", "bert"}
@@ -648,7 +648,7 @@ def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
     sends.join(LIMIT)
     assert core.snapshot().version == 0
     assert exchange(bert).version == 1
-    back = core.join("anna", anna.incarnation, back=True)
+    back = core.join("anna", anna.session_id, back=True)
     assert exchange(back, 1).version == 2
 
 
@@ -783,7 +783,7 @@ def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypat
     monkeypatch.undo()
     if again:
         anna.leave()
-        anna = core.join("anna", anna.incarnation, back=True)
+        anna = core.join("anna", anna.session_id, back=True)
     else:
         anna = core.join("anna", replace=True)
     with pytest.raises(errors.WorkerStateError, match="asks for the answer"):

@@ -119,7 +119,10 @@ def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, chi
         seen["unfinished"] += any(one.directory.glob("*.tmp"))
         seen["two of a kind"] += len(set(kinds)) < len(kinds)
         with found(one.directory) as center:
-            assert (center.life, center.version - version in (0, 1)) == (life, True)
+            assert (center.center_id, center.version - version in (0, 1)) == (
+                life,
+                True,
+            )
     assert seen.total() or KILLS < 20, "none was in the middle of one"
     print(seen)  # noqa: T201
 
@@ -140,15 +143,15 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
         else:
             try:
                 with found(copy) as center:
-                    assert center.life != life or center.version >= version
-                    seen["same life" if center.life == life else "another"] += 1
+                    assert center.center_id != life or center.version >= version
+                    seen["same life" if center.center_id == life else "another"] += 1
             except errors.DurabilityError as error:
                 seen["rejected" if str(copy) in str(error) else "not by name"] += 1
         now = backup(one.directory, backed)
         assert now >= version
         with found(backed) as center:
             assert center.version == now
-            assert center.life != life
+            assert center.center_id != life
         for each in (copy, backed):
             shutil.rmtree(each, ignore_errors=True)
     assert seen["same life"]
@@ -242,7 +245,7 @@ def test_full_disk_stops_the_center(small_disk):
     with pytest.raises(errors.DurabilityError, match="No space left on device"):
         LocalCenter(RULE, durability=Journal(disk / "a"))  # the disk is still full
     with found(again) as same:
-        assert (same.version, same.life) == (answered[-1], center.life)
+        assert (same.version, same.center_id) == (answered[-1], center.center_id)
 
 
 @pytest.mark.parametrize("files", [False, True])
@@ -261,14 +264,14 @@ def test_journal_continues_while_the_disk_is_full(files, small_disk, caplog, tmp
         assert not center.core.failure
         copy = shutil.copytree(disk / "a", tmp_path / "copy")
     with found(copy) as again:
-        assert (again.version, again.life) == (3, center.life)
+        assert (again.version, again.center_id) == (3, center.center_id)
     for _ in range(3):
         send(center)
     wait_until(lambda: not center.core.degraded)
     center.close()
     assert not list((disk / "a").glob("journal-*"))
     with found(disk / "a") as again:
-        assert (again.version, again.life) == (6, center.life)
+        assert (again.version, again.center_id) == (6, center.center_id)
 
 
 def moved(directory):
@@ -311,7 +314,7 @@ def test_removed_or_replaced_directory_is_detected(goes, tmp_path):
     if now is not None:  # it contains all exchanges confirmed before
         with found(now) as again:
             assert again.version == 4
-            assert again.life == center.life
+            assert again.center_id == center.center_id
 
 
 def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):
@@ -343,7 +346,10 @@ def test_journal_continues_in_a_read_only_directory(child):
         finally:
             directory.chmod(0o755)
         with found(directory) as center:
-            assert (center.life, center.version - version in (0, 1)) == (life, True)
+            assert (center.center_id, center.version - version in (0, 1)) == (
+                life,
+                True,
+            )
 
 
 class Syncs:
@@ -374,11 +380,11 @@ def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
     assert syncs.count == 0
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
     with found(copy) as again:  # a kill loses nothing: the system has all data
-        assert (again.version, again.life) == (5, center.life)
+        assert (again.version, again.center_id) == (5, center.center_id)
     center.close()
     assert syncs.count == 1
     with found(tmp_path / "a") as again:
-        assert (again.version, again.life) == (5, center.life)
+        assert (again.version, again.center_id) == (5, center.center_id)
 
 
 def test_with_an_interval_no_record_waits_longer_for_a_sync(
@@ -425,13 +431,13 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
     with monkeypatch.context() as patch:
         patch.setattr(_found, "this_boot", lambda: "another")
         with found(tmp_path / "a") as again:  # the center had been closed
-            assert (again.version, again.life) == (3, center.life)
+            assert (again.version, again.center_id) == (3, center.center_id)
         (journal,) = copy.glob("journal-*")
         with journal.open("r+b") as file:
             file.truncate(1200)
         with found(copy) as again:
             assert again.version < 3
-            assert again.life != center.life
+            assert again.center_id != center.center_id
 
 
 def test_snapshots_are_kept_by_count_and_age(tmp_path):

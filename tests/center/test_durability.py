@@ -118,7 +118,7 @@ def test_replayed_center_is_equal_bit_for_bit(name, dtype, tmp_path, killed):
             center, message, anchor_version=max(0, i - 2), worker=f"w{i % 3}"
         )
     again = kept(Journal(killed(tmp_path / "a")), rule)
-    assert again.life == center.life
+    assert again.center_id == center.center_id
     assert_identical(again.save(), center.save())
     assert again.core.ledger.memory() == center.core.ledger.memory()
     for each in (again, center):
@@ -232,7 +232,7 @@ def test_truncated_write_is_ignored(tmp_path, killed, caplog):
         file.seek(size)
         file.write(part)
     again = kept(Journal(copy))
-    assert again.life == center.life
+    assert again.center_id == center.center_id
     assert_identical(again.save(), before)
     assert "bytes of an incomplete write" in caplog.text
     assert send(again, anchor_version=1).version == 2
@@ -304,7 +304,7 @@ def worn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worn")
 
     def add(durability, center):
-        saved = int(center.save().version), center.life
+        saved = int(center.save().version), center.center_id
         copy = folder / f"{len(made)}"
         made.append((copy, type(durability), saved))
         copied(durability.directory, copy)
@@ -336,7 +336,7 @@ def restored(durability):
     """Return the store of the center that is found, and its id."""
     keeper = Keeper(durability, DOWNPOUR, threading.Condition())
     try:
-        return keeper.restore(Ledger(), None, None, None, False), keeper.life
+        return keeper.restore(Ledger(), None, None, None, False), keeper.center_id
     finally:
         keeper.close()
 
@@ -379,7 +379,7 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
     copy = killed(tmp_path / "a")
     (copy / "lock").write_bytes(before)
     same = kept(Journal(killed(copy)))
-    assert (same.version, same.life) == (2, center.life)
+    assert (same.version, same.center_id) == (2, center.center_id)
     same.close()
     if what == "gone":
         (copy / FIRST).unlink()
@@ -391,7 +391,7 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
     (copy / "lock").unlink()  # as that error advises
     again = kept(Journal(copy))
     assert again.version == (0 if what == "gone" else 1)
-    assert again.life != center.life
+    assert again.center_id != center.center_id
     assert not again.core.members()[1]
     assert "continues with a new id, at version" in caplog.text
     center.close()
@@ -488,17 +488,17 @@ def test_restoring_an_older_snapshot_changes_the_center_id(tmp_path, killed):
     again = kept(Snapshots(copy))
     assert 2 <= again.version <= saved
     np.testing.assert_array_equal(again.pull().params, -again.version)
-    assert again.life != center.life
+    assert again.center_id != center.center_id
     assert not again.core.members()[1]
     # After a clean close nothing is lost, and the id stays.
     again.close()
     for kind in (Snapshots, Journal, Snapshots):
         third = kept(kind(copy))
-        assert third.life == again.life
+        assert third.center_id == again.center_id
         third.close()
     center.close()
     again = kept(every)
-    assert (again.version, again.life) == (3, center.life)
+    assert (again.version, again.center_id) == (3, center.center_id)
     assert set(again.core.members()[1]) == {"w"}
     again.close()
 
@@ -734,7 +734,7 @@ def test_journal_continues_without_file_descriptors(tmp_path, killed, caplog):
     assert f"journal-{9:012}" in names(tmp_path / "a")
     assert not center.core.failure
     again = kept(Journal(copy))
-    assert (again.version, again.life) == (6, center.life)
+    assert (again.version, again.center_id) == (6, center.center_id)
     again.close()
     center.close()
 
@@ -749,7 +749,10 @@ def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
         send(center)
     again = kept(Journal(killed(tmp_path / "a")))
     assert_identical(again.save(), center.save())
-    assert (again.life, again.core.members()[1]["w"].exchanges) == (center.life, 3)
+    assert (again.center_id, again.core.members()[1]["w"].exchanges) == (
+        center.center_id,
+        3,
+    )
     again.close()
     center.close()
 
@@ -892,7 +895,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
         file.seek(center.core._keeper._writer._synced)
         file.write(bytes(4096))
     again = kept(Journal(copy))
-    assert (again.version, again.life) == (1, center.life)
+    assert (again.version, again.center_id) == (1, center.center_id)
     assert send(again, anchor_version=1).version == 2
     again.close()
 

@@ -38,8 +38,8 @@ class Watched(agn_optax.LocalCenter):
 
 class Link(Session):
     def __init__(self, center, session):
-        self.worker, self.incarnation = session.worker, session.incarnation
-        self.life = session.life
+        self.worker, self.session_id = session.worker, session.session_id
+        self.resume_token = session.resume_token
         self.center, self.session = center, session
 
     def submit(self, submission):

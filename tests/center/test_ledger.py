@@ -428,7 +428,7 @@ class Commands(RuleBasedStateMachine):
         assert self.room is None or len(ledger.present()) <= self.room
         for name, known in self.last.items():
             member = ledger.find(name)
-            assert (member.incarnation, member.state) == (known.life, known.state)
+            assert (member.session_id, member.state) == (known.life, known.state)
             assert (member.connected, member.turn, member.clock) == (
                 known.connected,
                 known.round_began,
@@ -1230,7 +1230,7 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
     ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     for life in ("fourth", "fifth"):
-        ledger.leave("anna", ledger.find("anna").incarnation)
+        ledger.leave("anna", ledger.find("anna").session_id)
         ledger.join("anna", life, 1.0)
         assert ledger.member("anna", life).before == ("third", 1)
 

@@ -387,7 +387,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     center.core._keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
-    life = again.core.join("anna", lives["anna"].incarnation, back=True)
+    life = again.core.join("anna", lives["anna"].session_id, back=True)
     repeated = life.exchange(
         Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
     )

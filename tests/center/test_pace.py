@@ -47,17 +47,17 @@ class Workers:
         self.ledger, self.now = new_ledger(mode), 0.0
         self._sequences = {}
 
-    def join(self, *names, incarnation="1"):
+    def join(self, *names, session_id="1"):
         for name in names:
-            self.ledger.join(name, incarnation, self.now, replace=True)
-            self._sequences[name] = 0, incarnation
+            self.ledger.join(name, session_id, self.now, replace=True)
+            self._sequences[name] = 0, session_id
 
     def submit(self, name, *, after=0.0, steps=0):
         self.now += after
-        sequence, incarnation = self._sequences[name]
-        self._sequences[name] = sequence + 1, incarnation
+        sequence, session_id = self._sequences[name]
+        self._sequences[name] = sequence + 1, session_id
         message = Submission(sequence + 1, None, self.ledger.version, steps)
-        assert self.ledger.submit(name, incarnation, message, self.now)
+        assert self.ledger.submit(name, session_id, message, self.now)
         return self.take()
 
     def take(self):
@@ -116,9 +116,9 @@ def test_only_present_workers_are_compared():
     assert [*map(made.ledger.pace, ("slow", "fast", "middle"))] == [0.1, 1.0, 0.5]
     made.ledger.leave("fast", "1")
     assert [*map(made.ledger.pace, ("slow", "middle"))] == [0.2, 1.0]
-    made.join("middle", incarnation="2")  # it is known by its name
+    made.join("middle", session_id="2")  # it is known by its name
     assert made.ledger.pace("middle") == 1.0
-    made.join("fast", incarnation="2")
+    made.join("fast", session_id="2")
     assert made.ledger.pace("slow") == 0.1
     # The fastest becomes slower, and another worker is the fastest.
     for _ in range(4):
@@ -346,7 +346,7 @@ def test_journal_restores_speeds(tmp_path, clock):
         clock.now += 2.0
     center.close()
     again = agn_optax.LocalCenter(shared.downpour(), durability=kept)
-    session = again.join("w", life=session.life)
+    session = again.join("w", resume_token=session.resume_token)
     clock.now += 1.0
     answer = session.exchange(Submission(3, jnp.ones(3), anchor_version=0, steps=7))
     assert answer.pace == 1.0

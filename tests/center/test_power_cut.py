@@ -202,14 +202,14 @@ def run(durability, root, patch):
     with patch.context() as patched:
         tape.patch(patched)
         center = LocalCenter(RULE, jnp.zeros(2), durability=durability)
-        tape.tell((center.life, center.version))
+        tape.tell((center.center_id, center.version))
         for version in range(center.version + 1, center.version + 8):
             worker = f"w{version % 3}"
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
-            tape.tell((center.life, version))
-        tape.tell((center.life, center.version, "closing"))
+            tape.tell((center.center_id, version))
+        tape.tell((center.center_id, center.version, "closing"))
         center.close()
-        tape.tell((center.life, center.version, "closed"))
+        tape.tell((center.center_id, center.version, "closed"))
     return tape, disk
 
 
@@ -262,7 +262,10 @@ def test_journal_has_all_confirmed_exchanges(lives, size):
         with found(durability) as (store, keeper):
             if told is not None:
                 life, version, *_ = told
-                assert (keeper.life, store.current.number >= version) == (life, True)
+                assert (keeper.center_id, store.current.number >= version) == (
+                    life,
+                    True,
+                )
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
 
@@ -278,9 +281,9 @@ def test_with_an_interval_a_cut_changes_the_center_id(lives, monkeypatch):
                 life, version, *state = told
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
-                same.add(keeper.life == life)
-                assert keeper.life != life or number >= version
-                assert keeper.life == life or state != ["closed"]
+                same.add(keeper.center_id == life)
+                assert keeper.center_id != life or number >= version
+                assert keeper.center_id == life or state != ["closed"]
     assert same == {True, False}
 
 
@@ -291,9 +294,9 @@ def test_snapshots_are_complete_or_the_center_id_changes(lives):
         with found(durability) as (store, keeper):
             if told is not None:
                 life, version, *state = told
-                same.add(keeper.life == life)
-                assert keeper.life == life or state != ["closed"]
-                assert keeper.life != life or store.current.number >= version
+                same.add(keeper.center_id == life)
+                assert keeper.center_id == life or state != ["closed"]
+                assert keeper.center_id != life or store.current.number >= version
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
     assert same == {True, False}

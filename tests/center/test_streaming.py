@@ -394,14 +394,14 @@ def test_restarted_shards_have_all_messages_of_their_fragments(tmp_path):
     worker = worker_of(center)
     loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD + 2))
     assert versions(center) == (2, 1)
-    saved, life, before = worker.save(*loop), worker.life, center.pull().params
+    saved, life, before = worker.save(*loop), worker.resume_token, center.pull().params
     for shard in center.centers:
         shard.close()
     center = begun([None, None])
     assert versions(center) == (2, 1)
     assert_identical(center.pull().params, before)
     other = worker_of(center, name=worker.name)
-    loop = other.restore(saved, life=life)
+    loop = other.restore(saved, resume_token=life)
     rest = jax.tree.map(lambda x: x[PERIOD + 2 :], targets)
     run_worker(other, *loop, rest)
     assert versions(center) == (2, 2)
@@ -480,8 +480,10 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
     ):
         worker.flush(params, None)
     saved = worker.save(params, state)
-    with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
-        worker.restore(saved, life=worker.life[:1])
+    with pytest.raises(
+        errors.WorkerStateError, match="resume_token is of a worker with 1"
+    ):
+        worker.restore(saved, resume_token=worker.resume_token[:1])
     with pytest.raises(errors.InvalidArgumentError, match="in 2 shards needs as many"):
         ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
 

@@ -543,7 +543,9 @@ def test_name_that_is_taken_is_rejected_before_anything_is_written(
 
 def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
     for mean in (1.0, 0.0):
-        beside = {name: {"mean": jnp.full(2, mean)} for name in ("parts", "life")}
+        beside = {
+            name: {"mean": jnp.full(2, mean)} for name in ("parts", "resume_token")
+        }
         loop, data = resumable(journaled, tmp_path / "own", **beside)
         params, state = loop.start()
         if not loop.resumed:

@@ -199,7 +199,7 @@ class _MutatingClient:
         join = pb.Join(
             protocol=addresses.PROTOCOL,
             worker=name,
-            incarnation=str(self._rng.randrange(3)),
+            session_id=str(self._rng.randrange(3)),
         )
         packets = [links.as_bytes(pb.Frame(join=join))]
         for sequence in (1, 2):
@@ -259,7 +259,7 @@ class _MutatingClient:
 
     def _call(self):
         path = f"/{addresses.SERVICE}/{self._rng.choice(_CALLS)}"
-        sample = pb.LeaveRequest(worker="enemy 1", incarnation="1").SerializeToString()
+        sample = pb.LeaveRequest(worker="enemy 1", session_id="1").SerializeToString()
         data = mutate.mutated(self._rng, [b"", b"\x08\x02", sample])
         call = self._channel.unary_unary(path)
         call(data, timeout=LIMIT, metadata=self._metadata())

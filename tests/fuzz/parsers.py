@@ -105,7 +105,7 @@ CLAIMS = pb.Message(
     sequence=2, schema_hash=SCHEMA.hash, weight=2.5, has_anchor=True, anchor_version=1
 )
 PACKETS = [
-    _packet(pb.Frame(join=pb.Join(protocol=1, worker="anna", incarnation="1" * 32))),
+    _packet(pb.Frame(join=pb.Join(protocol=1, worker="anna", session_id="1" * 32))),
     _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
     _packet(pb.Frame(message=MESSAGE), TREE),
     _packet(pb.Frame(message=CLAIMS), TREE),

@@ -89,8 +89,8 @@ def served(way, folder, authority, access):
 def calls(center, observer, name):
     """Return functions that make each call of a center in a worker's name."""
     unary = center._connection.unary
-    life = pb.Life(worker=name, incarnation="1")
-    leave = pb.LeaveRequest(worker=name, incarnation="1")
+    life = pb.Session(worker=name, session_id="1")
+    leave = pb.LeaveRequest(worker=name, session_id="1")
     return {
         "Status": center.status,
         "Health": observer.health,
@@ -99,7 +99,9 @@ def calls(center, observer, name):
         "Exchange": lambda: sessions.exchange(
             center, params(), anchor_version=0, worker=name
         ),
-        "Alive": lambda: unary("Alive", pb.AliveRequest(lives=[life]), pb.AliveReply),
+        "Alive": lambda: unary(
+            "Alive", pb.AliveRequest(sessions=[life]), pb.AliveReply
+        ),
         "Leave": lambda: unary("Leave", leave, pb.LeaveReply),
         "Initialize": lambda: center._remote.initialize(params(), name),
     }

@@ -985,7 +985,7 @@ def test_connection_without_the_key_gets_no_answer():
 
 
 def joining():
-    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", incarnation="1")
+    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", session_id="1")
     return packet(pb.Frame(join=join))
 
 

@@ -71,7 +71,7 @@ class Peer:
             self.link._end.sendall(data)
 
     def join(self, name="anna"):
-        join = pb.Join(protocol=_address.PROTOCOL, worker=name, incarnation=name)
+        join = pb.Join(protocol=_address.PROTOCOL, worker=name, session_id=name)
         self.say(packet(pb.Frame(join=join)))
         assert self.link.control().HasField("joined")
 
@@ -200,9 +200,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
 @pytest.mark.parametrize("size", [0, 257, 60_000])
 def test_empty_and_long_names_are_rejected(server, center, transport, size):
     with Peer(center, transport) as peer:
-        join = pb.Join(
-            protocol=_address.PROTOCOL, worker="a" * size, incarnation="life"
-        )
+        join = pb.Join(protocol=_address.PROTOCOL, worker="a" * size, session_id="life")
         peer.say(packet(pb.Frame(join=join)))
         why = peer.has_ended()
     assert isinstance(why, errors.ProtocolError)
@@ -213,7 +211,7 @@ def test_empty_and_long_names_are_rejected(server, center, transport, size):
 def test_leave_of_an_unknown_name_is_not_remembered(server, center):
     ledger = server.center.core.ledger
     for i in range(20):
-        request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, incarnation="life")
+        request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="life")
         center._connection.unary("Leave", request, pb.LeaveReply)
     assert not ledger._gone
     assert not server._servicer._traffic
@@ -230,9 +228,11 @@ def test_large_control_part_is_rejected(server, center, transport):
 
 
 def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
-    lives = [pb.Life(worker="anna", incarnation="life")] * 5
+    lives = [pb.Session(worker="anna", session_id="life")] * 5
     with pytest.raises(errors.ProtocolError, match=r"has at most 4 workers, .* 5$"):
-        center._connection.unary("Alive", pb.AliveRequest(lives=lives), pb.AliveReply)
+        center._connection.unary(
+            "Alive", pb.AliveRequest(sessions=lives), pb.AliveReply
+        )
 
 
 def start(schema, worker="a", schema_hash=b""):
@@ -632,7 +632,7 @@ def test_busy_center_is_not_reported_as_unreachable(little, caplog):
 def asking(server, what):
     """Yield a function that makes a call which is rejected."""
     token = ANNA if what == "lives that nobody has" else EVE
-    lives = [pb.Life(worker="anna", incarnation="of another")]
+    lives = [pb.Session(worker="anna", session_id="of another")]
     with (
         service.Observer(server.address, token=token) as observer,
         service.connect(server.address, RULE, token=ANNA) as center,
@@ -640,7 +640,7 @@ def asking(server, what):
         unary = observer._connection.unary
         yield {
             "lives that nobody has": lambda: unary(
-                "Alive", pb.AliveRequest(lives=lives), pb.AliveReply
+                "Alive", pb.AliveRequest(sessions=lives), pb.AliveReply
             ),
             "what it may not": observer.save,
             "nothing that makes sense": lambda: unary(

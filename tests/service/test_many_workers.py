@@ -330,7 +330,7 @@ class CallContext:
 
 def joining(worker="anna"):
     join = service.center_pb2.Join(
-        protocol=_address.PROTOCOL, worker=worker, incarnation="life"
+        protocol=_address.PROTOCOL, worker=worker, session_id="life"
     )
     packet = Parcel(service.center_pb2.Frame(join=join)).pieces()
     return Reader(io.BytesIO(b"".join(packet)).readinto, Buffers())

@@ -420,7 +420,7 @@ def test_wrong_sizes_and_hostile_frames_are_rejected(serve, size):
     server = serve()
     with service.Observer(server.address) as observer:
         schema = service.wire.from_bytes(observer.describe().schema)
-    join = pb.Join(protocol=service.address.PROTOCOL, worker="eve", incarnation="1")
+    join = pb.Join(protocol=service.address.PROTOCOL, worker="eve", session_id="1")
     joining = packet(pb.Frame(join=join), 0)
     message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
     other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))

@@ -196,7 +196,7 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
 
 CONTROLS = [
     pb.Frame(),
-    pb.Frame(join=pb.Join(protocol=1, worker="anna" * 100, incarnation="1")),
+    pb.Frame(join=pb.Join(protocol=1, worker="anna" * 100, session_id="1")),
     pb.Frame(message=pb.Message(sequence=2**64 - 1, schema_hash=b"\x78" * 16)),
     pb.Frame(acknowledge=0),
     pb.Frame(acknowledge=2**63),

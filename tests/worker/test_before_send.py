@@ -71,7 +71,7 @@ def test_worker_is_saved_before_its_message_and_sends_the_same_again():
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
     worker = a_worker(center, [], name="anna")
     worker.before_send = lambda numbers, *loop: saved.append(
-        (list(numbers), jax.tree.map(np.array, worker.save(*loop)), worker.life)
+        (list(numbers), jax.tree.map(np.array, worker.save(*loop)), worker.resume_token)
     )
     loop = worker.start()
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_worker_is_saved_before_its_message_and_sends_the_same_again():
     ((parts, state, life),) = saved
     assert state.parts[0].local_steps == 2
     again = a_worker(center, told := [], name="anna")
-    again.resend(*again.restore(state, life=life), parts)
+    again.resend(*again.restore(state, resume_token=life), parts)
     assert (center.version, again.exchanges, told) == (1, 1, [])
     np.testing.assert_array_equal(center.pull().params, -2.0)
 

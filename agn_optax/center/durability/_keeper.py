@@ -172,7 +172,8 @@ class Keeper:
         hold it, and notify it afterwards. It is also notified when more is on disk.
 
     Attributes:
-      life: the center id: that of the center on disk if no update is lost, or a new id.
+      center_id: the center id: that of the center on disk if no update is lost, or a
+        new id.
       chief: name of the worker that initialized the center on disk.
       failure: error after which the center cannot be saved, and stops; "" without one.
       found: message on the center that was found on disk; "" if there was none.
@@ -191,7 +192,7 @@ class Keeper:
                 "durability must be Snapshots(...), Journal(...) or None, got "
                 f"{durability!r}"
             )
-        self.life = uuid.uuid4().hex
+        self.center_id = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
         self.found = ""
@@ -257,9 +258,12 @@ class Keeper:
             )
             _log.warning("%s", self.found)
         else:
-            self.life, self.chief = snapshot.about["life"], snapshot.about["chief"]
+            self.center_id, self.chief = (
+                snapshot.about["center_id"],
+                snapshot.about["chief"],
+            )
             if self._number == snapshot.number:
-                self._saved = self._number, self.life
+                self._saved = self._number, self.center_id
         self._saved_size = snapshot.size
         return store
 
@@ -381,7 +385,7 @@ class Keeper:
             with self._changed:
                 number, image = self._number, self._image()
             if not self.failure:
-                if self._saved != (number, self.life):
+                if self._saved != (number, self.center_id):
                     self._save(number, image)
                 self._directory.make_promise("whole", number)
                 self._forget(number + 1)
@@ -394,7 +398,7 @@ class Keeper:
         The order ensures that the guarantee in the lock holds if the process is killed
         in between.
         """
-        if self._saved != (number, self.life):
+        if self._saved != (number, self.center_id):
             self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
             self._directory.make_promise("memory", number)
@@ -504,7 +508,7 @@ class Keeper:
         described = trees.describe(state.params)
         about = {
             "version": int(state.version),
-            "life": self.life,
+            "center_id": self.center_id,
             "rule": dict(fingerprint(self._rule)),
             "params": described.leaves,
             "containers": described.structure,
@@ -514,7 +518,7 @@ class Keeper:
         leaves = jax.tree.leaves((state.params, state.center_state, state.public))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
-        self._saved = number, self.life
+        self._saved = number, self.center_id
         self._lost_snapshot = ""  # cleared before the new version can be seen
         self.saved_version = int(state.version)
         return self.saved_version

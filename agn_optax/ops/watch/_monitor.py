@@ -88,7 +88,7 @@ class _Known:
 
     status: pb.WorkerStatus  # its last status while it was joined
     joined: float  # seconds since the epoch
-    incarnation: str = ""  # session id; "" if unknown
+    session_id: str = ""  # session id; "" if unknown
     is_new: bool = True  # whether it joined since the last update
     gone: str = ""  # "left" or "given up"; "" while it is joined
     sequence: int = 0  # sequence number of its last exchange
@@ -200,43 +200,43 @@ class Monitor:
     # Events that calls report.
 
     def _joined(
-        self, at: float, name: str, incarnation: str, is_back: bool, transport: str
+        self, at: float, name: str, session_id: str, is_back: bool, transport: str
     ) -> None:
         known = self._workers.get(name)
         if known is None:
             known = self._workers[name] = _Known(pb.WorkerStatus(name=name), at)
-        elif not (known.gone or known.incarnation):
+        elif not (known.gone or known.session_id):
             # A status showed the worker before this event was processed. If it was
             # connected then, its join has already been recorded.
-            known.incarnation = incarnation
+            known.session_id = session_id
             if known.status.connected:
                 return
-        is_other = known.incarnation != incarnation
+        is_other = known.session_id != session_id
         if is_other:
             known.sequence, known.joined = 0, at
         text = "is back" if is_back and not known.gone else "joined"
-        if is_other and known.incarnation and not known.gone:
+        if is_other and known.session_id and not known.gone:
             text = "joined again, with a new session"
         if transport:
             text += f", by {transport}"
-        known.incarnation, known.gone, known.is_new = incarnation, "", True
+        known.session_id, known.gone, known.is_new = session_id, "", True
         known.status.connected = True
         kind = "back" if text.startswith("is back") else "joined"
         self._happened(at, kind, name, text)
 
-    def _left(self, at: float, name: str, incarnation: str) -> None:
+    def _left(self, at: float, name: str, session_id: str) -> None:
         known = self._workers.get(name)
-        if known is None or known.gone or known.incarnation not in ("", incarnation):
+        if known is None or known.gone or known.session_id not in ("", session_id):
             return
         self._went(known, "left")
         self._happened(at, "left", name, "left")
 
     def _exchanged(
-        self, at: float, name: str, incarnation: str, steps: int, answer: Answer
+        self, at: float, name: str, session_id: str, steps: int, answer: Answer
     ) -> None:
         known = self._workers.get(name)
         if known is not None:
-            if incarnation == known.incarnation:
+            if session_id == known.session_id:
                 if answer.sequence <= known.sequence:
                     return  # a repeated exchange, answered again
                 known.sequence = answer.sequence
@@ -268,7 +268,7 @@ class Monitor:
                 if status.connected:
                     self._happened(at, "joined", name, "joined")
             elif known.gone and not known.is_new:
-                known.gone, known.incarnation, known.joined = "", "", at
+                known.gone, known.session_id, known.joined = "", "", at
                 self._happened(at, "joined", name, "joined")
             if not known.gone:
                 self._see(known, status, at)

@@ -191,7 +191,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         params: PyTree = None,
         *,
         timeout: float | None = None,
-        life: Any = None,
+        resume_token: Any = None,
     ) -> RemoteSession:
         """Register a worker: see `Center.join`."""
         if params is not None:
@@ -201,8 +201,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             if old.worker == worker:
                 old.leave()  # this process no longer uses it
         forget = self._sessions.pop
-        session = RemoteSession(self._remote, worker, self._like, life, left=forget)
-        self._sessions[session.incarnation] = session
+        session = RemoteSession(
+            self._remote, worker, self._like, resume_token, left=forget
+        )
+        self._sessions[session.session_id] = session
         try:
             session.join(timeout)
         except BaseException:
@@ -292,8 +294,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
         if there := [each for each in list(self._sessions.values()) if not each.left]:
-            lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
-            request = pb.AliveRequest(lives=lives)
+            sessions = [
+                pb.Session(worker=s.worker, session_id=s.session_id) for s in there
+            ]
+            request = pb.AliveRequest(sessions=sessions)
             with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval

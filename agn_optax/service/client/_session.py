@@ -43,8 +43,8 @@ class RemoteSession(Session):
       remote: the center.
       worker: the worker's name.
       like: a tree with the worker's containers; None for those of the center.
-      life: `Session.life` of a session to resume from another process; None begins a
-        new session.
+      resume_token: `Session.resume_token` of a session to resume from another process;
+        None begins a new session.
       left: called with the session id and None once it has left; drops the session, and
         the contribution that it holds.
     """
@@ -54,14 +54,14 @@ class RemoteSession(Session):
         remote: Remote,
         worker: str,
         like: PyTree,
-        life: Any = None,
+        resume_token: Any = None,
         *,
-        left: Callable[[str, None], object] = lambda incarnation, none: None,
+        left: Callable[[str, None], object] = lambda session_id, none: None,
     ) -> None:
         self.worker = worker
         # The id of the center, "" before the first join; and the id of the session.
-        self._life: str
-        self._life, self.incarnation = life or ("", uuid.uuid4().hex)
+        self._center_id: str
+        self._center_id, self.session_id = resume_token or ("", uuid.uuid4().hex)
         self._remote = remote
         self._like = like
         self._using = threading.Lock()
@@ -78,9 +78,9 @@ class RemoteSession(Session):
         return "" if self._link is None else self._link.transport
 
     @property
-    def life(self) -> Any:
-        """The ids of center and session, see `Session.life`."""
-        return [self._life, self.incarnation]
+    def resume_token(self) -> Any:
+        """The ids of center and session, see `Session.resume_token`."""
+        return [self._center_id, self.session_id]
 
     def join(self, timeout: float | None) -> None:
         """Join the center: see `Center.join`."""
@@ -162,12 +162,12 @@ class RemoteSession(Session):
         """Leave the center, in ``timeout`` seconds at most: see `Session.leave`."""
         self.left = True
         try:
-            request = pb.LeaveRequest(worker=self.worker, incarnation=self.incarnation)
+            request = pb.LeaveRequest(worker=self.worker, session_id=self.session_id)
             with contextlib.suppress(errors.AgnOptaxError):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
-            self._forget(self.incarnation, None)
+            self._forget(self.session_id, None)
 
     def _open(self, until: float = math.inf) -> Link:
         """Open a link and join over it, in place of a link that has broken.
@@ -185,8 +185,8 @@ class RemoteSession(Session):
         join = pb.Join(
             protocol=_address.PROTOCOL,
             worker=self.worker,
-            incarnation=self.incarnation,
-            center=self._life,
+            session_id=self.session_id,
+            center=self._center_id,
             serves_at=remote.serves_at,
         )
         with self._watching(link, until, FIRST_WORD):
@@ -200,7 +200,7 @@ class RemoteSession(Session):
                 )
             while frame.HasField("waiting"):
                 frame = link.control()
-        self._life, before = frame.joined.center, frame.joined.before
+        self._center_id, before = frame.joined.center, frame.joined.before
         self.before = (before, frame.joined.settled) if before else None
         remote.useless |= failed
         return link

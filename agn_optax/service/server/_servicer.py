@@ -318,7 +318,7 @@ class Servicer:
         description = pb.Description(
             protocol=PROTOCOL,
             release=__version__,
-            center=self.core.life,
+            center=self.core.center_id,
             rule=self._rule,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
@@ -432,14 +432,14 @@ class Servicer:
                 caller.check("Exchange")
                 join = _of_our_protocol(first.join)
                 _check_name(join.worker)
-                _check_name(join.incarnation)
+                _check_name(join.session_id)
                 caller.check("Exchange", join.worker)
             except (errors.AgnOptaxError, OSError, EOFError) as error:
                 if isinstance(error, errors.AgnOptaxError):
                     self.tell("rejected", "", error, caller.host)
                 self.admit(caller, "Exchange", JOIN)
                 raise
-            if self.core.knows(join.worker, join.incarnation):
+            if self.core.knows(join.worker, join.session_id):
                 self._admit(("back", join.worker), SPARE, JOIN)
             else:
                 self.admit(caller, "Exchange", JOIN)
@@ -483,7 +483,7 @@ class Servicer:
         caller: Caller,
         transport: str,
     ) -> Iterator[Parcel]:
-        if join.center not in ("", self.core.life):
+        if join.center not in ("", self.core.center_id):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
                 "was started anew, or from a snapshot, and may lack exchanges. Adopt "
@@ -494,7 +494,7 @@ class Servicer:
         is_back = bool(join.center)
         session = self.core.join(
             join.worker,
-            join.incarnation,
+            join.session_id,
             back=is_back,
             silence=self._silence,
             cut=context.cancel,
@@ -502,7 +502,7 @@ class Servicer:
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
         traffic.serves_at = seen_from(join.serves_at, caller.host)
-        self.tell("joined", join.worker, join.incarnation, is_back, transport)
+        self.tell("joined", join.worker, join.session_id, is_back, transport)
         # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
             in_background, session.disconnect, "agn-optax gone", unread=True
@@ -513,7 +513,7 @@ class Servicer:
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
         before, settled = session.before or ("", 0)
-        joined = pb.Joined(center=self.core.life, before=before, settled=settled)
+        joined = pb.Joined(center=self.core.center_id, before=before, settled=settled)
         yield Parcel(pb.Frame(joined=joined))
         while (control := reader.control()) is not None:
             caller = self._again(caller, join.worker)
@@ -528,18 +528,18 @@ class Servicer:
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Record the heartbeats of workers."""
-        lives = [(life.worker, life.incarnation) for life in request.lives]
+        sessions = [(each.worker, each.session_id) for each in request.sessions]
         there: list[str] = []
         try:
             caller.check("Alive")
-            if len(lives) > self.workers:
+            if len(sessions) > self.workers:
                 raise errors.ProtocolError(
                     f"this center has at most {self.workers} workers, got heartbeats "
-                    f"of {len(lives)}"
+                    f"of {len(sessions)}"
                 )
-            for worker, _ in lives:
+            for worker, _ in sessions:
                 caller.check("Alive", worker)
-            there = self.core.hear(lives)
+            there = self.core.hear(sessions)
         finally:
             # With a bucket of its own: a caller's other calls must not delay heartbeats
             # so that a worker seems dead.
@@ -553,8 +553,8 @@ class Servicer:
         """Let a worker leave for good."""
         caller.check("Leave", request.worker)
         # First, or its ended connection would be reported as lost.
-        self.tell("left", request.worker, request.incarnation)
-        self.core.leave(request.worker, request.incarnation)
+        self.tell("left", request.worker, request.session_id)
+        self.core.leave(request.worker, request.session_id)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
@@ -581,7 +581,7 @@ class Servicer:
             degraded=self.core.degraded,
             disk_free=None if room is None else room.free,
             disk_needed=None if room is None else room.needed,
-            center=self.core.life,
+            center=self.core.center_id,
             workers=[
                 _status_of(name, member, name in waiting, traffic.get(name, {}))
                 for name, member in sorted(members.items())
@@ -736,8 +736,8 @@ class Servicer:
             if answer.norm is not None:
                 norm = traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=norm)
-            life = session.worker, session.incarnation
-            self.tell("exchange", *life, message.steps, answer)
+            own = session.worker, session.session_id
+            self.tell("exchange", *own, message.steps, answer)
             with self.core.reading(kept.version) as version:
                 parcel = self._followed(version, answer, message) or self._parcel(
                     version, answer, self._travels.answer, public=True

@@ -85,5 +85,5 @@ def failure_of(error: Exception) -> pb.Failure:
 def exception_in(said: pb.Failure) -> errors.AgnOptaxError:
     """Return the exception in a protobuf message from a center."""
     if said.kind in errors.__all__:
-        return getattr(errors, failure.kind)(said.details)
+        return getattr(errors, said.kind)(said.details)
     return errors.CenterError(f"{said.kind}: {said.details}")
