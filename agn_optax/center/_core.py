@@ -119,7 +119,7 @@ class Core:
         durability: Durability | None = None,
         dtype: Any = None,
         device: Any = None,
-        packs: bool = False,
+        flatten: bool = False,
         **decides: Any,
     ) -> None:
         check_rule(rule)
@@ -135,7 +135,7 @@ class Core:
             )
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
-        self._packs = packs
+        self._flatten = flatten
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
@@ -256,17 +256,17 @@ class Core:
                 version.readers -= 1
 
     def snapshot(
-        self, version: Version | None = None, *, public: bool = False
+        self, version: Version | None = None, *, broadcast: bool = False
     ) -> Snapshot:
         """Return a version that can be read without a time limit.
 
         Args:
           version: version of the answer to an exchange; None for the current one.
-          public: return the broadcast parameters, see `Center.pull`.
+          broadcast: return the broadcast parameters, see `Center.pull`.
         """
         with self._changed:
             store = self.store
-            read = store.public if public else store.tree
+            read = store.broadcast if broadcast else store.tree
             if version is not None:
                 read = store.answer
             version = self._still_kept(version)
@@ -326,7 +326,7 @@ class Core:
                 )
             if self._store is None:
                 store = Store(
-                    self.rule, params, self._dtype, self._device, packs=self._packs
+                    self.rule, params, self._dtype, self._device, flatten=self._flatten
                 )
                 self._begin(store, worker)
             self._chief = worker
@@ -335,7 +335,7 @@ class Core:
     def restore(self, saved: CenterState) -> None:
         """Continue from a state that `save` returned: see `LocalCenter.restore`."""
         with self._changed:
-            store = Store.restore(self.rule, saved, self._device, packs=self._packs)
+            store = Store.restore(self.rule, saved, self._device, flatten=self._flatten)
             self._begin(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
@@ -410,12 +410,14 @@ class Core:
             self._settle()
         return LocalSession(self, worker, session_id, connection, before)
 
-    def hear(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
+    def heartbeat(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
             now = time.monotonic()
             there = [
-                worker for worker, of in sessions if self.ledger.hear(worker, of, now)
+                worker
+                for worker, of in sessions
+                if self.ledger.heartbeat(worker, of, now)
             ]
             self._settle()
             return there
@@ -692,7 +694,7 @@ class Core:
     def _go_on(self, keeper: Keeper, params: PyTree) -> None:
         """Continue with the center found on disk, if there is one."""
         store = keeper.restore(
-            self.ledger, params, self._dtype, self._device, self._packs
+            self.ledger, params, self._dtype, self._device, self._flatten
         )
         self.center_id = keeper.center_id
         if store is not None:

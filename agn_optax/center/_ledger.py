@@ -4,7 +4,7 @@ The ledger holds no arrays, no lock, no socket and no clock: the time ``now``, i
 seconds, is an argument. Its owner reports events, and asks for decisions:
 
     join, leave                 register a worker, or remove it
-    disconnect, hear            record the loss of its connection, or a heartbeat
+    disconnect, heartbeat       record the loss of its connection, or a heartbeat
     submit                      take a worker's message
     due -> Batch | None         return the messages to apply or drop next, as a batch
     judge -> Batch              decide which of them are rejected
@@ -318,7 +318,7 @@ class Ledger:
             member.connected = False
             self._expire_at(member, now + self.limits.lease)
 
-    def hear(self, worker: str, session_id: str, now: float) -> bool:
+    def heartbeat(self, worker: str, session_id: str, now: float) -> bool:
         """Record a heartbeat; return False if the session is not registered."""
         self.expire(now)
         member = self._session(worker, session_id)
@@ -360,7 +360,7 @@ class Ledger:
             sequence number is neither the last one nor the next.
           InvalidArgumentError: the center never had the version of the anchor.
         """
-        self.hear(worker, session_id, now)
+        self.heartbeat(worker, session_id, now)
         member = self.member(worker, session_id)
         sequence, anchor = submission.sequence, submission.anchor_version
         if not 0 <= anchor <= self.version:

@@ -113,7 +113,7 @@ class LocalCenter:
             dtype=dtype,
             device=_device(device),
             limits=limits,
-            packs=self._packs,
+            flatten=self._flatten,
         )
         self.center_id = self.core.center_id
         if rule.combine == "mean" and not self.core.ledger.mode.combines:
@@ -210,7 +210,7 @@ class LocalCenter:
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Set the center's first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)
-        return self.pull(public=True)
+        return self.pull(broadcast=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -219,14 +219,14 @@ class LocalCenter:
                 f"no chief has initialized this center within {timeout} s; start "
                 "one worker with start(params, chief=True)"
             )
-        return self.pull(public=True)
+        return self.pull(broadcast=True)
 
-    def pull(self, *, public: bool = False) -> Snapshot:
+    def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the current version, at any time, as ``.params`` and ``.version``.
 
         See `Center.pull`.
         """
-        return self.core.snapshot(public=public)
+        return self.core.snapshot(broadcast=broadcast)
 
     def join(
         self,

@@ -147,11 +147,11 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
 def _owned(part: np.ndarray) -> jax.Array:
     """Return a copy that may be donated; JAX no longer refers to ``part``."""
     copy = jnp.array(part).block_until_ready()
-    let_go()
+    release_arguments()
     return copy
 
 
-def let_go() -> None:
+def release_arguments() -> None:
     """Make JAX release the arguments of finished programs, such as a message.
 
     JAX releases them when it starts to run a program, no matter which one.

@@ -164,11 +164,11 @@ class Center(Protocol):
           NotInitializedError: the center was not initialized in time.
         """
 
-    def pull(self, *, public: bool = False) -> Snapshot:
+    def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the current version of the center.
 
         Args:
-          public: return the broadcast parameters, which all workers have, instead of
+          broadcast: return the broadcast parameters, which all workers have, instead of
             the exact center. The two differ only with a codec that answers with deltas
             (`agn_optax.codecs.two_way`).
 

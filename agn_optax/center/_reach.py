@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from agn_optax import round as rounds
-from agn_optax.rules import Rule, told
+from agn_optax.rules import Rule, extra_arguments
 
 PyTree = Any
 
@@ -137,7 +137,7 @@ def _growth(rule: Rule) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return a compiled program: how far numbers of the center grow, and the state."""
 
     def move(message: PyTree, center: PyTree, state: PyTree) -> PyTree:
-        about = {**told({}), "outside": True}
+        about = {**extra_arguments({}), "outside": True}
         message = rounds.weigh(rule, message, about)
         updates, state = rounds.descend(rule, message, center, state, about)
         after = optax.apply_updates(center, updates)

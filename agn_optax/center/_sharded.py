@@ -126,18 +126,18 @@ class ShardedCenter:
         # In order: the chief of the first shard is the chief of all shards.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
-        return self.pull(public=True)
+        return self.pull(broadcast=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until all shards are initialized, and return the center."""
         return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
 
-    def pull(self, *, public: bool = False) -> Snapshot:
+    def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the center, in which every part is one version of its shard.
 
         See `Center.pull`.
         """
-        how = {"public": True} if public else {}
+        how = {"broadcast": True} if broadcast else {}
         return self.unite(self.all(lambda center: center.pull(**how), self.centers))
 
     @property

@@ -26,7 +26,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center import _reach
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
-from agn_optax.round import Public
+from agn_optax.round import Broadcast
 from agn_optax.rules import Rule, downpour, robust
 
 PyTree = Any
@@ -49,7 +49,7 @@ class CenterState(NamedTuple):
     version: Any  # int: exchanges applied
     # The broadcast parameters and the codec's state, if the rule's codec answers with
     # deltas; else None.
-    public: Public | None = None
+    broadcast: Broadcast | None = None
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ class Version:
     number: int
     readers: int = 0  # number of readers that will report the end of reading
     escaped: bool = False  # whether it has readers that will not report it
-    public: Public | None = None  # broadcast parameters of this version
+    broadcast: Broadcast | None = None  # broadcast parameters of this version
 
 
 class Prepared(NamedTuple):
@@ -88,12 +88,12 @@ class Store:
       params: parameters of the first version, which are copied.
       dtype: floating dtype of the center; None keeps that of ``params``.
       device: device of the center; None leaves it where ``params`` are.
-      packs: flatten the parameters into two arrays, if the rule is elementwise.
+      flatten: flatten the parameters into two arrays, if the rule is elementwise.
       center_state: state of the center optimizer, for the parameters as a tree; None
         for a new state.
       version: number of the first version.
-      public: broadcast parameters, if the codec answers with deltas; None to start with
-        the exact parameters.
+      broadcast: broadcast parameters, if the codec answers with deltas; None to start
+        with the exact parameters.
 
     Attributes:
       current: the newest version.
@@ -111,10 +111,10 @@ class Store:
         dtype: Any = None,
         device: Any = None,
         *,
-        packs: bool = False,
+        flatten: bool = False,
         center_state: PyTree = None,
         version: int = 0,
-        public: Public | None = None,
+        broadcast: Broadcast | None = None,
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
@@ -125,17 +125,17 @@ class Store:
         self._on_host = jax.default_backend() == "cpu" and all(
             getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
         )
-        packs = packs and self._on_host
-        packing = self.packing = packing_of(rule, self.like) if packs else None
+        flatten = flatten and self._on_host
+        packing = self.packing = packing_of(rule, self.like) if flatten else None
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
         self._known: Known | None = None  # of the current version
         # The norm for which no bounds were found, and the number of finiteness checks
         # until bounds are computed again.
         self._missed, self._misses = 0.0, 0
-        if public is None:
-            public = rounds.init_public(rule, kept)
-        self.current = Version(kept, version, public=public)
+        if broadcast is None:
+            broadcast = rounds.init_broadcast(rule, kept)
+        self.current = Version(kept, version, broadcast=broadcast)
         self.difference_like = rounds.difference_like(rule, self.like)
         # The last deltas by version, as long as they are smaller than the parameters.
         size, whole = map(trees.nbytes, (self.difference_like, self.like))
@@ -151,36 +151,41 @@ class Store:
 
     @classmethod
     def restore(
-        cls, rule: Rule, saved: CenterState, device: Any = None, *, packs: bool = False
+        cls,
+        rule: Rule,
+        saved: CenterState,
+        device: Any = None,
+        *,
+        flatten: bool = False,
     ) -> Store:
         """Return a store that continues from a state, see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        params, state, public = jax.device_put(
-            (saved.params, saved.center_state, saved.public), device
+        params, state, broadcast = jax.device_put(
+            (saved.params, saved.center_state, saved.broadcast), device
         )
         expected = jax.eval_shape(rule.center.init, params)
         check.same_tree(
             state, expected, "saved.center_state", "the rule's center_state"
         )
-        if public is not None:
+        if broadcast is not None:
             expected = jax.eval_shape(
-                functools.partial(rounds.init_public, rule), params
+                functools.partial(rounds.init_broadcast, rule), params
             )
             what = "the rule's broadcast parameters"
-            check.same_tree(public, expected, "saved.public", what)
+            check.same_tree(broadcast, expected, "saved.broadcast", what)
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        state, public = trees.copy((state, public))
+        state, broadcast = trees.copy((state, broadcast))
         return cls(
             rule,
             params,
-            packs=packs,
+            flatten=flatten,
             center_state=state,
             version=version,
-            public=public,
+            broadcast=broadcast,
         )
 
     def _check_answers(self) -> None:
@@ -204,19 +209,19 @@ class Store:
     def copy(self) -> CenterState:
         """Return a copy of the state as the store keeps it; see `unpacked`."""
         current = self.current
-        params, center_state, public = trees.copy(
-            (current.params, self._center_state, current.public)
+        params, center_state, broadcast = trees.copy(
+            (current.params, self._center_state, current.broadcast)
         )
-        return CenterState(params, center_state, current.number, public)
+        return CenterState(params, center_state, current.number, broadcast)
 
     def unpacked(self, copied: CenterState) -> CenterState:
         """Return a copied state as a tree; wait for the device if it was flattened."""
         if self.packing is None:
             return copied
-        params, center_state, number, public = copied
+        params, center_state, number, broadcast = copied
         params = jax.device_put(self.packing.unpack(params))
         center_state = self.packing.unpack_state(self._rule, center_state)
-        return CenterState(params, jax.device_put(center_state), number, public)
+        return CenterState(params, jax.device_put(center_state), number, broadcast)
 
     def tree(self, version: Version) -> PyTree:
         """Return a version's parameters as a tree; its arrays must not be reused."""
@@ -226,21 +231,23 @@ class Store:
 
     def answer(self, version: Version) -> PyTree:
         """Return a version's parameters as a worker adopts them at an exchange."""
-        params = self.public(version)
+        params = self.broadcast(version)
         if self._rule.codec.answer_dtype is None:
             return params
         return self._programs.answer(params)
 
-    def public(self, version: Version) -> PyTree:
+    def broadcast(self, version: Version) -> PyTree:
         """Return a version's broadcast parameters; the exact ones if there are none."""
-        return self.tree(version) if version.public is None else version.public.params
+        if version.broadcast is None:
+            return self.tree(version)
+        return version.broadcast.params
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
         """Return the deltas from the broadcast parameters of ``since`` to a version.
 
         None if they were released, or would be larger than the parameters.
         """
-        if version.public is None:
+        if version.broadcast is None:
             return None
         made = [each for n, each in self._differences if since < n <= version.number]
         return made if len(made) == version.number - since else None
@@ -382,14 +389,14 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = prepared.program.in_place if in_place else prepared.program.anew
-        params, self._center_state, public, made = run(
+        params, self._center_state, broadcast, made = run(
             prepared.one,
             prepared.about,
             before.params,
             self._center_state,
-            before.public,
+            before.broadcast,
         )
-        self._becomes(params, public, made)
+        self._becomes(params, broadcast, made)
 
     def look(self, prepared: Prepared) -> tuple[bool, Known | None]:
         """Return whether a prepared version would be finite, and a bound if found.
@@ -406,7 +413,7 @@ class Store:
             prepared.about,
             before.params,
             self._center_state,
-            before.public,
+            before.broadcast,
         )
         return bool(is_finite), None
 
@@ -414,11 +421,13 @@ class Store:
         """Set the bound that `look` found for the next version."""
         self._known = known
 
-    def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
+    def _becomes(
+        self, params: PyTree, broadcast: Broadcast | None, made: PyTree
+    ) -> None:
         """Set the next version, and the delta by which workers receive it."""
         number = self.current.number + 1
-        self.current = Version(params, number, public=public)
-        if public is not None:
+        self.current = Version(params, number, broadcast=broadcast)
+        if broadcast is not None:
             self._differences.append((number, made))
 
     @functools.cached_property
@@ -472,7 +481,7 @@ class Store:
           sent: parameters as `place` returns them.
         """
         params = _with_progress(adopted, self.current.params, sent)
-        self._becomes(params, *self._programs.publish(params, self.current.public))
+        self._becomes(params, *self._programs.publish(params, self.current.broadcast))
         self._known = None
 
 
@@ -608,29 +617,29 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return how.of(together, robust.whole_total)
 
     def move(
-        one: PyTree, about: _About, center: PyTree, state: PyTree, public: PyTree
+        one: PyTree, about: _About, center: PyTree, state: PyTree, broadcast: PyTree
     ) -> rounds.Moved:
-        return rounds.receive(rule, one, center, state, public, about.extra_args())
+        return rounds.receive(rule, one, center, state, broadcast, about.extra_args())
 
     def move_round(
         total: PyTree,
         of_round: tuple[Any, _About],
         center: PyTree,
         state: PyTree,
-        public: PyTree,
+        broadcast: PyTree,
     ) -> rounds.Moved:
         parts, about = of_round
         mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, public, about.extra_args())
+        return rounds.apply(rule, message, center, state, broadcast, about.extra_args())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""
 
         def stays_finite(
-            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
+            one: PyTree, about: Any, center: PyTree, state: PyTree, broadcast: PyTree
         ) -> Any:
-            moved = program(one, about, center, state, public)
+            moved = program(one, about, center, state, broadcast)
             # In the dtype of the answer, whose range may be smaller than the center's.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = (rounds.answer_of(rule, moved.center), moved.center_state)
@@ -644,8 +653,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
                 stay += [jnp.isfinite(x).all() for x in difference]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
-        # Arguments are ``(one, about, center, center_state, public)``. The optimizer's
-        # state has no readers and is always donated; a version may have readers.
+        # Arguments are ``(one, about, center, center_state, broadcast)``. The state of
+        # the optimizer has no readers and is always donated. A version may have readers.
         return SimpleNamespace(
             in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
             anew=jax.jit(program, donate_argnums=3),

@@ -146,8 +146,8 @@ class CenterPart:
         tree = {
             "params": params,
             "center_state": jax.eval_shape(rule.center.init, params),
-            "public": jax.eval_shape(
-                functools.partial(rounds.init_public, rule), params
+            "broadcast": jax.eval_shape(
+                functools.partial(rounds.init_broadcast, rule), params
             ),
         }
         _check_same(_tree.describe(tree), leaves, "the center", where)

@@ -43,10 +43,10 @@ from agn_optax.round._optimizers import easgd as easgd
 from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
+from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import Moved as Moved
-from agn_optax.round._round import Public as Public
 from agn_optax.round._round import add_to_record as add_to_record
 from agn_optax.round._round import adopt as adopt
 from agn_optax.round._round import adopt_late as adopt_late
@@ -62,8 +62,8 @@ from agn_optax.round._round import difference_like as difference_like
 from agn_optax.round._round import empty_record as empty_record
 from agn_optax.round._round import follow as follow
 from agn_optax.round._round import has_residual as has_residual
+from agn_optax.round._round import init_broadcast as init_broadcast
 from agn_optax.round._round import init_local as init_local
-from agn_optax.round._round import init_public as init_public
 from agn_optax.round._round import local_step as local_step
 from agn_optax.round._round import message_of as message_of
 from agn_optax.round._round import move_anchor as move_anchor

@@ -167,10 +167,15 @@ def _exchanges(rule: Rule, center: PyTree, *given: PyTree) -> list[PyTree]:
 
     def begin(center: PyTree) -> Any:
         local = _round.init_local(rule, optax.identity(), center, None)
-        return center, rule.center.init(center), _round.init_public(rule, center), local
+        return (
+            center,
+            rule.center.init(center),
+            _round.init_broadcast(rule, center),
+            local,
+        )
 
     def exchange(carry: Any, params: PyTree, grads: PyTree) -> Any:
-        center, state, public, local = carry
+        center, state, broadcast, local = carry
         about = {"steps": jnp.ones((), jnp.int32)}
         record = _round.add_to_record(rule, local.record, grads, params)
         local = local._replace(record=record, local_steps=about["steps"])
@@ -179,12 +184,12 @@ def _exchanges(rule: Rule, center: PyTree, *given: PyTree) -> list[PyTree]:
         message = _round.weigh(rule, optax.tree.cast_like(message, center), about)
         updates, state = _round.descend(rule, message, center, state, about)
         center = optax.apply_updates(center, updates)
-        public, _ = _round.publish(rule, center, public)
-        answer = _round.answer_of(rule, center, public)
+        broadcast, _ = _round.publish(rule, center, broadcast)
+        answer = _round.answer_of(rule, center, broadcast)
         local = _round.empty_record(rule, local, params, center)
         local = local._replace(codec_state=codec_state)
         adopted = _round.adopt(rule, params, answer)
-        return (center, state, public, local), updates, adopted
+        return (center, state, broadcast, local), updates, adopted
 
     carry = _traced(begin, center)(center)
     program = _traced(exchange, carry, *given[:2])

@@ -62,7 +62,7 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       exchange: ``(params, state, **extra) -> (params, state)``: the end of a round.
         With fragments, it exchanges all of them, or one of them with ``fragment=p``. If
         messages have a delay, this call sends the message, and the call with
-        ``landing=p`` applies it, or does nothing if no message is in flight. Both
+        ``receive=p`` applies it, or does nothing if no message is in flight. Both
         indices are static.
     """
 
@@ -175,7 +175,7 @@ def phases(
             center=center,
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
-            public=_round.init_public(rule, whole),
+            broadcast=_round.init_broadcast(rule, whole),
             in_flight=in_flight,
         )
 
@@ -272,7 +272,7 @@ def phases(
         state: PyTree,
         *,
         fragment: int | None = None,
-        landing: int | None = None,
+        receive: int | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         check.params_given(params, rule.name)
@@ -280,9 +280,9 @@ def phases(
         check_state(params, own)
         check.float_leaves(params, "params")
         layout.check_bound()
-        chosen = _fragments.chosen(fragments, fragment, landing)
+        chosen = _fragments.chosen(fragments, fragment, receive)
         exchange = functools.partial(
-            exchange_one, extra_args=extra_args, receives=landing is not None
+            exchange_one, extra_args=extra_args, receives=receive is not None
         )
         if isinstance(own, FragmentsState):
             assert fragments is not None
@@ -513,7 +513,7 @@ def scan_round(
       local_step: ``(params, state, batch) -> (params, state, metrics)``, which calls
         ``phases(...).update`` and applies the updates.
       exchange: ``phases(...).exchange``; with fragments, it is called with
-        ``fragment=p`` and ``landing=p``.
+        ``fragment=p`` and ``receive=p``.
       unroll: local steps per iteration of the scan, as `jax.lax.scan` takes it.
       fragments: the fragments of `phases`; None exchanges all at once.
 

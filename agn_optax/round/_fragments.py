@@ -90,7 +90,7 @@ class Fragments:
       ...     print(step, fragments.due(step, period=4))
       1 ()
       2 ({'fragment': 0},)
-      3 ({'landing': 0},)
+      3 ({'receive': 0},)
       4 ({'fragment': 1},)
       >>> rule = agn_optax.rules.diloco()
       >>> tx = agn_optax.exchange_every(optax.adam(0.1), rule, 4, fragments=fragments)
@@ -176,7 +176,7 @@ class Fragments:
         Returns:
           The arguments of `Phases.exchange` for each call that is due, in order:
           ``{"fragment": p}`` begins the exchange of a fragment (and completes it, if
-          there is no delay), ``{"landing": p}`` completes it.
+          there is no delay), ``{"receive": p}`` completes it.
 
         Raises:
           InvalidArgumentError: ``step`` or ``period`` is not positive, or offsets or
@@ -185,8 +185,8 @@ class Fragments:
         check.positive_int(step, "step")
         self.check_period(check.positive_int(period, "period"))
         ends = [self._offset(fragment, period) for fragment in range(len(self))]
-        landing = [
-            {"landing": p}
+        receiving = [
+            {"receive": p}
             for p, end in enumerate(ends)
             if self.delay and step > end and (step - end - self.delay) % period == 0
         ]
@@ -195,7 +195,7 @@ class Fragments:
             for p, end in enumerate(ends)
             if step >= end and (step - end) % period == 0
         ]
-        return (*landing, *begun)
+        return (*receiving, *begun)
 
     def check_period(self, period: int) -> None:
         """Check that the delay and all offsets fit into a period."""
@@ -294,7 +294,7 @@ def check_fragments(value: Any) -> None:
 
 
 def chosen(
-    fragments: Fragments | None, fragment: int | None, landing: int | None
+    fragments: Fragments | None, fragment: int | None, receive: int | None
 ) -> Sequence[int]:
     """Return the indices of the fragments that a call of ``exchange`` is for.
 
@@ -304,11 +304,11 @@ def chosen(
       InvalidArgumentError: both indices are given, or there is no such fragment.
       InvalidTypeError: an index is traced.
     """
-    given = [number for number in (fragment, landing) if number is not None]
+    given = [number for number in (fragment, receive) if number is not None]
     if any(map(check.is_traced, given)):
         raise errors.InvalidTypeError(
-            "fragment and landing must be static, got a traced value: use jax.jit("
-            'tx.exchange, static_argnames=("fragment", "landing"))'
+            "fragment and receive must be static, got a traced value: use jax.jit("
+            'tx.exchange, static_argnames=("fragment", "receive"))'
         )
     there = range(0 if fragments is None else len(fragments))
     if len(given) > 1 or any(
@@ -316,8 +316,8 @@ def chosen(
     ):
         has = f"there are {len(there)}" if there else "there are no fragments"
         raise errors.InvalidArgumentError(
-            f"fragment or landing must be the number of one fragment, and {has}: got "
-            f"fragment={fragment!r}, landing={landing!r}"
+            f"fragment or receive must be the number of one fragment, and {has}: got "
+            f"fragment={fragment!r}, receive={receive!r}"
         )
     return given or there
 

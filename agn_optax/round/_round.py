@@ -33,7 +33,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round.placements import WHOLE, Layout, held
-from agn_optax.rules import Rule, discounted, told
+from agn_optax.rules import Rule, discounted, extra_arguments
 
 PyTree = Any
 
@@ -65,11 +65,11 @@ class ExchangeState(NamedTuple):
     center: PyTree  # like the parameters, in the center's dtype
     center_state: PyTree  # state of the center optimizer
     exchanges: jax.Array  # int32 scalar: exchanges made or begun so far
-    public: Public | None = None  # broadcast parameters; None if workers adopt `center`
+    broadcast: Broadcast | None = None  # None if workers adopt `center`
     in_flight: InFlight | None = None  # None unless messages have a delay
 
 
-class Public(NamedTuple):
+class Broadcast(NamedTuple):
     """Broadcast parameters: the center as workers adopt it with a downlink codec."""
 
     params: PyTree  # like the center
@@ -242,8 +242,8 @@ class Moved(NamedTuple):
 
     center: PyTree
     center_state: PyTree  # the center optimizer's
-    public: Public | None  # what workers adopt, where that is not the center
-    difference: PyTree  # encoded, from the last public center; None where none is sent
+    broadcast: Broadcast | None  # what workers adopt, where that is not the center
+    difference: PyTree  # encoded, from the broadcast before; None where none is sent
 
 
 def receive(
@@ -251,7 +251,7 @@ def receive(
     contribution: PyTree,
     center: PyTree,
     center_state: PyTree,
-    public: Public | None = None,
+    broadcast: Broadcast | None = None,
     extra_args: dict[str, Any] | None = None,
 ) -> Moved:
     """Apply one worker's contribution to the center.
@@ -261,12 +261,12 @@ def receive(
       contribution: encoded contribution of a worker.
       center: the center.
       center_state: state of the center optimizer.
-      public: the broadcast parameters, if the rule has any.
+      broadcast: the broadcast parameters, if the rule has any.
       extra_args: for the center optimizer: the metadata of the contribution (see
         `Rule`), and further arguments.
     """
     message = message_of(rule, contribution, center)
-    return _moved(rule, message, center, center_state, public, extra_args or {})
+    return _moved(rule, message, center, center_state, broadcast, extra_args or {})
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -282,7 +282,7 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
 
 def weigh(rule: Rule, message: PyTree, about: dict[str, Any]) -> PyTree:
     """Return a message after the rule's discount, such as for its staleness."""
-    return discounted(rule, message, **told(about))
+    return discounted(rule, message, **extra_arguments(about))
 
 
 def descend(
@@ -293,7 +293,7 @@ def descend(
     about: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """Return the center optimizer's updates for a message, and its new state."""
-    return rule.center.update(message, center_state, center, **told(about))
+    return rule.center.update(message, center_state, center, **extra_arguments(about))
 
 
 def apply(
@@ -301,7 +301,7 @@ def apply(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    public: Public | None,
+    broadcast: Broadcast | None,
     about: dict[str, Any],
 ) -> Moved:
     """Apply a message, which has been weighed, and publish the new center.
@@ -312,12 +312,12 @@ def apply(
         tower's piece of it.
       center: the center, in the same pieces.
       center_state: state of the center optimizer.
-      public: the broadcast parameters, if the rule has any.
+      broadcast: the broadcast parameters, if the rule has any.
       about: extra arguments of the center optimizer.
     """
     updates, center_state = descend(rule, message, center, center_state, about)
     moved = optax.apply_updates(center, updates)
-    return Moved(moved, center_state, *publish(rule, moved, public))
+    return Moved(moved, center_state, *publish(rule, moved, broadcast))
 
 
 def has_residual(rule: Rule) -> bool:
@@ -331,18 +331,18 @@ def take_back(rule: Rule, contribution: PyTree, codec_state: PyTree) -> PyTree:
     return rule.codec.returned(contribution, codec_state)
 
 
-def init_public(rule: Rule, center: PyTree) -> Public | None:
+def init_broadcast(rule: Rule, center: PyTree) -> Broadcast | None:
     """Return the first broadcast parameters, which equal the center, or None.
 
     None if the rule has no downlink codec for differences.
     """
     codec = rule.codec.answer_codec
-    return None if codec is None else Public(trees.copy(center), codec.init(center))
+    return None if codec is None else Broadcast(trees.copy(center), codec.init(center))
 
 
 def publish(
-    rule: Rule, center: PyTree, public: Public | None
-) -> tuple[Public | None, PyTree]:
+    rule: Rule, center: PyTree, broadcast: Broadcast | None
+) -> tuple[Broadcast | None, PyTree]:
     """Move the broadcast parameters to the center, as far as the codec allows.
 
     The codec's error in one difference is part of the next difference, because each is
@@ -353,15 +353,15 @@ def publish(
       The next broadcast parameters, and the encoded difference that leads to them.
     """
     codec = rule.codec.answer_codec
-    if codec is None or public is None:
+    if codec is None or broadcast is None:
         return None, None
 
     def differ(c: jax.Array, p: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(c - p), c - p, jnp.zeros_like(p))
 
-    difference = jax.tree.map(differ, center, public.params)
-    encoded, codec_state = codec.encode(difference, public.codec_state)
-    return Public(follow(rule, public.params, encoded), codec_state), encoded
+    difference = jax.tree.map(differ, center, broadcast.params)
+    encoded, codec_state = codec.encode(difference, broadcast.codec_state)
+    return Broadcast(follow(rule, broadcast.params, encoded), codec_state), encoded
 
 
 def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
@@ -383,15 +383,15 @@ def difference_like(rule: Rule, center: PyTree) -> PyTree:
     """
 
     def encoded(center: PyTree) -> PyTree:
-        return publish(rule, center, init_public(rule, center))[1]
+        return publish(rule, center, init_broadcast(rule, center))[1]
 
     return jax.eval_shape(encoded, center)
 
 
-def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTree:
+def answer_of(rule: Rule, center: PyTree, broadcast: Broadcast | None = None) -> PyTree:
     """Return the center as a worker adopts it, after the downlink codec."""
-    if public is not None:
-        return public.params
+    if broadcast is not None:
+        return broadcast.params
     if rule.codec.answer_dtype is None:
         return center
     return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
@@ -399,7 +399,7 @@ def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTre
 
 def adopted_last(state: ExchangeState) -> PyTree:
     """Return the anchor of a worker whose state keeps none."""
-    return held(state.center) if state.public is None else state.public.params
+    return held(state.center) if state.broadcast is None else state.broadcast.params
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
@@ -474,7 +474,7 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
 
 def adopt_center(rule: Rule, params: PyTree, state: ExchangeState) -> PyTree:
     """Return the parameters after adopting the center of ``state``, which is whole."""
-    return adopt(rule, params, answer_of(rule, state.center, state.public))
+    return adopt(rule, params, answer_of(rule, state.center, state.broadcast))
 
 
 def exchange(
@@ -509,11 +509,11 @@ def exchange(
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
     sent = _sent(rule, layout, params, state, kept, live, extra_args)
-    moved = _moved(rule, sent.message, kept, center_state, state.public, sent.about)
+    moved = _moved(rule, sent.message, kept, center_state, state.broadcast, sent.about)
     if rule.adopts == "before":
-        adopted, known = live, state.public
+        adopted, known = live, state.broadcast
     else:
-        adopted, known = layout.unite(moved.center, params), moved.public
+        adopted, known = layout.unite(moved.center, params), moved.broadcast
     answer = answer_of(rule, layout.whole(adopted, params), known)
     adopting = adopt(rule, params, answer, mixing)
     local = empty_record(rule, sent.local, params, answer, layout)
@@ -523,7 +523,7 @@ def exchange(
         center=center,
         center_state=center_state,
         exchanges=optax.safe_increment(state.exchanges),
-        public=moved.public,
+        broadcast=moved.broadcast,
     )
 
 
@@ -558,7 +558,7 @@ def send(
         params = adopted = overwrite(params, answer_of(rule, moved.center))
     elif rule.adopts == "before":
         params = adopt_center(rule, params, state)
-        local = move_anchor(local, answer_of(rule, center, state.public))
+        local = move_anchor(local, answer_of(rule, center, state.broadcast))
     weight = sent.about.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
@@ -597,11 +597,16 @@ def receive_late(
         "weight": in_flight.weight,
     }
     moved = _moved(
-        rule, in_flight.message, state.center, state.center_state, state.public, about
+        rule,
+        in_flight.message,
+        state.center,
+        state.center_state,
+        state.broadcast,
+        about,
     )
     local = state.local
     if rule.adopts == "after":
-        answer = answer_of(rule, moved.center, moved.public)
+        answer = answer_of(rule, moved.center, moved.broadcast)
         adopted = adopt(rule, params, answer, mixing)
         if in_flight.adopted is not None:
             adopted = with_progress(adopted, params, in_flight.adopted)
@@ -616,7 +621,7 @@ def receive_late(
         local=local,
         center=moved.center,
         center_state=moved.center_state,
-        public=moved.public,
+        broadcast=moved.broadcast,
         in_flight=in_flight._replace(is_sent=jnp.zeros((), bool), message=empty),
     )
 
@@ -668,7 +673,7 @@ def _sent(
         rule,
         local._replace(anchor=anchor),
         layout.part(params),
-        live if state.public is None else state.public.params,
+        live if state.broadcast is None else state.broadcast.params,
     )
     turn = state.exchanges
     about = {
@@ -706,12 +711,12 @@ def _moved(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    public: Public | None,
+    broadcast: Broadcast | None,
     extra_args: dict[str, Any],
 ) -> Moved:
     """Weigh and apply a message that was made within the program."""
     message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
-    return apply(rule, message, center, center_state, public, extra_args)
+    return apply(rule, message, center, center_state, broadcast, extra_args)
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:

@@ -48,7 +48,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     ``anchor``                the center as last adopted, if the state keeps it
     ``codec/...``             of the codec: ``codec/residual``
     ``center``                the center
-    ``public``                the broadcast parameters, if workers adopt these
+    ``broadcast``             the broadcast parameters, if workers adopt these
     ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
     ``in_flight/...``         of messages in flight: ``in_flight/message``
     ========================  ===================================================
@@ -190,7 +190,7 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
         fields = {
             **_by_part(state.local),
             "center": held(state.center),
-            "public": None if state.public is None else state.public.params,
+            "broadcast": None if state.broadcast is None else state.broadcast.params,
             "center_optimizer": unwrapped(state.center_state),
             "in_flight": state.in_flight,
         }

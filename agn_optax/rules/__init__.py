@@ -45,7 +45,7 @@ from agn_optax.rules._rule import (
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
-from agn_optax.rules._rule import told as told
+from agn_optax.rules._rule import extra_arguments as extra_arguments
 from agn_optax.rules._schedules import by_local_steps as by_local_steps
 from agn_optax.rules._schedules import check_outside as check_outside
 from agn_optax.rules._schedules import counts_exchanges as counts_exchanges

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from agn_optax._internal import tracing
-from agn_optax.rules._rule import Rule, discounted, told
+from agn_optax.rules._rule import Rule, discounted, extra_arguments
 from agn_optax.rules.codecs import Codec
 
 PyTree = Any
@@ -155,7 +155,7 @@ def _center(rule: Rule) -> PyTree:
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
         metadata = {"staleness": staleness, "since": 1, "workers": 3}
-        extra_args = told(
+        extra_args = extra_arguments(
             metadata | {"steps": 2 + staleness, "weight": 0.5 + staleness}
         )
         message = discounted(rule, _probe(seed), **extra_args)

@@ -177,7 +177,7 @@ _EXTRA_ARGUMENTS = {
 }
 
 
-def told(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def extra_arguments(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra arguments of a center optimizer for one message.
 
     Args:

@@ -245,12 +245,12 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("wait", "public")
+    __slots__ = ("wait", "broadcast")
     WAIT_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    BROADCAST_FIELD_NUMBER: _ClassVar[int]
     wait: float
-    public: bool
-    def __init__(self, wait: _Optional[float] = ..., public: bool = ...) -> None: ...
+    broadcast: bool
+    def __init__(self, wait: _Optional[float] = ..., broadcast: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "rejected", "pace", "differences")

@@ -175,8 +175,8 @@ class Part:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                public = {"public": True} if self.programs.follows else {}
-                snapshot = self.center.pull(**public)
+                broadcast = {"broadcast": True} if self.programs.follows else {}
+                snapshot = self.center.pull(**broadcast)
             else:
                 snapshot = self.center.wait(timeout)
             if params is None:

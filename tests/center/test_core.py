@@ -502,7 +502,7 @@ def test_hanging_worker_does_not_block_others(mode):
     for sequence in range(1, 6):
         assert exchange(works, sequence, sequence - 1).version == sequence
     assert set(core.members()[1]) == {"works"}
-    assert core.hear([("hangs", "whatever")]) == []
+    assert core.heartbeat([("hangs", "whatever")]) == []
 
 
 def test_connection_is_cut_when_its_session_ends_or_reconnects():
@@ -615,7 +615,7 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
 
     def others():
         lives = [(each.worker, each.session_id) for each in (anna, bert)]
-        assert core.hear(lives) == ["anna", "bert"]
+        assert core.heartbeat(lives) == ["anna", "bert"]
         core.join("carl").leave()
         assert set(core.members()[1]) == {"anna", "bert"}
         assert core.snapshot().version == 0

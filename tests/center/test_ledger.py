@@ -148,7 +148,7 @@ class Commands(RuleBasedStateMachine):
             if known.until <= self.now:
                 self.give_up(name)
 
-    def heard(self, known):
+    def received(self, known):
         if known.connected:
             given = known.silence is not None
             known.until = self.now + known.silence if given else math.inf
@@ -242,7 +242,7 @@ class Commands(RuleBasedStateMachine):
         else:
             clock = self.slowest(0, but=name)
             self.last[name] = KnownSession(life, self.version, clock, silence)
-        self.heard(self.last[name])
+        self.received(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
 
@@ -262,12 +262,12 @@ class Commands(RuleBasedStateMachine):
             known.connected, known.until = False, self.now + self.lease
 
     @rule(name=NAMES, life=LIVES)
-    def hear(self, name, life):
+    def heartbeat(self, name, life):
         self.look()
         is_there = self.is_there(name, life)
-        assert self.ledger.hear(name, life, self.now) == is_there
+        assert self.ledger.heartbeat(name, life, self.now) == is_there
         if is_there:
-            self.heard(self.last[name])
+            self.received(self.last[name])
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 10.0]), looks=st.booleans())
     def time_passes(self, seconds, looks):
@@ -285,7 +285,7 @@ class Commands(RuleBasedStateMachine):
         sequence = (known.settled if known else 0) + ahead
         anchor = self.version - old
         if self.is_there(name, life):
-            self.heard(known)
+            self.received(known)
         error, message = None, Submission(sequence, None, anchor)
         if not self.is_there(name, life):
             error = errors.WorkerStateError
@@ -1065,13 +1065,13 @@ def test_silent_worker_is_removed_though_it_is_connected():
     assert exchange(made, "a") == ""
     for now in range(1, 8):
         assert take(made, now) == ""
-    assert made.hear("b", "1", 7.5)
-    assert made.hear("a", "1", 7.5)
+    assert made.heartbeat("b", "1", 7.5)
+    assert made.heartbeat("a", "1", 7.5)
     for now in range(8, 16):
         assert take(made, now) == ""
     assert take(made, 15.5) == "a"
     assert made.departed() == ["b"]
-    assert not made.hear("b", "1", 15.6)
+    assert not made.heartbeat("b", "1", 15.6)
 
 
 @pytest.mark.parametrize("woken_by", ["the silent one", "another"])
@@ -1081,9 +1081,9 @@ def test_no_worker_is_removed_after_the_center_was_asleep(woken_by, slept):
     made = ledger(workers="a")
     made.join("b", "1", 0.0, silence=8.0)
     if woken_by == "another":
-        assert made.hear("a", "1", slept)
+        assert made.heartbeat("a", "1", slept)
         made.expire(slept + 0.1)
-    assert made.hear("b", "1", slept + 0.2)
+    assert made.heartbeat("b", "1", slept + 0.2)
     made.expire(slept + 4.0)
     assert "b" in made.present()
 

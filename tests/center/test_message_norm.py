@@ -20,7 +20,7 @@ def message(size, dtype="float32"):
 
 def store(packs, dtype="float32"):
     center = jax.tree.map(np.zeros_like, message(1.0, dtype))
-    made = Store(shared.downpour(), center, None, None, packs=packs)
+    made = Store(shared.downpour(), center, None, None, flatten=packs)
     assert (made.packing is not None) == packs
     return made
 
@@ -47,7 +47,7 @@ def test_norm_is_right_in_other_dtypes(dtype):
             exact = np.sqrt(
                 sum((x.astype(np.float64) ** 2).sum() for x in sent.values())
             )
-            found = norm_of(store(packs=False, dtype=jnp.dtype(dtype)), sent)
+            found = norm_of(store(flatten=False, dtype=jnp.dtype(dtype)), sent)
             np.testing.assert_allclose(found, exact, rtol=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_norm_is_not_finite_if_the_message_is_not(size, wrong, packs):
 
 def test_norm_is_that_of_the_message_and_not_the_contribution():
     center = jax.tree.map(np.ones_like, message(1.0))
-    made = Store(shared.easgd(0.5), center, None, None, packs=True)
+    made = Store(shared.easgd(0.5), center, None, None, flatten=True)
     sent = jax.tree.map(lambda c: c + 2, center)
     np.testing.assert_allclose(norm_of(made, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
 
@@ -82,7 +82,7 @@ def test_large_message_is_applied_and_non_finite_one_is_rejected(packs):
 
 
 def test_norm_of_a_large_message_needs_no_other_program():
-    made = store(packs=False)
+    made = store(flatten=False)
     norm_of(made, message(1.0))
     with nothing_compiles():
         norm_of(made, message(1e30))
@@ -93,7 +93,7 @@ def test_norm_is_finite_for_all_finite_float64_messages(size):
     """The norm is the closest one in the range of float32."""
     with jax.enable_x64(True):
         sent = message(size, jnp.dtype("float64"))
-        found = norm_of(store(packs=False, dtype=jnp.dtype("float64")), sent)
+        found = norm_of(store(flatten=False, dtype=jnp.dtype("float64")), sent)
     exact = np.sqrt(sum(((x / size) ** 2).sum() for x in sent.values())) * size
     most = float(np.finfo(np.float32).max)
     np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)

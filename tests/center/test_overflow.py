@@ -154,7 +154,7 @@ def test_broadcast_params_follow_the_finite_part_of_the_center():
     params["b"][2] = np.nan
     center = agn_optax.LocalCenter(shared.downpour(codec=codec), params)
     sessions.exchange(center, times(0.5), anchor_version=0, worker="a")
-    exact, public = center.pull().params, center.pull(public=True).params
+    exact, public = center.pull().params, center.pull(broadcast=True).params
     np.testing.assert_array_equal(public["a"], 0.5 * ONES["a"])
     np.testing.assert_array_equal(public["b"], exact["b"])
 

@@ -54,7 +54,7 @@ def arrays(seed, shapes=SHAPES, dtype=np.float32):
 def stores(rule, params):
     params = jax.tree.map(jnp.asarray, params)
     as_tree = Store(rule, params, None, None)
-    packed = Store(rule, params, None, None, packs=True)
+    packed = Store(rule, params, None, None, flatten=True)
     assert packed.packing is not None
     return as_tree, packed
 
@@ -199,7 +199,7 @@ def test_checkpoint_does_not_depend_on_packing(then):
     for first in stores(rule, arrays(0)):
         first.apply(submissions(first.place(arrays(1))), [0])
         saved = everything(first)
-        second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
+        second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), flatten=then)
         assert (second.packing is not None) == then
         for store in (first, second):
             store.apply(submissions(store.place(arrays(2))), [0])

@@ -78,7 +78,7 @@ def in_a_program(rule, params, targets, fragments):
     """Train one worker and its center with the split form."""
     tx = agn_optax.phases(INNER, rule, fragments=fragments)
     local, exchange = jax.jit(functools.partial(step, tx)), tx.exchange
-    exchange = jax.jit(exchange, static_argnames=("fragment", "landing"))
+    exchange = jax.jit(exchange, static_argnames=("fragment", "receive"))
     loop = params, tx.init(params)
     for i in range(len(jax.tree.leaves(targets)[0])):
         loop = local(*loop, at(targets, i))
@@ -106,7 +106,7 @@ def test_8_fragments_give_the_numbers_of_the_split_form(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "landing"),
+    ("name", "receive"),
     [
         ("agn", {"mixing": 0.25}),
         ("codec", {"delay": 1}),

@@ -479,7 +479,7 @@ class Run(contextlib.ExitStack):
         addresses = [center.address for center in self.centers]
         with self._connected(addresses) as center:
             params = center.pull().params
-            public = center.pull(public=True).params
+            public = center.pull(broadcast=True).params
         seen = model.table(params)
         parts = [self._pulled(each) for each in self.centers]
         for each in self.centers:

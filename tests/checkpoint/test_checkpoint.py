@@ -71,7 +71,7 @@ def test_restored_broadcast_params_continue_bit_for_bit(tmp_path):
         (train(worker, *loop, rest), center.save()),
     )
     with pytest.raises(AssertionError):
-        support.assert_identical(other.pull().params, other.pull(public=True).params)
+        support.assert_identical(other.pull().params, other.pull(broadcast=True).params)
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")

@@ -379,8 +379,10 @@ def test_interrupt_prints_no_traceback(witness):
 
 def test_programs_of_an_ended_server_get_a_second_signal(witness):
     """The second signal comes before the grace is over, and nothing is killed."""
-    told = "heard = []\nsignal.signal(15, lambda *_: heard.append(1))\nprint('up')\n"
-    told += "while len(heard) < 2: signal.pause()\nprint('leaves')"
+    told = (
+        "received = []\nsignal.signal(15, lambda *_: received.append(1))\nprint('up')\n"
+    )
+    told += "while len(received) < 2: signal.pause()\nprint('leaves')"
     lines, ended = launch(
         living(witness, "server", "s.recv(1)", waited_for=False),
         living(witness, "a", told),

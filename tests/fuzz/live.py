@@ -129,7 +129,7 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         after = _settled(pid, before)
         friendly.stop()
         assert np.all(np.isfinite(model.table(friend.pull().params)))
-        assert np.all(np.isfinite(model.table(friend.pull(public=True).params)))
+        assert np.all(np.isfinite(model.table(friend.pull(broadcast=True).params)))
         return Result(before, after, friendly.answers, friendly.slowest)
 
 

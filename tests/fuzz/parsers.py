@@ -240,7 +240,7 @@ def _read_contribution(data):
     )
     assert answer.rejected or answer.version == version + 1
     for public in (False, True):
-        assert np.all(np.isfinite(center.pull(public=public).params["w"]))
+        assert np.all(np.isfinite(center.pull(broadcast=public).params["w"]))
 
 
 def _contributions():

@@ -489,7 +489,7 @@ def test_downlink_codec_sends_lost_differences_later():
         adopted, [[0, 4, 0, 0], [0, 4, 0, 3], [0, 4, 2, 3], [1, 4, 2, 3]]
     )
     np.testing.assert_array_equal(center.pull().params, -sent)
-    np.testing.assert_array_equal(center.pull(public=True).params, -sent)
+    np.testing.assert_array_equal(center.pull(broadcast=True).params, -sent)
 
 
 def test_new_worker_starts_from_the_broadcast_params():
@@ -499,7 +499,7 @@ def test_new_worker_starts_from_the_broadcast_params():
     params, _ = train_worker(worker, worker.start(), of_worker(GRADS, 0))
     newcomer, _ = agn_optax.Worker(center, INNER, period=PERIOD).start()
     assert_identical(newcomer, params)
-    assert_identical(newcomer, center.pull(public=True).params)
+    assert_identical(newcomer, center.pull(broadcast=True).params)
     with pytest.raises(AssertionError):
         assert_identical(newcomer, center.pull().params)
 
@@ -565,16 +565,16 @@ class HalfReachableCenter(agn_optax.LocalCenter):
     """A center whose sessions respond every other time."""
 
     def join(self, *args, **kwargs):
-        self.heard = []
-        return HalfReachableSession(super().join(*args, **kwargs), self.heard)
+        self.received = []
+        return HalfReachableSession(super().join(*args, **kwargs), self.received)
 
 
 class HalfReachableSession:
     """A session that records the messages and loses the response of every other."""
 
-    def __init__(self, session, heard):
+    def __init__(self, session, received):
         self.worker, self.leave = session.worker, session.leave
-        self._session, self._heard = session, heard
+        self._session, self._heard = session, received
 
     def exchange(self, submission):
         self._heard.append(jax.tree.map(np.array, submission.contribution))
@@ -596,8 +596,8 @@ def test_repeated_message_is_encoded_once(codec):
             loop = worker.exchange(*loop)
         except errors.CenterUnreachableError:
             loop = worker.flush(*loop)
-    assert len(center.heard) == 6
-    for first, again in zip(center.heard[::2], center.heard[1::2], strict=True):
+    assert len(center.received) == 6
+    for first, again in zip(center.received[::2], center.received[1::2], strict=True):
         assert_identical(again, first)
     _, state, expected = embedded(rule, PARAMS, GRADS)
     assert_identical((loop[1].codec_state, center.pull().params), (state, expected))

@@ -163,7 +163,7 @@ def drop_in(rule, params, fragments):
 def split(rule, params, fragments):
     tx = agn_optax.phases(INNER, rule, fragments=fragments)
     local = donated(functools.partial(local_step, tx))
-    exchange = donated(tx.exchange, static_argnames=("fragment", "landing"))
+    exchange = donated(tx.exchange, static_argnames=("fragment", "receive"))
 
     def due(step):
         if fragments is None:

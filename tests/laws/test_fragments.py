@@ -98,7 +98,7 @@ def run_turns(tx, fragments, params, targets):
 @functools.cache
 def programs(tx):
     return jax.jit(functools.partial(step, tx)), jax.jit(
-        tx.exchange, static_argnames=("fragment", "landing"), donate_argnums=(0, 1)
+        tx.exchange, static_argnames=("fragment", "receive"), donate_argnums=(0, 1)
     )
 
 
@@ -215,7 +215,7 @@ def test_5_easgd_conserves_the_sum_of_workers_and_center(delay):
     def halves(params, state, fragment):
         params, state = tx.exchange(params, state, fragment=fragment)
         return (
-            tx.exchange(params, state, landing=fragment) if delay else (params, state)
+            tx.exchange(params, state, receive=fragment) if delay else (params, state)
         )
 
     for fragment in range(2):
@@ -441,7 +441,7 @@ def test_send_and_receive_without_steps_between_equal_an_exchange(rule):
             loop = local(*loop, at(steps_of(params), i))
             loop = exchange(*loop, fragment=i % 2)
             if fragments is late:
-                loop = exchange(*loop, landing=i % 2)
+                loop = exchange(*loop, receive=i % 2)
         made.append((loop[0], agn_optax.center_params(loop[1]), loop[1].inner_state))
     assert_close(made[1], made[0], tolerance=1e-6)
 
@@ -452,7 +452,7 @@ def test_receiving_without_a_message_in_flight_changes_nothing():
     local, exchange = programs(tx)
     loop = local(params, tx.init(params), at(steps_of(params), 0))
     expected = jax.tree.map(np.asarray, loop)
-    assert_identical(exchange(*loop, landing=0), expected)
+    assert_identical(exchange(*loop, receive=0), expected)
 
 
 def test_message_in_flight_is_received_before_the_next_is_sent():
@@ -602,7 +602,7 @@ def test_settings_that_fragments_do_not_support_are_rejected():
 def test_invalid_exchange_arguments_are_rejected():
     tx, whole, params = split("diloco", TURNS), split("diloco", None), tree()
     state = tx.init(params)
-    for which in ({"fragment": 2}, {"landing": -1}, {"fragment": 0, "landing": 0}):
+    for which in ({"fragment": 2}, {"receive": -1}, {"fragment": 0, "receive": 0}):
         with pytest.raises(errors.InvalidArgumentError, match="there are 2: got"):
             tx.exchange(params, state, **which)
     with pytest.raises(errors.InvalidArgumentError, match="there are no fragments"):

@@ -131,8 +131,8 @@ def test_gossip_reaches_all_workers_in_log2_exchanges(workers):
     for meeting in range(1, workers.bit_length()):
         updates, state = step(params, state, params)
         params = optax.apply_updates(params, updates)
-        heard = np.asarray(targets[0]).reshape(-1, 2**meeting, SIZE).mean(axis=1)
-        assert_close(params, np.repeat(heard, 2**meeting, axis=0))
+        received = np.asarray(targets[0]).reshape(-1, 2**meeting, SIZE).mean(axis=1)
+        assert_close(params, np.repeat(received, 2**meeting, axis=0))
 
 
 @pytest.mark.parametrize("workers", [3, 4, 6])
@@ -252,14 +252,14 @@ def test_gossip_sends_one_model_and_has_no_global_collective(workers, dtype):
 
 
 def test_gossip_sums_the_weights_of_both_partners():
-    heard = optax.GradientTransformationExtraArgs(
+    received = optax.GradientTransformationExtraArgs(
         lambda params: {"workers": jnp.int32(0), "weight": jnp.float32(0)},
         lambda updates, state, params=None, *, workers, weight, **_: (
             updates,
             {"workers": workers, "weight": weight},
         ),
     )
-    tx = make(agn_optax.rules.diloco(heard))
+    tx = make(agn_optax.rules.diloco(received))
     params, state = begun(tx, 4, jnp.zeros(SIZE))
     weights = jnp.asarray([1.0, 3.0, 5.0, 7.0])
     update = jax.jit(

@@ -207,7 +207,7 @@ def test_other_grpc_clients_get_status_codes():
 # Direct connections.
 
 
-def heard(server, key, worker):
+def received(server, key, worker):
     """Return whether a center greets a connection with this key."""
     host, _, port = server.direct_address.rpartition(":")
     with socket.create_connection((host, int(port)), LIMIT) as end:
@@ -227,12 +227,12 @@ def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
         assert keys[0] != keys[1]
         assert keys[0] == door.ticket(door.caller(anna.encode()))
         assert door.holder(keys[0]).name == "anna"
-        assert heard(server, keys[0], "anna")
-        assert not heard(server, b"k" * 16, "anna")
+        assert received(server, keys[0], "anna")
+        assert not received(server, b"k" * 16, "anna")
         file.write_text(f"worker bert {bert}\n")
         wait_until_unknown(door, anna)
-        assert not heard(server, keys[0], "anna")
-        assert heard(server, keys[1], "bert")
+        assert not received(server, keys[0], "anna")
+        assert received(server, keys[1], "bert")
 
 
 def wait_until_unknown(door, gone):

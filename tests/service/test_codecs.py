@@ -80,7 +80,7 @@ def embedded(codec):
 
 def both_of(center):
     """Return the exact center and the broadcast parameters."""
-    return center.pull().params, center.pull(public=True).params
+    return center.pull().params, center.pull(broadcast=True).params
 
 
 def placed(stack, place, codec, tmp_path):
@@ -259,7 +259,7 @@ def test_repeated_exchange_gets_an_identical_answer(served):
         return {"w": jnp.sin(float(i) + jnp.arange(float(SIZE)))}
 
     with service.connect(served.address, differing()) as center:
-        anchor = center.pull(public=True)
+        anchor = center.pull(broadcast=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
         session = center.join("anna")
         session.submit(Submission(1, grads(1), **how))
@@ -311,7 +311,7 @@ def test_worker_that_resumes_gets_the_differences_it_missed(known, tmp_path):
 def test_unrequested_differences_are_rejected(served, monkeypatch):
     with service.connect(served.address, differing()) as center:
         session = center.join("anna")
-        anchor = center.pull(public=True)
+        anchor = center.pull(broadcast=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
         session.submit(Submission(1, anchor.params, **how))
         submission, parcel = session._in_flight

@@ -967,11 +967,11 @@ def greeted(server, key=None):
 
 
 def everything(end):
-    heard = b""
+    received = b""
     with contextlib.suppress(ConnectionError):
         while more := end.recv(1 << 16):
-            heard += more
-    return heard
+            received += more
+    return received
 
 
 def packet(frame, length=0, rest=b""):
@@ -1015,8 +1015,8 @@ def test_hostile_packets_are_rejected(name):
             end.sendall(joining() + hostile()[name])
             if name.startswith("ends"):
                 end.shutdown(socket.SHUT_WR)
-            heard = everything(end)
-            assert (b"Error" in heard) != name.startswith("ends")
+            received = everything(end)
+            assert (b"Error" in received) != name.startswith("ends")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         assert (
             sessions.exchange(center, ones, anchor_version=0, worker="anna").version

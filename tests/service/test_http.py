@@ -169,12 +169,12 @@ def test_state_is_shown_only_for_one_loopback_host(address, text):
     with socket.create_connection(address, timeout=LIMIT) as end:
         end.sendall(text)
         end.shutdown(socket.SHUT_WR)
-        heard = b""
+        received = b""
         while more := end.recv(1 << 16):
-            heard += more
-    statuses = re.findall(rb"HTTP/1\.1 (\d+) ", heard)
+            received += more
+    statuses = re.findall(rb"HTTP/1\.1 (\d+) ", received)
     assert len(statuses) <= 1
-    if b"downpour" in heard or (b"200" in statuses and b"/html" not in heard):
+    if b"downpour" in received or (b"200" in statuses and b"/html" not in received):
         assert is_answered(text)
     if is_answered(text):
         assert statuses == [b"200"]

@@ -72,11 +72,11 @@ def said(server, text, timeout=LIMIT):
     with socket.create_connection(place(server), timeout=timeout) as end:
         with contextlib.suppress(OSError):
             end.sendall(text)
-        heard = b""
+        received = b""
         with contextlib.suppress(ConnectionError):
             while more := end.recv(1 << 16):
-                heard += more
-        return heard
+                received += more
+        return received
 
 
 def bearer(token):
@@ -158,10 +158,10 @@ def test_body_is_never_taken_for_a_request(open_server, head, length):
     """A browser could send this to a foreign name for this host, to evade `Host`."""
     length = length % len(NEXT) if length else b""
     body = head + b"Host: evil.example\r\n" + length + b"\r\n" + NEXT
-    heard = said(open_server, body + head + b"Host: evil.example\r\n\r\n")
-    assert heard.count(b"HTTP/1.1 ") == 1
-    assert heard.startswith(b"HTTP/1.1 421 ")
-    assert b"downpour" not in heard
+    received = said(open_server, body + head + b"Host: evil.example\r\n\r\n")
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert received.startswith(b"HTTP/1.1 421 ")
+    assert b"downpour" not in received
 
 
 def test_request_with_a_large_body_gets_its_error(open_server):
@@ -326,9 +326,9 @@ def test_bad_addresses_of_the_page_are_rejected(open_server):
     ],
 )
 def test_malformed_request_gets_an_error_and_is_closed(open_server, text, answer):
-    heard = said(open_server, text)
-    assert heard.split(b" ")[1] == answer
-    assert b"<script" not in heard
+    received = said(open_server, text)
+    assert received.split(b" ")[1] == answer
+    assert b"<script" not in received
     assert ask(open_server, "/state.json")[0] == 200
 
 

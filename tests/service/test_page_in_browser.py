@@ -188,8 +188,8 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         until(lambda: "given up" in shown.row("worker-1")["state"])
         until(lambda: "worker-1 lost its connection" in shown.text("#events"))
         assert "worker-1 was given up" in shown.text("#events")
-        heard = shown.run("return document.getElementById('live').textContent")
-        assert "was given up" in heard
+        received = shown.run("return document.getElementById('live').textContent")
+        assert "was given up" in received
 
         # The page works by keyboard, with a screen reader, and on a phone.
         charts = shown.names("#shown figure svg")
@@ -233,20 +233,20 @@ class _OtherSite(http.server.BaseHTTPRequestHandler):
 
 # Request smuggling: the body begins a request that the next one completes.
 ATTACK = """
-const done = arguments[0], heard = [];
+const done = arguments[0], received = [];
 const body = "GET /state.json HTTP/1.1\\r\\nHost: localhost\\r\\nX: ";
 const say = async (path, more) => {
   try {
     const answer = await fetch(path, {cache: "no-store", ...more});
-    heard.push(answer.status + " " + await answer.text());
-  } catch (error) { heard.push(String(error)); }
+    received.push(answer.status + " " + await answer.text());
+  } catch (error) { received.push(String(error)); }
 };
 (async () => {
   for (let i = 0; i < 5; i++) {
     await say("/", {method: "POST", body});
     await say("/state.json");
   }
-  done(heard);
+  done(received);
 })();
 """
 
@@ -265,10 +265,10 @@ def test_page_of_another_origin_cannot_read_an_open_center(browser):
     assert browser.title == "elsewhere"
     with service.serve(RULE, START, page=f"127.0.0.1:{port}"):
         browser.set_script_timeout(LIMIT)
-        heard = browser.execute_async_script(ATTACK)
-        assert len(heard) == 10
-        assert not [text for text in heard if "downpour" in text]
-        assert any(text.startswith("421 ") for text in heard)
+        received = browser.execute_async_script(ATTACK)
+        assert len(received) == 10
+        assert not [text for text in received if "downpour" in text]
+        assert any(text.startswith("421 ") for text in received)
         browser.get(f"http://localhost:{port}/")
         until(lambda: BrowserPage(browser).text("#title").startswith("downpour at "))
 

@@ -147,11 +147,11 @@ def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
         listener = server._listeners["socket"]
         with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
             end.sendall(b"agn_optax direct 2\n" + sessions.offer(server, "socket").key)
-            heard = b""
+            received = b""
             with contextlib.suppress(ConnectionError):
                 while more := end.recv(100):
-                    heard += more
-            assert b"agn_optax" not in heard
+                    received += more
+            assert b"agn_optax" not in received
         assert not listener._accepted
 
 

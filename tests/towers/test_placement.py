@@ -532,7 +532,7 @@ def test_mesh_workers_adopt_the_same_broadcast_params():
     towers = agn_optax.Towers(4, workers=2)
     (params, state), _ = problem.train(towers, tx, problem.batches(6), problem.params())
     assert towers.towers_agree((params, state))
-    public = find_state(towers.unreplicate(state)).public.params
+    public = find_state(towers.unreplicate(state)).broadcast.params
     support.assert_identical(towers.unreplicate(params), public)
     exact = towers.center_params(state)
     support.assert_close(public, exact, tolerance=0.1)

@@ -216,7 +216,7 @@ class Keeper:
         self._saver: Future[None] | None = None  # set once there is a center
 
     def restore(
-        self, ledger: Ledger, params: PyTree, dtype: Any, device: Any, packs: bool
+        self, ledger: Ledger, params: PyTree, dtype: Any, device: Any, flatten: bool
     ) -> Store | None:
         """Read the center in the directory, changing nothing; None if there is none.
 
@@ -225,7 +225,7 @@ class Keeper:
           params: parameters with the containers to use, and of the same model.
           dtype: expected dtype of the center; None accepts any.
           device: device of the center; None for the default device.
-          packs: whether the store may flatten the parameters.
+          flatten: whether the store may flatten the parameters.
 
         Raises:
           RuleMismatchError: the center on disk is of another rule.
@@ -238,7 +238,7 @@ class Keeper:
         where = f"the center in {self._directory.path}"
         _check_rule(snapshot, self._rule, where)
         state = _state(snapshot, self._rule, params, dtype, where)
-        store = Store.restore(self._rule, state, device, packs=packs)
+        store = Store.restore(self._rule, state, device, flatten=flatten)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -515,7 +515,7 @@ class Keeper:
             "ledger": ledger,
             "chief": chief,
         }
-        leaves = jax.tree.leaves((state.params, state.center_state, state.public))
+        leaves = jax.tree.leaves((state.params, state.center_state, state.broadcast))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.center_id
@@ -565,7 +565,7 @@ def _state(
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(
-        lambda params: (rule.center.init(params), rounds.init_public(rule, params)),
+        lambda params: (rule.center.init(params), rounds.init_broadcast(rule, params)),
         restored,
     )
     rest = snapshot.arrays[count:]
@@ -575,8 +575,8 @@ def _state(
             f"{where} is of another rule: its center optimizer has another state. "
             "Give it the same optimizer, or another directory"
         )
-    center_state, public = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"], public)
+    center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
+    return CenterState(restored, center_state, about["version"], broadcast)
 
 
 def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:

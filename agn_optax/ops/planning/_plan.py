@@ -168,7 +168,7 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
     ]
     message = trees.nbytes(sent)
     state = jax.eval_shape(
-        lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
+        lambda center: (rule.center.init(center), rounds.init_broadcast(rule, center)),
         center,
     )
     snapshot = trees.nbytes(center) + trees.nbytes(state)

@@ -67,23 +67,23 @@ def receive(recv: Callable[[int], bytes]) -> bytes:
     Returns:
       The received bytes; b"" if the connection ended before that.
     """
-    heard = bytearray()
-    while len(heard) <= MOST_HEAD:
+    received = bytearray()
+    while len(received) <= MOST_HEAD:
         more = recv(_CHUNK)
         if not more:
             return b""
-        new = max(0, len(heard) - len(_BLANK))  # a blank line may come in two parts
-        heard += more
-        if heard.find(_BLANK, new) >= 0 or _BARE_NEWLINE.search(heard, new):
+        new = max(0, len(received) - len(_BLANK))  # a blank line may come in two parts
+        received += more
+        if received.find(_BLANK, new) >= 0 or _BARE_NEWLINE.search(received, new):
             break
-    return bytes(heard)
+    return bytes(received)
 
 
-def parse(heard: bytes, *, is_local: bool) -> Request:
+def parse(received: bytes, *, is_local: bool) -> Request:
     """Parse a request.
 
     Args:
-      heard: the bytes that `receive` returned.
+      received: the bytes that `receive` returned.
       is_local: whether the page is for this machine only. If so, the Host field must
         be a loopback name or address. A foreign name that resolves to this machine (DNS
         rebinding) would circumvent the browser's same-origin policy.
@@ -91,10 +91,10 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
     Raises:
       RejectedRequestError: the bytes are not a request, or the request is rejected.
     """
-    head, blank, rest = heard.partition(_BLANK)
-    if len(heard) > MOST_HEAD:
+    head, blank, rest = received.partition(_BLANK)
+    if len(received) > MOST_HEAD:
         too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-        if b"\r\n" not in heard[:MOST_HEAD]:
+        if b"\r\n" not in received[:MOST_HEAD]:
             too_large = HTTPStatus.REQUEST_URI_TOO_LONG
         why = f"a request must have at most {MOST_HEAD} bytes"
         raise RejectedRequestError(why, too_large)

@@ -154,12 +154,12 @@ class Page(Listener):
     def _answer(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""
         with self._under_way(client.end, 0):
-            heard = _http.receive(client.end.recv)
-        if not heard:
+            received = _http.receive(client.end.recv)
+        if not received:
             return
         has_body = True
         try:
-            request = _http.parse(heard, is_local=self.is_local)
+            request = _http.parse(received, is_local=self.is_local)
             has_body = request.method != "HEAD"
             response = self._response(request, client)
         except Exception as error:

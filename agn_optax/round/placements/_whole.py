@@ -124,14 +124,14 @@ class Gossip(Whole):
         message = jax.tree.map(trees.widened, message)
         center = jax.tree.map(trees.widened, center)
         sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
-        heard = _collectives.met(sent, self.workers, turn)
+        received = _collectives.met(sent, self.workers, turn)
         alone = _collectives.is_alone(self.workers, turn)
 
         def both(m: jax.Array, other: jax.Array, c: jax.Array) -> jax.Array:
             total = m + (other + pull * c)
             return jnp.where(alone, m, total / 2 if mean else total)
 
-        return jax.tree.map(both, message, heard, center)
+        return jax.tree.map(both, message, received, center)
 
     def _check_apart(self, center: PyTree) -> None:
         """Check that a mesh treats the workers' own centers as different arrays.

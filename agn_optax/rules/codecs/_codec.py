@@ -40,9 +40,9 @@ class Codec:
       name: name and settings of the codec, which workers and center compare.
       answers: downlink compression, the form in which the center is sent to a worker
         that adopts it at an exchange; set by `two_way`. With a floating dtype, the
-        center is rounded to it. With a codec, workers adopt a public center, to which
-        the center's changes are sent as encoded differences. With None, the center is
-        sent exactly.
+        center is rounded to it. With a codec, workers adopt broadcast parameters, to
+        which the center's changes are sent as encoded differences. With None, the
+        center is sent exactly.
       returned: ``(encoded, state) -> state``, called for a message that the center
         dropped or rejected: it puts the content of the message back into the state, for
         a later message. None if the content is lost.
@@ -54,7 +54,7 @@ class Codec:
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
       InvalidArgumentError: ``answers`` is not a floating dtype, or it is a codec with
-        which public centers would differ between workers, or would count losses twice.
+        which the broadcast would differ between workers, or would count losses twice.
 
     Example:
       A codec that sends the signs of a leaf's elements and their mean absolute value:
@@ -113,12 +113,12 @@ class Codec:
 
     @property
     def answer_codec(self) -> Codec | None:
-        """The codec of differences between public centers; None without differences."""
+        """The codec of differences between broadcasts; None without differences."""
         return self.answers if isinstance(self.answers, Codec) else None
 
 
 def _check_answers(codec: Codec, argument: str) -> None:
-    """Raise unless ``codec`` can encode differences between public centers."""
+    """Raise unless ``codec`` can encode differences between broadcasts."""
     got = f"{codec} for {argument}"
     if codec.returned is not None:
         combinations.reject("error_feedback", "answers of a codec", got)
@@ -229,14 +229,14 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
         p_v = p_{v-1} + \text{decode}(d); \qquad x \leftarrow \text{adopt}(x, p_v)
 
     where :math:`c_v` is the center after its :math:`v`-th update and :math:`p_v` the
-    *public* center, whose bits are equal at all workers; :math:`p_0 = c_0`. The loss of
-    one difference is part of the next difference, because each difference is taken from
-    the exact center, so no other error feedback is needed. The exact center is saved
-    and evaluated.
+    *broadcast parameters*, whose bits are equal at all workers; :math:`p_0 = c_0`. The
+    loss of one difference is part of the next difference, because each difference is
+    taken from the exact center, so no other error feedback is needed. The exact center
+    is saved and evaluated.
 
-    A worker gets all differences since its last public center, or the whole public
-    center if that is smaller. In a round of all workers, that is one difference; if n
-    workers exchange in turns, each gets n differences.
+    A worker gets all differences since the broadcast parameters that it has, or these
+    parameters as a whole if that is smaller. In a round of all workers, that is one
+    difference; if n workers exchange in turns, each gets n differences.
 
     Args:
       codec: codec of the contributions.
@@ -246,9 +246,9 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
 
     Returns:
       ``codec`` with these answers. If the answers are differences, the center keeps the
-      public center beside the exact one, and the last differences, which take less
-      memory than another center. A worker keeps the public center that it adopted last,
-      as it does anyway for rules that read the anchor.
+      broadcast parameters beside the exact center, and the last differences, which take
+      less memory than another center. A worker keeps the broadcast parameters that it
+      adopted last, as it does anyway for rules that read the anchor.
 
     Raises:
       InvalidTypeError: ``codec`` is not a codec, or ``answers`` is neither a codec nor
@@ -266,7 +266,7 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
       >>> session = center.join("worker-0")
       >>> answer = session.exchange(Submission(1, jnp.array([-1.0, -0.375]), 0))
-      >>> print(answer.params, center.pull().params, center.pull(public=True).params)
+      >>> print(answer.params, center.pull().params, center.pull(broadcast=True).params)
       [1. 0.] [1.    0.375] [1. 0.]
       >>> print(session.exchange(Submission(2, jnp.zeros(2), 1)).params)
       [1.  0.5]

@@ -219,7 +219,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             self._remote.check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         self._remote.initialize(params, worker)
-        return self.pull(public=True)
+        return self.pull(broadcast=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -228,7 +228,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         while True:
             left = max(0.0, min(end - time.monotonic(), patience))
             try:
-                return self._pull(left, public=True)
+                return self._pull(left, broadcast=True)
             except errors.NotInitializedError:
                 patience = _WAITS
                 if time.monotonic() >= end:
@@ -242,9 +242,9 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
                     self.address,
                 )
 
-    def pull(self, *, public: bool = False) -> Snapshot:
+    def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the current version of the center: see `Center.pull`."""
-        return self._pull(0.0, public=public)
+        return self._pull(0.0, broadcast=broadcast)
 
     # Methods that `Center` does not have.
 
@@ -282,9 +282,9 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
-    def _pull(self, wait: float, *, public: bool) -> Snapshot:
+    def _pull(self, wait: float, *, broadcast: bool) -> Snapshot:
         snapshot, arrays = self._connection.retry(
-            lambda: self._remote.pull(wait, public=public)
+            lambda: self._remote.pull(wait, broadcast=broadcast)
         )
         # A pull is too rare to compile a program for it, as `to_device` would.
         leaves = jax.device_put(arrays)

@@ -249,10 +249,12 @@ class Remote:
     # Calls.
 
     def pull(
-        self, wait: float, *, public: bool = False
+        self, wait: float, *, broadcast: bool = False
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """Pull the current version of the center, in one attempt."""
-        return pull(self.connection, lambda: self.travels().center, wait, public=public)
+        return pull(
+            self.connection, lambda: self.travels().center, wait, broadcast=broadcast
+        )
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Give the center its first parameters."""
@@ -328,7 +330,7 @@ def pull(
     schema: Callable[[], Schema],
     wait: float = 0.0,
     *,
-    public: bool = False,
+    broadcast: bool = False,
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Pull the current version of a center, in one attempt.
 
@@ -336,12 +338,12 @@ def pull(
       connection: the connection to the center.
       schema: returns the schema of the center; called once a version arrives.
       wait: seconds that the center may wait for its first parameters.
-      public: see `Center.pull`.
+      broadcast: see `Center.pull`.
 
     Returns:
       The metadata and the arrays of the version.
     """
-    request = iter([pb.PullRequest(wait=wait, public=public).SerializeToString()])
+    request = iter([pb.PullRequest(wait=wait, broadcast=broadcast).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
         while (frame := link.control()).HasField("waiting"):

@@ -28,7 +28,7 @@ from agn_optax.center import (
     Packed,
     Snapshot,
     Version,
-    let_go,
+    release_arguments,
 )
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
@@ -407,7 +407,7 @@ class Servicer:
             version = taken.enter_context(self.core.reading(kept=True))
             pulled, schema = Snapshot(None, version.number), self._travels.center
             # The version is held until it is sent: the arrays are views of it.
-            yield self._parcel(version, pulled, schema, public=request.public)
+            yield self._parcel(version, pulled, schema, broadcast=request.broadcast)
 
     def exchange(
         self, reader: Reader, context: Any, caller: Caller, transport: str
@@ -520,7 +520,7 @@ class Servicer:
             if control.HasField("acknowledge"):
                 session.acknowledge(control.acknowledge)
                 if not self._talking:  # else the programs of other exchanges do this
-                    let_go()
+                    release_arguments()
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("expected a message, got another frame")
@@ -539,7 +539,7 @@ class Servicer:
                 )
             for worker, _ in sessions:
                 caller.check("Alive", worker)
-            there = self.core.hear(sessions)
+            there = self.core.heartbeat(sessions)
         finally:
             # With a bucket of its own: a caller's other calls must not delay heartbeats
             # so that a worker seems dead.
@@ -682,14 +682,14 @@ class Servicer:
         @contextmanager
         def pace(size: int) -> Iterator[None]:
             with self.transfers.under_way(cancel, size, patience) as transfer:
-                reader.heard = transfer.went
+                reader.received = transfer.went
                 yield
 
         reader.pace = pace
         try:
             yield
         finally:  # breaks a reference cycle, so that the reader's memory is freed
-            reader.pace, reader.heard = nullcontext, nothing
+            reader.pace, reader.received = nullcontext, nothing
 
     @functools.cached_property
     def _travels(self) -> _trees.Travelling:
@@ -740,7 +740,7 @@ class Servicer:
             self.tell("exchange", *own, message.steps, answer)
             with self.core.reading(kept.version) as version:
                 parcel = self._followed(version, answer, message) or self._parcel(
-                    version, answer, self._travels.answer, public=True
+                    version, answer, self._travels.answer, broadcast=True
                 )
                 if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
@@ -867,12 +867,12 @@ class Servicer:
         record: Answer | Snapshot,
         schema: Schema,
         *,
-        public: bool,
+        broadcast: bool,
     ) -> Parcel:
         """Return the frame with a version, with views of its arrays if possible."""
         snapshot = snapshot_of(record, schema_hash=schema.hash)
         store = self.core.store
-        read = store.public if public else store.tree
+        read = store.broadcast if broadcast else store.tree
         params = version.params if self._packed else read(version)
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)

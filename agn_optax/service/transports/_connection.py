@@ -328,7 +328,7 @@ class Connection:
         def sent() -> None:
             link.deadline = min(until, over_by, time.monotonic() + patience)
 
-        def heard() -> None:
+        def received() -> None:
             self._heard = time.monotonic()
             sent()
 
@@ -345,7 +345,7 @@ class Connection:
             self._served = time.monotonic()
 
         sent()
-        link.sent, link.heard, link.pace, link.served = sent, heard, pace, served
+        link.sent, link.received, link.pace, link.served = sent, received, pace, served
         try:
             with watchdog.watching(link):
                 yield
@@ -365,7 +365,7 @@ class Connection:
         finally:
             # These closures refer to the link. Without the reference cycle, its memory
             # is freed at once instead of by the garbage collector.
-            link.sent = link.heard = link.served = nothing
+            link.sent = link.received = link.served = nothing
             link.pace = contextlib.nullcontext
 
     def stop(self) -> None:

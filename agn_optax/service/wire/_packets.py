@@ -133,13 +133,13 @@ class Reader:
       buffers: buffers to receive in.
 
     Attributes:
-      heard: called when bytes were received.
+      received: called when bytes were received.
       pace: ``pace(size)`` is a context around receiving bytes that are to come without
         a pause; for a link, also around sending.
     """
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
-        self.heard = nothing
+        self.received = nothing
         self.pace: Callable[[int], contextlib.AbstractContextManager[Any]]
         self.pace = contextlib.nullcontext
         self._receive = receive
@@ -209,7 +209,7 @@ class Reader:
 
     def _some(self, view: memoryview) -> int:
         if got := self._receive(view):
-            self.heard()
+            self.received()
         return got
 
 
