@@ -89,7 +89,7 @@ class LocalCenter:
       0
     """
 
-    _packs: ClassVar[bool] = False
+    _flatten: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class PackedCenter(LocalCenter):
     arrays apart.
     """
 
-    _packs = True
+    _flatten = True
 
 
 def _device(device: Any) -> Any:

@@ -654,7 +654,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
             return jnp.stack([*stay, jnp.array(True)]).all()
 
         # Arguments are ``(one, about, center, center_state, broadcast)``. The state of
-        # the optimizer has no readers and is always donated. A version may have readers.
+        # the optimizer has no readers and is always donated; versions may have readers.
         return SimpleNamespace(
             in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
             anew=jax.jit(program, donate_argnums=3),
