@@ -144,7 +144,7 @@ COMBINATIONS = (
     Combination(
         "`dynamic_period`",
         "fragments",
-        "the offsets of fragments are in a period that is known before it begins",
+        "the turns of fragments need the length of a period before it begins",
         "Give `dynamic_period` to a worker that exchanges all at once",
         errors.InvalidTypeError,
     ),
@@ -181,14 +181,14 @@ COMBINATIONS = (
     Combination(
         "a codec that is not exact",
         "answers of a codec",
-        "programs decode it alike only up to rounding, and the broadcast parameters "
-        "must be equal bit for bit at all workers",
+        "two programs decode it equally only up to rounding, and the broadcast "
+        "parameters must be equal bit for bit at all workers",
         "Take another codec than `low_rank`",
     ),
     Combination(
         "a codec with answers",
         "answers of a codec",
-        "an answer is not answered itself",
+        "an answer travels one way, and nothing answers it",
         "Give a codec that has no answers",
     ),
     Combination(
@@ -224,8 +224,8 @@ COMBINATIONS = (
     Combination(
         "`by_local_steps`",
         "a center outside the program",
-        "such a center cannot count local steps, because its workers are not at the "
-        "same one",
+        "such a center cannot count local steps, because its workers have made "
+        "different numbers of them",
         "Give the optimizer as it is: its schedules count the messages that the center "
         "has applied",
     ),
@@ -245,7 +245,7 @@ COMBINATIONS = (
     Combination(
         "a parent whose rule sums gradients",
         "a center whose rule sends no gradients",
-        "there is nothing to sum",
+        "the center would have no gradients to send to the parent",
         _DISPLACEMENTS,
     ),
     Combination(
