@@ -351,7 +351,7 @@ def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
     monkeypatch.setattr(_page, "_TIMEOUT", 0.3)
     monkeypatch.setattr(page, "_html", bytes(64 << 20))
     wait_until(lambda: not page._connections)
-    cut = returned(monkeypatch, page, "_forget")
+    cut = returned(monkeypatch, page, "_close")
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert cut.wait(LIMIT)  # without reading anything

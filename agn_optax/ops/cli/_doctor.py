@@ -43,7 +43,7 @@ def doctor(
                 f"[{_STYLES[finding.result]}]{finding.result:<8}[/]{finding.check:<12}",
                 end="",
             )
-            console.print(finding.said, markup=False, soft_wrap=True)
+            console.print(finding.message, markup=False, soft_wrap=True)
     failed = sum(finding.result == "failed" for finding in findings)
     if json:
         checked = [finding._asdict() for finding in findings]
