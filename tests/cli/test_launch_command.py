@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import ROOT, command, fails
 
 from agn_optax.ops import launch
-from agn_optax.ops.engines import Local, Run, reached_at, serving
+from agn_optax.ops.engines import Local, Run, local_address, serving_event
 from agn_optax.service import Access, tokens
 
 WORKER = """
@@ -187,7 +187,7 @@ def test_token_of_a_center_restarted_at_another_port_is_found(
     served, found = [], []
 
     def look(name, line):
-        if event := serving(line):
+        if event := serving_event(line):
             served.append(event["address"])
         elif name == "worker-0" and len(found) < len(served):
             found.append([tokens.of(None, lambda at=at: at)() for at in served])
@@ -367,7 +367,7 @@ def test_interrupt_gives_exit_code_130(here, monkeypatch):
 )
 def test_address_is_read_from_the_serving_line(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
-    assert reached_at(serving(line)) == local
+    assert local_address(serving_event(line)) == local
 
 
 def test_serving_line_is_printed_with_page_and_its_token(pretend):
@@ -394,7 +394,7 @@ def test_serving_line_is_printed_with_page_and_its_token(pretend):
     "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
 )
 def test_other_lines_are_not_taken_for_the_serving_line(line):
-    assert not serving(line)
+    assert not serving_event(line)
 
 
 @pytest.mark.parametrize("line", ["done \u2713", f"\x1b[{'9' * 5000}m done"])

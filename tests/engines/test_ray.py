@@ -42,7 +42,7 @@ save = "final"
 
 [ray]
 address = "{address}"
-center-needs = {{keeps = 0.01}}
+center-custom-resources = {{keeps = 0.01}}
 """
 ONE = {"num_cpus": 1}
 TWO = {"num_cpus": 2, "resources": {"keeps": 1}}
@@ -94,8 +94,14 @@ def test_resources_of_a_worker_are_those_of_its_actor(here):
         ({"serve": {"snapshots": "s"}}, "keeps a journal"),
         ({"worker_resources": Resources(processes=2)}, "is one process, got processes"),
         ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
-        ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
-        ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
+        (
+            {"settings": {"worker_custom_resources": {"GPU": 1.0}}},
+            "got GPU = 1; cpus, gpus",
+        ),
+        (
+            {"settings": {"center_custom_resources": {"x": -1.0}}},
+            "got x = -1; cpus, gpus",
+        ),
     ],
 )
 def test_bad_settings_are_rejected_before_anything_starts(changes, said):
@@ -138,9 +144,9 @@ def test_driver_that_takes_over_gets_only_new_lines():
     said = Supervisor()
     for number in range(3):
         said._emit("center", f"line {number}")
-    assert said.look(0).lines == ["line 0", "line 1", "line 2"]
+    assert said.new_output(0).lines == ["line 0", "line 1", "line 2"]
     said._emit("center", "line 3")
-    assert said.look(0).lines == ["line 3"]
+    assert said.new_output(0).lines == ["line 3"]
 
 
 def test_missing_ray_names_the_extra_to_install(here, monkeypatch):

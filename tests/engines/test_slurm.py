@@ -104,8 +104,8 @@ def test_slurm_table_of_the_run_file_is_applied(here):
         RUN.replace("cpus = 2", "cpus = 2\nprocesses = 3\ngpus = 4")
         + 'qos = "low"\naccount = "a"\nconstraint = "x&y"\npython = "python3"\n'
         'options = ["--exclusive"]\ncenter-options = ["--partition=cpu"]\n'
-        'worker-options = ["--switches=1"]\nat-once = 5\ngoes-on = true\n'
-        "patience = 7\n"
+        'worker-options = ["--switches=1"]\nmax-running = 5\nrequeue-at-limit = true\n'
+        "address-timeout = 7\n"
     )
     files, commands = planned()
     _, workers, center, end = files.values()
@@ -180,8 +180,16 @@ def test_run_with_an_existing_center_is_an_array_only(here):
             'insecure = true\ntokens = "t"',
             "tokens of a run on SLURM",
         ),
-        ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
-        ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
+        (
+            'partition = "main"',
+            "max-running = 0",
+            "max-running in [slurm] must be positive",
+        ),
+        (
+            'partition = "main"',
+            "address-timeout = 0",
+            "address-timeout in [slurm] must be positive",
+        ),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
     ],
 )
@@ -490,7 +498,10 @@ def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
     text = port + RUN.replace("workers = 2", "workers = 1").replace(
         '"a b"', f'"{here}"'
     )
-    text = text.replace("cpus = 2", "cpus = 2\nprocesses = 2") + "goes-on = true\n"
+    text = (
+        text.replace("cpus = 2", "cpus = 2\nprocesses = 2")
+        + "requeue-at-limit = true\n"
+    )
     (here / "run.toml").write_text(around_another_center(text, "127.0.0.1:9"))
     jobs = launched()
     first = [here / f"worker-0.{process}.0" for process in range(2)]

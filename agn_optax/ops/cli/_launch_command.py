@@ -16,7 +16,7 @@ from agn_optax.ops.cli import _options, _run_file, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.cli._run_file import RunOptions
-from agn_optax.ops.engines import ENGINES, Local, reached_at, serving
+from agn_optax.ops.engines import ENGINES, Local, local_address, serving_event
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
@@ -127,8 +127,10 @@ class _Output:
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
-        if name == _CENTER and (served := serving(line)):
-            line = f"serving at {reached_at(served)}"  # readable, in place of the JSON
+        if name == _CENTER and (served := serving_event(line)):
+            line = (
+                f"serving at {local_address(served)}"  # readable, in place of the JSON
+            )
             page = served.get("page")
             line += f", page at {page}" if page else ""
             line += f" with token {self._shown}" if page and self._shown else ""

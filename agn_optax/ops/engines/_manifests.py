@@ -77,7 +77,7 @@ class Manifests:
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
         self._run, self._settings = run, settings
         self.is_encrypted = run.has_center and not run.is_insecure
-        self.has_keys = self.is_encrypted or run.is_closed
+        self.has_keys = self.is_encrypted or run.uses_tokens
         self.center, self.workers = f"{run.name}-center", f"{run.name}-workers"
         names = [self.center, f"{self.center}-0-0.{run.name}"]
         space = settings.namespace
@@ -201,7 +201,7 @@ class Manifests:
         if "page" in ports:
             options["page_address"] = f"{_ANY}:{PAGE_PORT}"
         options["health_address"] = f"{_ANY}:{HEALTH_PORT}"
-        if self._run.is_closed:
+        if self._run.uses_tokens:
             options["tokens"] = f"{KEYS}/tokens"
         if self.is_encrypted:
             options |= {
@@ -210,8 +210,10 @@ class Manifests:
                 "tls_client_ca": f"{KEYS}/ca.pem",
             }
         storage = pathlib.Path(self._run.storage or STORAGE)
-        durable = dataclasses.replace(self._run, storage=storage).durable()
-        return self._run.serve_command(**options, **durable, **more)
+        durability_options = dataclasses.replace(
+            self._run, storage=storage
+        ).durability_options()
+        return self._run.serve_command(**options, **durability_options, **more)
 
     def _ports(self) -> dict[str, int]:
         """Return the ports that others connect to, by name."""
