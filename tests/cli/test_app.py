@@ -87,7 +87,9 @@ def test_flags_that_a_file_can_set_have_a_negative_form():
     for flag in ("--page", "--no-page"):
         app([flag], standalone_mode=False)
     assert made == [True, False]
-    assert _options.taken({"page": True}, "a file", CenterOptions) == {"page": True}
+    assert _options.parse_table({"page": True}, "a file", CenterOptions) == {
+        "page": True
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_record_round_trips_through_the_command_line():
 
 def _app_of(function):
     app = typer.Typer()
-    app.command()(_options.spread(function))
+    app.command()(_options.as_command(function))
     return app
 
 
@@ -282,14 +284,14 @@ def test_group_builds_its_class_from_options():
     app(["--folder=a", "--my-rate=3", "--no-my-is-safe"], standalone_mode=False)
     options, arguments = made[0]
     assert arguments == {"folder": pathlib.Path("a"), "rate": 3.0, "is_safe": False}
-    assert GROUP.made(options, size=3) == Source(**arguments, size=3)
+    assert GROUP.build(options, size=3) == Source(**arguments, size=3)
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-rate needs --folder"):
-        GROUP.made_with("folder", Grouped(my_rate=1.0))
+        GROUP.build_if_given("folder", Grouped(my_rate=1.0))
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-kind is too much"):
         GROUP.reject(Grouped(my_kind="b"), "is too much")
     GROUP.reject(Grouped(kind=1), "is too much")
-    assert GROUP.made_with("folder", Grouped(kind=1)) is None
-    assert GROUP.made_with("folder", options) == Source(**arguments)
+    assert GROUP.build_if_given("folder", Grouped(kind=1)) is None
+    assert GROUP.build_if_given("folder", options) == Source(**arguments)
 
 
 def test_everyday_options_come_first():
@@ -318,7 +320,7 @@ def test_bad_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "center.toml"
     path.write_text(text)
     with pytest.raises(errors.InvalidArgumentError, match=message):
-        _options.read(path, RuleOptions, CenterOptions)
+        _options.read_file(path, RuleOptions, CenterOptions)
 
 
 def test_missing_file_is_rejected(tmp_path):
@@ -330,10 +332,10 @@ def test_missing_file_is_rejected(tmp_path):
 def test_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "center.toml"
     path.write_text("rule = 'agn'\nlearning-rate = 1\ngrace = 2\ntls-key = 'a.pem'\n")
-    values = _options.read(path, RuleOptions, CenterOptions)
-    rule = _options.filled(RuleOptions(learning_rate=0.5), values)
+    values = _options.read_file(path, RuleOptions, CenterOptions)
+    rule = _options.with_defaults(RuleOptions(learning_rate=0.5), values)
     assert _options.given(rule) == {"rule": "agn", "learning_rate": 0.5}
-    center = _options.filled(CenterOptions(), values)
+    center = _options.with_defaults(CenterOptions(), values)
     assert isinstance(center.grace, float)
     assert center.tls_key.name == "a.pem"
 

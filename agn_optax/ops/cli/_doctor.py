@@ -26,7 +26,9 @@ def doctor(
     Checks that need one that failed are left out. If a rule is given, it is compared
     with the center's. Some megabytes are sent in each direction.
     """
-    rule = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    rule = _options.with_defaults(
+        rule, _options.read_file(config, RuleOptions, CenterOptions)
+    )
     checks = Checks(
         address,
         lambda: _status.observer(address, reached, timeout),

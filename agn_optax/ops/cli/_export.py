@@ -48,7 +48,9 @@ def export(
 
     Example: agn-optax export center.example:5000 checkpoint
     """
-    given = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    given = _options.with_defaults(
+        rule, _options.read_file(config, RuleOptions, CenterOptions)
+    )
     made = _rules.make(given) if _rules.is_given(given) else None
     check(to)
     if pathlib.Path(source).is_dir():

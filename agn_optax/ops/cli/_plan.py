@@ -77,7 +77,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "hidden_period": lambda period: str(period or "never"),
     "pays_below": _below,
 }
-# A rule's name, and a row of a table by the titles of its columns.
+# A rule's cost, and its row of a table: cells by the titles of the columns.
 _Row = tuple[Cost, dict[str, str]]
 
 
@@ -185,29 +185,29 @@ def plan(
     optimizer = _rules.inner(options.inner)
     params = planning.abstract(options.parameters, options.dtype)
     codec = _rules.codec(rule)
-    own = _rules.make(rule) if _rules.is_given(rule) else None
-    if own is None:
-        alone = vars(rule).keys() - {"codec", "answers"}
-        _options.reject(rule, "needs --rule", only=alone)
-    cluster = _CLUSTER.made(
+    given_rule = _rules.make(rule) if _rules.is_given(rule) else None
+    if given_rule is None:
+        settings_of_rules = vars(rule).keys() - {"codec", "answers"}
+        _options.reject(rule, "needs --rule", only=settings_of_rules)
+    cluster = _CLUSTER.build(
         options,
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
-        machine=_machine(options, codec if own is None else own.codec),
+        machine=_machine(options, codec if given_rule is None else given_rule.codec),
         tree=_tree(options),
-        disk=_DISK.made_with("bandwidth", options),
+        disk=_DISK.build_if_given("bandwidth", options),
     )
-    if own is None:
+    if given_rule is None:
         built_in = planning.built_in_rules(optimizer, cluster.workers)
-        planned = [dataclasses.replace(made, codec=codec) for made in built_in]
+        planned = [dataclasses.replace(each, codec=codec) for each in built_in]
     else:
-        planned = [own]
+        planned = [given_rule]
     settings = {
         "inner": optimizer,
         "period": options.period,
         "center_dtype": options.center_dtype,
     }
-    costs = [planning.plan(made, params, cluster, **settings) for made in planned]
+    costs = [planning.plan(each, params, cluster, **settings) for each in planned]
     costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(
@@ -222,14 +222,14 @@ def plan(
         )
     else:
         console = _table.console()
-        console.print(_of(costs, cluster, console.width))
+        console.print(_report(costs, cluster, console.width))
 
 
 def _machine(options: PlanOptions, codec: codecs.Codec) -> Machine:
     if options.measure:
         _MACHINE.reject(options, "does not go with --measure")
         return _calibrate.calibrate(codec)
-    machine: Machine = _MACHINE.made(options)
+    machine: Machine = _MACHINE.build(options)
     return machine
 
 
@@ -247,11 +247,13 @@ def _as_dict(record: Any) -> Any:
         return record
     if not hasattr(record, "_fields"):
         return [_as_dict(item) for item in record]
-    more = [n for n, own in vars(type(record)).items() if isinstance(own, property)]
-    return {n: _as_dict(getattr(record, n)) for n in (*record._fields, *more)}
+    attributes = vars(type(record)).items()
+    properties = [name for name, value in attributes if isinstance(value, property)]
+    names = (*record._fields, *properties)
+    return {name: _as_dict(getattr(record, name)) for name in names}
 
 
-def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
+def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
     machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
     place = "the center" if shards == 1 else f"each of the center's {shards} shards"
     head = (
