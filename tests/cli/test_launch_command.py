@@ -300,7 +300,10 @@ def test_launch_runs_a_module(here):
     ("arguments", "message"),
     [
         (["train.py"], "--workers"),
-        (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
+        (
+            ["--workers=0", ELSEWHERE, "train.py"],
+            "workers must be a whole number >= 1, got 0",
+        ),
         (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
         (["--workers=1", ELSEWHERE, "--restart-delay=-1", "t.py"], "restart_delay"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),

@@ -111,7 +111,7 @@ def test_options_may_come_before_or_after_the_file(here):
     ("old", "new", "message"),
     [
         ("workers = 2", "", "number of workers is missing"),
-        ("workers = 2", "workers = 0", "workers must be positive, got 0"),
+        ("workers = 2", "workers = 0", "workers must be a whole number >= 1, got 0"),
         ("workers = 2", 'workers = "2"', "must be of type int, got '2'"),
         ("workers", "worker", "unknown key 'worker' (did you mean 'workers'?)"),
         ("[center]", "[centre]", "unknown key 'centre'"),

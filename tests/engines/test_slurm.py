@@ -183,12 +183,12 @@ def test_run_with_an_existing_center_is_an_array_only(here):
         (
             'partition = "main"',
             "max-running = 0",
-            "max-running in [slurm] must be positive",
+            "max-running in [slurm] must be a whole number >= 1",
         ),
         (
             'partition = "main"',
             "address-timeout = 0",
-            "address-timeout in [slurm] must be positive",
+            "address-timeout in [slurm] must be a whole number >= 1",
         ),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
     ],

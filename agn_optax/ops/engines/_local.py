@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agn_optax import errors
-from agn_optax._internal import check
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
@@ -33,16 +32,10 @@ class LocalSettings:
       restart_delay: seconds before a failed process is started again.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"continue"``.
-
-    Raises:
-      InvalidArgumentError: a value is out of range.
     """
 
     restart_delay: float = 1.0
     on_failure: str = "stop"
-
-    def __post_init__(self) -> None:
-        check.seconds(self.restart_delay, "restart_delay")
 
 
 class Local(Engine):
@@ -113,7 +106,7 @@ class Local(Engine):
                 output=show,
                 grace=run.stop_grace,
                 restart_delay=self.settings.restart_delay,
-                on_failure=cast(Any, self.settings.on_failure),  # `run` checks it
+                on_failure=cast(Any, self.settings.on_failure),  # checked by `run`
             )
         code = exit_code(outcomes, run)
         if run.has_center and (problem := _problem(*outcomes)):

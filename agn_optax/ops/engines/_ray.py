@@ -15,8 +15,6 @@ from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Resources, Run
 
-_ON_FAILURE = dict.fromkeys(("stop", "continue"))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaySettings:
@@ -60,7 +58,7 @@ class Ray(Engine):
         super().__init__(run)
         extras.require("ray", "ray")
         settings = self.settings
-        check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
+        check.one_of(settings.on_failure, "on-failure in [ray]", ("stop", "continue"))
         for name, value in (
             settings.center_custom_resources | settings.worker_custom_resources
         ).items():

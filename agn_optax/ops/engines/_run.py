@@ -108,14 +108,8 @@ class Run:
             raise errors.InvalidArgumentError(
                 "nothing to run: give a program, or a module"
             )
-        if self.workers < 1:
-            raise errors.InvalidArgumentError(
-                f"workers must be positive, got {self.workers}"
-            )
-        check.whole_number(self.restarts, "restarts", least=0, optional=False)
-        check.whole_number(
-            self.center_restarts, "center_restarts", least=0, optional=False
-        )
+        for name, least in (("workers", 1), ("restarts", 0), ("center_restarts", 0)):
+            check.whole_number(getattr(self, name), name, least=least, optional=False)
         check.seconds(self.stop_grace, "stop_grace")
         limit = self.serve.get("max_workers")
         if limit is not None and limit < self.workers:

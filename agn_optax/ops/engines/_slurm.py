@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import write_whole
+from agn_optax._internal import check, write_whole
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Resources, Run, arguments
 from agn_optax.service import tokens
@@ -224,11 +224,8 @@ class Slurm(Engine):
                 "scripts, tokens, the center's address and its journal are there"
             )
         for name in ("max_running", "address_timeout"):
-            value = getattr(self.settings, name)
-            if value is not None and value < 1:
-                raise errors.InvalidArgumentError(
-                    f"{name.replace('_', '-')} in [slurm] must be positive, got {value}"
-                )
+            argument = f"{name.replace('_', '-')} in [slurm]"
+            check.whole_number(getattr(self.settings, name), argument, least=1)
         for name in ("address_file", "journal", "tokens"):
             if run.has_center and name in run.serve:
                 raise errors.InvalidArgumentError(

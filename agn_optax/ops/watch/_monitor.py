@@ -12,7 +12,6 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -105,12 +104,6 @@ class Monitor:
 
     def update(self) -> None:
         """Process the inbox and the current status of the service."""
-        handlers: dict[str, Callable[..., None]] = {
-            "joined": self._on_joined,
-            "left": self._on_left,
-            "exchange": self._on_exchange,
-            "rejected": self._on_rejected_call,
-        }
         with self._update_lock:
             # Not with `_lock`: this may wait for the center, and `view` must not.
             status = self._servicer.status(pb.StatusRequest(), EVERYBODY)
@@ -118,7 +111,7 @@ class Monitor:
             with self._lock:
                 while self._inbox:
                     at, kind, *details = self._inbox.popleft()
-                    handlers[kind](at, *details)
+                    getattr(self, f"_on_{kind}")(at, *details)
                 self._compare(status, time.time())
                 if saved != self._saved:
                     self._saved = saved
@@ -142,7 +135,7 @@ class Monitor:
         while not self._closed.wait(_INTERVAL):
             self.update()
 
-    # Events that calls report.
+    # Events that calls report, each handled by the method with its kind in the name.
 
     def _on_joined(
         self, at: float, name: str, session_id: str, is_back: bool, transport: str
@@ -196,9 +189,7 @@ class Monitor:
             self._staleness_sum += answer.staleness
             self._bins[_bin(answer.staleness)] += 1
 
-    def _on_rejected_call(
-        self, at: float, name: str, error: Exception, host: str
-    ) -> None:
+    def _on_rejected(self, at: float, name: str, error: Exception, host: str) -> None:
         # Once the center is closed, every call ends with this error.
         if not isinstance(error, errors.CenterClosedError):
             caller = "" if name else f"a caller at {host} "
