@@ -55,8 +55,8 @@ def test_json_equals_the_plan_of_the_library():
 def test_plan_covers_shards_tree_and_journal():
     options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
     upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
-    kept = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
-    reply = json.loads(succeeds(*PLAN, *options, *upwards, *kept, "--json"))
+    journal = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
+    reply = json.loads(succeeds(*PLAN, *options, *upwards, *journal, "--json"))
     cluster = planning.Cluster(
         step_time=0.8,
         bandwidth=125e6,
@@ -74,8 +74,8 @@ def test_plan_covers_shards_tree_and_journal():
         inner=_plan._rules.inner("adam"),
     )
     assert reply["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
-    assert reply["rules"][0]["kept"]["restart"] == cost.kept.restart
-    output = succeeds(*PLAN, *options, *upwards, *kept)
+    assert reply["rules"][0]["journal"]["restart"] == cost.journal.restart
+    output = succeeds(*PLAN, *options, *upwards, *journal)
     assert "at each of the center's 2 shards" in output
     assert "Levels of centers, from the one with the workers up" in output
     assert output.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels

@@ -20,7 +20,7 @@ from agn_optax.ops.planning import (
     Coding,
     Cost,
     Disk,
-    Kept,
+    JournalCost,
     Level,
     Machine,
     Remedies,
@@ -60,8 +60,9 @@ _TITLES = {
     "bfloat16": "with bfloat16",
     "pays_below": "pays below",
     "exchanges": "exchanges/s",
+    "size": "journal",
 }
-_SIZES = ("message", "answer", "contribution", "snapshot", "journal")
+_SIZES = ("message", "answer", "contribution", "snapshot", "size")
 _SECONDS = (
     *("exchange", "interval", "encode", "decode"),
     *("read", "replay", "rejoin", "restart"),
@@ -295,8 +296,12 @@ def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console
             f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
             f"with a disk of {_rate(cluster.disk.bandwidth)}."
         )
-        kept = [_row(c, c.kept, *Kept._fields, "restart") for c in costs if c.kept]
-        parts += _tables(kept, width)
+        rows = [
+            _row(c, c.journal, *JournalCost._fields, "restart")
+            for c in costs
+            if c.journal
+        ]
+        parts += _tables(rows, width)
     parts.append("Memory, beside activations and gradients.")
     parts += _tables(list(map(_memory, costs)), width)
     return rich.console.Group(*parts)
