@@ -256,8 +256,8 @@ def machine(monkeypatch):
         ends = MACHINE.overhead + 8 * size / MACHINE.endpoint_rate
         return timed(ends + 16 * size / MACHINE.apply_rate)
 
-    monkeypatch.setattr(_calibrate, "_serving", contextlib.nullcontext)
-    monkeypatch.setattr(_calibrate, "_connected", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_server", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_connection", contextlib.nullcontext)
     monkeypatch.setattr(_calibrate, "_arithmetic", arithmetic)
     monkeypatch.setattr(_calibrate, "_exchange", exchange)
     return made
@@ -288,7 +288,7 @@ def test_calibration_repeats_measurements_that_fit_no_line(machine):
 
 @pytest.mark.usefixtures("machine")
 def test_calibration_measures_codec_rates(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_CODED", (2, 5_000))
+    monkeypatch.setattr(_calibrate, "_CODEC_SHAPE", (2, 5_000))
     measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
     assert 1e6 < measured.encode_rate < 1e12
     assert 1e6 < measured.decode_rate < 1e12
