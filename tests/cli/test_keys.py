@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "here"
     names = ("--chief=anna", "--worker=bert", "--operator=olga")
     reply = json.loads(succeeds("keys", folder, *HOSTS, *names, "--json"))
-    assert sorted(reply["made"]) == sorted(map(str, folder.iterdir()))
+    assert sorted(reply["files"]) == sorted(map(str, folder.iterdir()))
     return folder
 
 

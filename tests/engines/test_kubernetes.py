@@ -293,10 +293,10 @@ def test_tolerations_and_secrets_follow_the_run_file(name):
 
 def test_center_of_a_jobset_that_is_told_to_end_is_restarted():
     """A Job does not restart a pod that ended with 0; a StatefulSet does."""
-    for name, told in [("jobset", True), ("plain", False)]:
+    for name, is_set in [("jobset", True), ("plain", False)]:
         _, template = next(templates(objects(FORMS[name])))
         (container,) = template["spec"]["containers"]
-        assert ("--signal-exit-code=143" in container["command"]) == told
+        assert ("--signal-exit-code=143" in container["command"]) == is_set
     assert template["spec"].get("restartPolicy", "Always") == "Always"  # of the set
 
 
@@ -312,7 +312,7 @@ def test_failure_of_a_worker_ends_no_other_worker(name):
         assert one(made, "JobSet")["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
-def told(made, annotations):
+def container_environment(made, annotations):
     """Return the environment of the workers' pods."""
     template = list(templates(made))[-1][1]
     (container,) = template["spec"]["containers"]
@@ -339,7 +339,7 @@ def test_pods_of_a_job_know_their_rank_and_restarts(environment):
         failures = {"batch.kubernetes.io/job-index-failure-count": "2"} if index else {}
         # The Job controller sets this.
         own = {"JOB_COMPLETION_INDEX": str(index)}
-        me = environment(told(made, found | failures) | own)
+        me = environment(container_environment(made, found | failures) | own)
         assert (me.rank, me.workers, me.worker) == (index, 3, f"worker-{index}")
         assert me.restarts == (2 if index else 0)
         assert me.address == "digits-center:5000"
@@ -362,7 +362,9 @@ def test_pods_of_a_jobset_know_their_rank_and_coordinator(here, environment):
                 "batch.kubernetes.io/job-completion-index": str(pod),
                 "batch.kubernetes.io/job-index-failure-count": "0",
             }
-            me = environment(told(made, found) | {"JOB_COMPLETION_INDEX": str(pod)})
+            me = environment(
+                container_environment(made, found) | {"JOB_COMPLETION_INDEX": str(pod)}
+            )
             assert os.environ["WANDB_API_KEY"] == "a secret"
             assert (me.rank, me.workers, me.worker) == (job, 3, f"worker-{job}")
             assert me.address == "digits-center-0-0.digits:5000"
@@ -386,7 +388,7 @@ def test_more_workers_leave_pod_templates_unchanged():
 
 def test_environment_values_are_not_expanded():
     text = FORMS["plain"].replace("restarts", 'environment = {A = "$(B) $$"}\nrestarts')
-    assert told(objects(text), {})["A"] == "$(B) $$"
+    assert container_environment(objects(text), {})["A"] == "$(B) $$"
 
 
 def test_arguments_of_commands_are_not_expanded():
@@ -587,7 +589,7 @@ def _run(stack, cluster, keys):
     wait_until(lambda: had.append(exceeds(0)) or had[-1] is not None, LIMIT)
     wait_until(lambda: exceeds(had[-1]) is not None, LIMIT)
     job.kill(1)
-    second = lambda: job.said[1].read_text().partition("restarts 1")[2]  # noqa: E731
+    second = lambda: job.output_files[1].read_text().partition("restarts 1")[2]  # noqa: E731
     wait_until(lambda: "made" in second(), LIMIT)
     (cluster.workdir / "enough").touch()
     job.wait()
@@ -601,7 +603,7 @@ def _run(stack, cluster, keys):
             int(re.findall(r"made (\d+)", life)[-1])
             for life in output.split("restarts")[1:]
         ]
-        for output in (path.read_text() for path in job.said.values())
+        for output in (path.read_text() for path in job.output_files.values())
     ]
     assert [len(each) for each in lives] == [1, 2]
     assert counts[0] == sum(lives[0])

@@ -250,15 +250,15 @@ def record(
                     annotations[name] = annotation
                     options[name] = {**described, "rich_help_panel": panel}
         kind.__annotations__ = annotations | own_fields
-        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
-        made.__options__ = {
+        options_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+        options_class.__options__ = {
             field.name: typer.Option(
                 ... if field.default is dataclasses.MISSING else field.default,
                 **options.get(field.name, {}),
             )
-            for field in dataclasses.fields(made)
+            for field in dataclasses.fields(options_class)
         }
-        return made
+        return options_class
 
     return make
 

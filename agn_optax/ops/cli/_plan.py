@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import rich.cells
 import rich.console
 import rich.table
-import rich.text
 
 from agn_optax.ops import planning, units
 from agn_optax.ops.cli import _calibrate, _options, _rules, _table
@@ -27,79 +25,6 @@ from agn_optax.ops.planning import (
     Tree,
 )
 from agn_optax.rules import codecs
-
-
-def _rate(number: float) -> str:
-    return f"{units.in_bytes(number)}/s"
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.3g} s"
-
-
-def _below(rate: float | None) -> str:
-    return "any rate" if rate is None else _rate(rate) if rate else "none"
-
-
-def _size(number: int) -> str:
-    return units.in_bytes(number) if number else "-"
-
-
-def _number(number: object) -> str:
-    return "-" if number is None else str(number)
-
-
-_TIMES = (
-    *("message", "answer", "exchange", "hidden_period", "period"),
-    *("utilization", "utilization_overlapping", "bottleneck"),
-)
-_TITLES = {
-    "hidden_period": "hidden",
-    "utilization": "busy",
-    "utilization_overlapping": "overlap",
-    "bfloat16": "with bfloat16",
-    "pays_below": "pays below",
-    "exchanges": "exchanges/s",
-    "size": "journal",
-}
-_SIZES = ("message", "answer", "contribution", "snapshot", "size")
-_SECONDS = (
-    *("exchange", "interval", "encode", "decode"),
-    *("read", "replay", "rejoin", "restart"),
-)
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(_SIZES, units.in_bytes),
-    **dict.fromkeys(_SECONDS, _seconds),
-    **dict.fromkeys(("received", "sent", "written"), _rate),
-    **dict.fromkeys(
-        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
-    ),
-    "exchanges": "{:.3g}".format,
-    "hidden_period": lambda period: str(period or "never"),
-    "pays_below": _below,
-}
-# A rule's cost, and its row of a table: cells by the titles of the columns.
-_Row = tuple[Cost, dict[str, str]]
-
-
-def _row(cost: Cost, record: Any, *fields: str) -> _Row:
-    """Return the row with the fields of a rule's cost, or of a part of it."""
-    return cost, {
-        _TITLES.get(name, name): _FORMATS.get(name, _number)(getattr(record, name))
-        for name in fields
-    }
-
-
-def _memory(cost: Cost) -> _Row:
-    worker = cost.worker
-    return cost, {
-        "model and optimizer": _size(worker.params + worker.inner_state),
-        "record, anchor": _size(worker.record + worker.codec_state + worker.anchor),
-        "worker": _size(worker.waiting),
-        "overlap": _size(worker.overlapping),
-        "center": _size(cost.center.total),
-    }
-
 
 _MACHINE = Group(
     Machine, rates=("endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
@@ -200,7 +125,7 @@ def plan(
     )
     if given_rule is None:
         built_in = planning.built_in_rules(optimizer, cluster.workers)
-        planned = [dataclasses.replace(each, codec=codec) for each in built_in]
+        planned = [dataclasses.replace(r, codec=codec) for r in built_in]
     else:
         planned = [given_rule]
     settings = {
@@ -208,7 +133,7 @@ def plan(
         "period": options.period,
         "center_dtype": options.center_dtype,
     }
-    costs = [planning.plan(each, params, cluster, **settings) for each in planned]
+    costs = [planning.plan(r, params, cluster, **settings) for r in planned]
     costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(
@@ -313,3 +238,75 @@ def _tables(rows: list[_Row], width: int) -> Iterator[rich.table.Table]:
     columns = [[title, *(row[title] for _, row in rows)] for title in rows[0][1]]
     alone = [i for i, (cost, _) in enumerate(rows, 1) if not cost.levels]
     return _table.split([names, *columns], width, alone)
+
+
+def _rate(number: float) -> str:
+    return f"{units.in_bytes(number)}/s"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s"
+
+
+def _below(rate: float | None) -> str:
+    return "any rate" if rate is None else _rate(rate) if rate else "none"
+
+
+def _size(number: int) -> str:
+    return units.in_bytes(number) if number else "-"
+
+
+def _number(number: object) -> str:
+    return "-" if number is None else str(number)
+
+
+_TIMES = (
+    *("message", "answer", "exchange", "hidden_period", "period"),
+    *("utilization", "utilization_overlapping", "bottleneck"),
+)
+_TITLES = {
+    "hidden_period": "hidden",
+    "utilization": "busy",
+    "utilization_overlapping": "overlap",
+    "bfloat16": "with bfloat16",
+    "pays_below": "pays below",
+    "exchanges": "exchanges/s",
+    "size": "journal",
+}
+_SIZES = ("message", "answer", "contribution", "snapshot", "size")
+_SECONDS = (
+    *("exchange", "interval", "encode", "decode"),
+    *("read", "replay", "rejoin", "restart"),
+)
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(_SIZES, units.in_bytes),
+    **dict.fromkeys(_SECONDS, _seconds),
+    **dict.fromkeys(("received", "sent", "written"), _rate),
+    **dict.fromkeys(
+        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
+    ),
+    "exchanges": "{:.3g}".format,
+    "hidden_period": lambda period: str(period or "never"),
+    "pays_below": _below,
+}
+# A rule's cost, and its row of a table: cells by the titles of the columns.
+_Row = tuple[Cost, dict[str, str]]
+
+
+def _row(cost: Cost, record: Any, *fields: str) -> _Row:
+    """Return the row with the fields of a rule's cost, or of a part of it."""
+    return cost, {
+        _TITLES.get(name, name): _FORMATS.get(name, _number)(getattr(record, name))
+        for name in fields
+    }
+
+
+def _memory(cost: Cost) -> _Row:
+    worker = cost.worker
+    return cost, {
+        "model and optimizer": _size(worker.params + worker.inner_state),
+        "record, anchor": _size(worker.record + worker.codec_state + worker.anchor),
+        "worker": _size(worker.waiting),
+        "overlap": _size(worker.overlapping),
+        "center": _size(cost.center.total),
+    }

@@ -52,26 +52,6 @@ class Finding(NamedTuple):
     message: str
 
 
-def _described(way: Way) -> str:
-    """Describe the rates and the round trip of a transport in words."""
-
-    def in_words(rate: float | None) -> str:
-        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
-
-    if way.transport == "memory":
-        return f"memory {in_words(way.up)} each way"
-    return (
-        f"{way.transport} {in_words(way.up)} up and {in_words(way.down)} down, "
-        f"{way.round_trip * 1e3:.2g} ms"
-    )
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
-
-
 @dataclasses.dataclass
 class Checks:
     """The checks of one center.
@@ -327,3 +307,23 @@ class Checks:
     @property
     def _host(self) -> str:
         return address.host(self.address)
+
+
+def _described(way: Way) -> str:
+    """Describe the rates and the round trip of a transport in words."""
+
+    def in_words(rate: float | None) -> str:
+        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
+
+    if way.transport == "memory":
+        return f"memory {in_words(way.up)} each way"
+    return (
+        f"{way.transport} {in_words(way.up)} up and {in_words(way.down)} down, "
+        f"{way.round_trip * 1e3:.2g} ms"
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin

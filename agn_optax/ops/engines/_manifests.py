@@ -291,7 +291,10 @@ class Manifests:
             "command": _escaped(run.worker_command("python")),
             **common,
             "env": [
-                *(_from_field(name, path) for name, path in fields.items()),
+                *(
+                    {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+                    for name, path in fields.items()
+                ),
                 _variable("AGN_OPTAX_WORKER", run.worker_name(_RANK)),
                 *variables,
             ],
@@ -439,10 +442,6 @@ def _present(**fields: Any) -> dict[str, Any]:
 
 def _variable(name: str, value: str) -> Manifest:
     return {"name": name, "value": value}
-
-
-def _from_field(name: str, path: str) -> Manifest:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _claim_volume(name: str, claim: str) -> Manifest:

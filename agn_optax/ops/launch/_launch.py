@@ -124,50 +124,6 @@ def run(
 
 
 @dataclasses.dataclass
-class _ProgramState:
-    """The state of one program, which runs, is to start (again), or has ended.
-
-    Times are those of `time.monotonic`.
-    """
-
-    program: Program
-    began: float
-    start_at: float  # infinite if no start is due
-    followers: Callable[[str], Sequence[Program]] | None  # None once they were added
-    process: Process | None = None
-    seconds: float = 0.0
-    returncode: int = 0
-    restarts: int = -1  # 0 after the first start
-    is_stopping: bool = False  # whether it was signaled to end, or must not start
-    second_signal_at: float = math.inf  # time of a second SIGTERM
-    stopped: bool = False
-
-    @property
-    def is_active(self) -> bool:
-        """True if the program runs, or is to start."""
-        return self.process is not None or self.start_at < math.inf
-
-    @property
-    def waited_for(self) -> bool:
-        """True if the run goes on until this program has ended, or has followers."""
-        return self.program.waited_for or self.followers is not None
-
-    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
-        """Prevent further starts, and end the program within the grace if it runs."""
-        self.is_stopping = True
-        if twice:
-            self.second_signal_at = time.monotonic() + grace / 2
-        if self.process is not None:
-            self.stopped = self.stopped or not self.process.exited
-            self.process.signal(signum)
-            deadline = time.monotonic() + grace
-            self.process.deadline = min(self.process.deadline, deadline)
-        elif self.is_active:
-            self.stopped = True
-            self.start_at = math.inf
-
-
-@dataclasses.dataclass
 class _Supervisor:
     """One call of `run`: a loop in one thread, which polls programs and signals.
 
@@ -343,6 +299,50 @@ class _Supervisor:
 
     def _log(self, state: _ProgramState, event: str) -> None:
         self.output(state.program.name, f"agn-optax: {event}")
+
+
+@dataclasses.dataclass
+class _ProgramState:
+    """The state of one program, which runs, is to start (again), or has ended.
+
+    Times are those of `time.monotonic`.
+    """
+
+    program: Program
+    began: float
+    start_at: float  # infinite if no start is due
+    followers: Callable[[str], Sequence[Program]] | None  # None once they were added
+    process: Process | None = None
+    seconds: float = 0.0
+    returncode: int = 0
+    restarts: int = -1  # 0 after the first start
+    is_stopping: bool = False  # whether it was signaled to end, or must not start
+    second_signal_at: float = math.inf  # time of a second SIGTERM
+    stopped: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """True if the program runs, or is to start."""
+        return self.process is not None or self.start_at < math.inf
+
+    @property
+    def waited_for(self) -> bool:
+        """True if the run goes on until this program has ended, or has followers."""
+        return self.program.waited_for or self.followers is not None
+
+    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
+        """Prevent further starts, and end the program within the grace if it runs."""
+        self.is_stopping = True
+        if twice:
+            self.second_signal_at = time.monotonic() + grace / 2
+        if self.process is not None:
+            self.stopped = self.stopped or not self.process.exited
+            self.process.signal(signum)
+            deadline = time.monotonic() + grace
+            self.process.deadline = min(self.process.deadline, deadline)
+        elif self.is_active:
+            self.stopped = True
+            self.start_at = math.inf
 
 
 def _describe(returncode: int) -> str:

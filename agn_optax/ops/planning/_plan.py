@@ -92,9 +92,10 @@ def plan(
     )
     # The state has the anchor if a penalty reads it. The worker keeps the snapshot if
     # the rule reads the anchor otherwise, or if answers are differences from it.
-    follows = rule.codec.answer_codec is not None
-    held = follows or (rule.needs_anchor and rule.penalty is None)
-    anchors = held + (rule.penalty is not None)
+    needs_snapshot = rule.codec.answer_codec is not None or (
+        rule.needs_anchor and rule.penalty is None
+    )
+    anchors = needs_snapshot + (rule.penalty is not None)
     center = _cast(params, center_dtype)
     children = cluster.centers[0][1]
     work = _work(rule, center, params, children)
@@ -113,8 +114,8 @@ def plan(
     of_root = work
     if len(cluster.centers) > 1:
         # A center is a worker of its parent, and has parameters of the center's dtype.
-        most = max(sites for _, sites in cluster.centers[1:])
-        of_root = _work(rule, center, center, most)
+        children_above = max(sites for _, sites in cluster.centers[1:])
+        of_root = _work(rule, center, center, children_above)
     levels = _times.tree_levels(lowest, of_root, cluster)
     coding = None
     if not rule.codec.is_identity or rule.codec.answers is not None:

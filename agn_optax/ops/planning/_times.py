@@ -113,8 +113,8 @@ def codec_pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
         times = exchange_times(work, cluster, *worker_link(cluster)).exchange
         return sum(times[name] for name in times if not name.endswith("link"))
 
-    more = without_links(work) - without_links(plain)
-    return saved / more if more > 0 else None
+    added = without_links(work) - without_links(plain)
+    return saved / added if added > 0 else None
 
 
 def bytes_written(work: Work, shards: int, disk: Disk) -> float:

@@ -103,7 +103,7 @@ def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
     """Return cumulative counts; their bounds are also bounds of the view's bins."""
     bins = staleness["bins"]
     counts = [
-        (str(float(most)), sum(b["count"] for b in bins if b["to"] <= most))
-        for most in [(1 << n) - 1 for n in range(11)]
+        (str(float(bound)), sum(b["count"] for b in bins if b["to"] <= bound))
+        for bound in [(1 << n) - 1 for n in range(11)]
     ]
     return [*counts, ("+Inf", staleness["count"])]
