@@ -1,7 +1,7 @@
 """Several programs side by side on one machine, which end together.
 
 `run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
-reads their output, and ends them.
+reads their output, and ends them. This needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Literal, get_args
 
 from agn_optax import errors
-from agn_optax._internal import check
 from agn_optax._signals import handled
 from agn_optax.ops.launch._guard import Guard
 from agn_optax.ops.launch._process import Process
@@ -105,9 +104,15 @@ def run(
         raise errors.InvalidArgumentError(
             f"at least one program must be waited for, got {list(programs)}"
         )
-    check.seconds(grace, "grace")
-    check.seconds(restart_delay, "restart_delay")
-    check.one_of(on_failure, "on_failure", get_args(OnFailure))
+    for what, seconds in (("grace", grace), ("restart_delay", restart_delay)):
+        if not 0 <= seconds < math.inf:
+            raise errors.InvalidArgumentError(
+                f"{what} must be a number of seconds, got {seconds!r}"
+            )
+    if on_failure not in get_args(OnFailure):
+        raise errors.InvalidArgumentError(
+            f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
+        )
     supervisor = _Supervisor(output, grace, restart_delay, on_failure, until)
     is_main = threading.current_thread() is threading.main_thread()
     try:
