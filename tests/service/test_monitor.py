@@ -150,7 +150,7 @@ def test_joining_losing_and_leaving_are_events():
         center.join("carl").leave()
         session._link.cancel()  # as at a network failure
         wait_until(lambda: monitor.update() or ("lost", "anna") in events(monitor))
-        assert worker(monitor, "anna")["ended"] == ""
+        assert worker(monitor, "anna")["end_reason"] == ""
         exchanged(session, 1)
         monitor.update()
         session._link.cancel()
@@ -170,8 +170,8 @@ def test_joining_losing_and_leaving_are_events():
         assert [e for e in events(monitor) if e[1] == "carl"] == [
             *(("joined", "carl"), ("left", "carl"))
         ]
-        assert worker(monitor, "carl")["ended"] == "left"
-        assert worker(monitor, "anna")["ended"] == ""
+        assert worker(monitor, "carl")["end_reason"] == "left"
+        assert worker(monitor, "anna")["end_reason"] == ""
 
 
 def test_new_session_of_the_same_worker_is_an_event():

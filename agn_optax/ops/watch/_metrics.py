@@ -86,7 +86,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
     yield staleness
 
-    workers = [worker for worker in view["workers"] if not worker["ended"]]
+    workers = [worker for worker in view["workers"] if not worker["end_reason"]]
     for name, key, text in _WORKER:
         rows = [(worker["name"], worker[key]) for worker in workers]
         yield family(f"worker_{name}", text, rows, "worker")

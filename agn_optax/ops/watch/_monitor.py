@@ -144,7 +144,7 @@ class Monitor:
         if worker is None:
             worker = _WorkerHistory(pb.WorkerStatus(name=name), at)
             self._workers[name] = worker
-        elif not (worker.ended or worker.session_id):
+        elif not (worker.end_reason or worker.session_id):
             # A status has already shown this worker. If the status said connected, the
             # join is recorded.
             worker.session_id = session_id
@@ -154,19 +154,23 @@ class Monitor:
         if is_other_session:
             worker.sequence, worker.joined = 0, at
         kind, text = "joined", "joined"
-        if is_other_session and worker.session_id and not worker.ended:
+        if is_other_session and worker.session_id and not worker.end_reason:
             text = "joined again, with a new session"
-        elif is_back and not worker.ended:
+        elif is_back and not worker.end_reason:
             kind, text = "back", "is back"
         if transport:
             text += f", by {transport}"
-        worker.session_id, worker.ended, worker.is_new = session_id, "", True
+        worker.session_id, worker.end_reason, worker.is_new = session_id, "", True
         worker.status.connected = True
         self._add_event(at, kind, name, text)
 
     def _on_left(self, at: float, name: str, session_id: str) -> None:
         worker = self._workers.get(name)
-        if worker is None or worker.ended or worker.session_id not in ("", session_id):
+        if (
+            worker is None
+            or worker.end_reason
+            or worker.session_id not in ("", session_id)
+        ):
             return
         self._end(worker, "left")
         self._add_event(at, "left", name, "left")
@@ -204,12 +208,12 @@ class Monitor:
             self._compare_worker(worker_status, at)
         registered = {worker_status.name for worker_status in status.workers}
         for name, worker in list(self._workers.items()):
-            if name not in registered and not (worker.ended or worker.is_new):
+            if name not in registered and not (worker.end_reason or worker.is_new):
                 self._end(worker, "lease expired")
                 text = f"did not return within {self._lease:g} s: its lease expired"
                 self._add_event(at, "lease expired", name, text)
             worker.is_new = False
-        ended = [name for name, worker in self._workers.items() if worker.ended]
+        ended = [name for name, worker in self._workers.items() if worker.end_reason]
         for name in ended[: max(0, len(ended) - MAX_ENDED)]:
             del self._workers[name]
         before, self._status = self._status, status
@@ -235,10 +239,10 @@ class Monitor:
             self._workers[name] = worker
             if status.connected:
                 self._add_event(at, "joined", name, "joined")
-        elif worker.ended and worker.is_new:
+        elif worker.end_reason and worker.is_new:
             return  # it joined and left since the last update
-        elif worker.ended:
-            worker.ended, worker.session_id, worker.joined = "", "", at
+        elif worker.end_reason:
+            worker.end_reason, worker.session_id, worker.joined = "", "", at
             self._add_event(at, "joined", name, "joined")
         if worker.is_new:  # it may have joined after the status was made
             status.connected = True
@@ -260,9 +264,9 @@ class Monitor:
     def _lease(self) -> float:
         return self._servicer.limits.lease
 
-    def _end(self, worker: _WorkerHistory, how: str) -> None:
+    def _end(self, worker: _WorkerHistory, reason: str) -> None:
         """Mark a worker as ended, and move it behind all other workers."""
-        worker.ended = how
+        worker.end_reason = reason
         worker.status.connected = worker.status.waits = False
         for field in ("exchanges_per_second", "steps_per_second", "stalled"):
             worker.status.ClearField(field)
@@ -277,7 +281,7 @@ class Monitor:
             return series
         workers = self._workers.values()
         if sum(len(other.curves) for other in workers) >= MAX_CURVES:
-            ended = next((w for w in workers if w.ended and w.curves), None)
+            ended = next((w for w in workers if w.end_reason and w.curves), None)
             if ended is None:
                 self._has_more_curves = True
                 return None
@@ -371,7 +375,7 @@ class _WorkerHistory:
     joined: float  # seconds since the epoch
     session_id: str = ""  # "" if unknown
     is_new: bool = True  # whether it joined since the last update
-    ended: str = ""  # "left" or "lease expired"; "" while it is registered
+    end_reason: str = ""  # "left" or "lease expired"; "" while it is registered
     sequence: int = 0  # sequence number of its last exchange
     exchanges: int = 0  # applied exchanges of all its sessions at this service
     steps: int = 0  # local steps of all its messages, even dropped and rejected ones
@@ -429,7 +433,7 @@ def _worker_view(worker: _WorkerHistory) -> dict[str, Any]:
         **{name: getattr(status, name) for name in _WORKER_FIELDS},
         **numbers,
         "staleness": status.staleness if status.HasField("staleness") else None,
-        "ended": worker.ended,
+        "end_reason": worker.end_reason,
         "joined": worker.joined,
         "exchanges": worker.exchanges,
         "steps": worker.steps,
