@@ -36,7 +36,7 @@ class ActorLocation(NamedTuple):
 
 
 class NewOutput(NamedTuple):
-    """The output of a program since the last new_output.
+    """The output of a program since the last call of `new_output`.
 
     Attributes:
       session: id of the program's session, new at each start; "" before the first one.

@@ -21,7 +21,7 @@ class Work(NamedTuple):
 
     message: int
     answer: int
-    applied: int  # read and bytes_written by the center's arithmetic
+    applied: int  # read and written by the center's arithmetic
     snapshot: int  # of the center with its optimizer's state
     coded: int = 0  # of the contribution before encoding, if that takes time
 
