@@ -226,16 +226,13 @@ def access(
     """
     if options.open:
         return None
-    sources: list[bytes | pathlib.Path] = []
-    if options.tokens is not None:
-        sources.append(options.tokens)
-    if lines := os.environ.get(service.tokens.TOKENS):
-        sources.append(lines.encode())
-    if operator_token:
-        sources.append(f"chief,operator * {operator_token}".encode())
-    if page_token:
-        sources.append(f"observer * {page_token}".encode())
-    return service.Access(*sources)
+    files = [] if options.tokens is None else [options.tokens]
+    callers = [
+        os.environ.get(service.tokens.TOKENS, ""),
+        f"chief,operator * {operator_token}" if operator_token else "",
+        f"observer * {page_token}" if page_token else "",
+    ]
+    return service.Access(*files, *(lines.encode() for lines in callers if lines))
 
 
 def needs_token(options: CenterOptions) -> bool:

@@ -125,15 +125,13 @@ class Group:
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the arguments that the options of a record give."""
-        values = given(options)
-        arguments = {
-            argument: values[name]
-            for argument, name in self.names.items()
-            if name in values
-        }
-        for argument in arguments.keys() & set(self._rates):
-            text, name = arguments[argument], option(self.names[argument])
-            arguments[argument] = units.rate(text, name)
+        values, arguments = given(options), {}
+        for argument, name in self.names.items():
+            if name in values:
+                value = values[name]
+                if argument in self._rates:
+                    value = units.rate(value, option(name))
+                arguments[argument] = value
         return arguments
 
     def build(self, options: Any, **more: Any) -> Any:

@@ -181,54 +181,47 @@ def _as_dict(record: Any) -> Any:
 
 def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
     machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
+    parts: list[rich.console.RenderableType] = []
+
+    def add(text: str, rows: list[_Row]) -> None:
+        parts.append(text)
+        parts.extend(_tables(rows, width))
+
+    def rows(part: str, *fields: str) -> list[_Row]:
+        records = [(cost, getattr(cost, part)) for cost in costs]
+        return [_row(cost, record, *fields) for cost, record in records if record]
+
     place = "the center" if shards == 1 else f"each of the center's {shards} shards"
-    head = (
+    add(
         f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
-        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}",
+        [_row(cost, cost, *_TIMES) for cost in costs],
     )
-    parts: list[rich.console.RenderableType] = [head]
-    parts += _tables([_row(cost, cost, *_TIMES) for cost in costs], width)
-    parts.append(
+    add(
         "Remedies, each by itself: a longer period; 16 bits both ways, and the period "
-        "then; shards; levels of centers."
+        "then; shards; levels of centers.",
+        rows("remedies", *Remedies._fields),
     )
-    parts += _tables(
-        [
-            _row(cost, cost.remedies, *Remedies._fields)
-            for cost in costs
-            if cost.remedies
-        ],
-        width,
-    )
-    coded = [_row(c, c.coding, *Coding._fields) for c in costs if c.coding]
-    if coded:
-        parts.append(
+    if coded := rows("coding", *Coding._fields):
+        add(
             "Contributions before encoding; the time of the codec, at "
             f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} "
-            "to decode;\nand the rate of a link below which the codec pays."
+            "to decode;\nand the rate of a link below which the codec pays.",
+            coded,
         )
-        parts += _tables(coded, width)
     if tree is not None:
-        parts.append(
+        add(
             "Levels of centers, from the one with the workers up to the root. "
-            "Exchanges overlap with local steps; the period is that of each child."
-        )
-        parts += _tables(
-            [_row(c, level, *Level._fields) for c in costs for level in c.levels], width
+            "Exchanges overlap with local steps; the period is that of each child.",
+            [_row(c, level, *Level._fields) for c in costs for level in c.levels],
         )
     if cluster.disk is not None:
-        parts.append(
+        add(
             f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
-            f"with a disk of {_rate(cluster.disk.bandwidth)}."
+            f"with a disk of {_rate(cluster.disk.bandwidth)}.",
+            rows("journal", *JournalCost._fields, "restart"),
         )
-        rows = [
-            _row(c, c.journal, *JournalCost._fields, "restart")
-            for c in costs
-            if c.journal
-        ]
-        parts += _tables(rows, width)
-    parts.append("Memory, beside activations and gradients.")
-    parts += _tables(list(map(_memory, costs)), width)
+    add("Memory, beside activations and gradients.", list(map(_memory, costs)))
     return rich.console.Group(*parts)
 
 

@@ -21,18 +21,15 @@ _RUN = Group(
     *("stop_grace", "storage"),
 )
 # Options for one engine only. In a file, they are in the engine's table.
-_ENGINE_GROUPS = {
-    "local": Group(Local.Settings),
-    "slurm": Group(Slurm.Settings, "wait"),
-}
+_GROUPS = {"local": Group(Local.Settings), "slurm": Group(Slurm.Settings, "wait")}
 _ENGINE_OF_OPTION = {
     option: engine
-    for engine, group in _ENGINE_GROUPS.items()
+    for engine, group in _GROUPS.items()
     for option in group.names.values()
 }
 
 
-@_options.record(groups={"run": _RUN, **_ENGINE_GROUPS})
+@_options.record(groups={"run": _RUN, **_GROUPS})
 class RunOptions:
     """Options of the workers, and of how tasks are started and ended.
 

@@ -8,6 +8,7 @@ on another node, the driver starts its program again.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import hmac
 import itertools
@@ -95,11 +96,8 @@ class Supervisor:
             self._news.wait_for(lambda: not self._is_running)
             self._stopping = stopping = threading.Event()
             self._session, self._outcome = os.urandom(8).hex(), None
-        in_background(
-            lambda: self._run_program(program, grace, stopping),
-            program.name,
-            lasting=True,
-        )
+        run = functools.partial(self._run_program, program, grace, stopping)
+        in_background(run, program.name, lasting=True)
         return self._session
 
     def _run_program(
