@@ -134,8 +134,8 @@ class Page(Listener):
         certificate = b""
         if isinstance(client.connection, ssl.SSLSocket):
             certificate = client.connection.getpeercert(binary_form=True) or b""
-        is_closed = self.servicer.door.access is not None
-        if is_closed and not (authorization or certificate):
+        needs_token = self.servicer.door.access is not None
+        if needs_token and not (authorization or certificate):
             self._admit_host(client.host)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
@@ -204,7 +204,7 @@ class Page(Listener):
                 continue
             is_free = self._slots.acquire(blocking=False)
             while not is_free:
-                self._cut_oldest()
+                self._close_oldest()
                 is_free = self._slots.acquire(timeout=0.1)  # the oldest may be busy
             with self._lock:
                 self._connections[id(connection)] = connection
@@ -216,7 +216,7 @@ class Page(Listener):
                 _log.warning("a connection to the page is rejected: %s", error)
                 self._close(id(connection), connection)
 
-    def _cut_oldest(self) -> None:
+    def _close_oldest(self) -> None:
         with self._lock:
             oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
