@@ -46,7 +46,7 @@ def acts_of(address: str, tls: service.Tls | None) -> dict[str, Callable[[], Any
     observer = service.Observer(address, tls=tls)
     context: Any = None if tls is None else tls.context(serves=False)
     direct = observer.status()["direct_address"]
-    ports = [int(each.rpartition(":")[2]) for each in (address, direct)]
+    ports = [int(end.rpartition(":")[2]) for end in (address, direct)]
     held: list[socket.socket] = []
 
     def dial(port: int = 1) -> socket.socket:
@@ -146,38 +146,46 @@ class BadPeers(Benchmark, quick="--window 0.1"):
         # A peer on another host would take no time from the worker and the center.
         self.bad.call(os.nice, 19)
         # By form: ms of the center's CPU an exchange, and the peer's acts a second.
-        self.found: dict[str, list[Any]] = defaultdict(list)
-        own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
-        forms = [*self.forms(None, None), *self.forms(own, tls)]
+        self.results: dict[str, list[Any]] = defaultdict(list)
+        server_tls, worker_tls = centers.certificates(
+            self.use(tempfile.TemporaryDirectory())
+        )
+        forms = [*self.forms(None, None), *self.forms(server_tls, worker_tls)]
         self.center.call(spare_nothing)
         rows = self.turns(forms).rows(forms, SIZE)
         for row in rows:
-            spent, acts = np.median(self.found[row["form"]][1:], axis=0).tolist()
+            spent, acts = np.median(self.results[row["form"]][1:], axis=0).tolist()
             row |= {"processor_ms_an_exchange": spent, "its_acts_a_second": acts}
         self.add("bad peers", "40 KB over a socket, beside a bad peer", rows)
 
-    def forms(self, own: service.Tls | None, tls: service.Tls | None) -> Iterator[Form]:
+    def forms(
+        self, server_tls: service.Tls | None, worker_tls: service.Tls | None
+    ) -> Iterator[Form]:
         """Yield the forms at a center with or without TLS."""
         limits = service.Limits(max_workers=4)
-        at = self.center.call(centers.serve, SIZE, tls=own, limits=limits)
-        run = centers.worker(at, "socket", SIZE, stack=self.stack, tls=tls)
-        measured = functools.partial(self.measured, run, at, tls)
-        alone = "nobody, over TLS" if tls else "nobody"
+        at = self.center.call(centers.serve, SIZE, tls=server_tls, limits=limits)
+        run = centers.worker(at, "socket", SIZE, stack=self.stack, tls=worker_tls)
+        measured = functools.partial(self.measured, run, at, worker_tls)
+        alone = "nobody, over TLS" if worker_tls else "nobody"
         yield Form(alone, alone, functools.partial(measured, alone))
-        for name in self.bad.call(names_of, at, tls):
-            if name.startswith("TLS") == (tls is not None):
+        for name in self.bad.call(names_of, at, worker_tls):
+            if name.startswith("TLS") == (worker_tls is not None):
                 yield Form(name, alone, functools.partial(measured, name))
 
-    def measured(self, run: Run, at: str, tls: service.Tls | None, name: str) -> float:
+    def measured(
+        self, run: Run, at: str, worker_tls: service.Tls | None, name: str
+    ) -> float:
         """Return the seconds of an exchange beside an act, or beside nobody."""
         done: Callable[[], int] = int  # no acts
         if not name.startswith("nobody"):
             end = time.monotonic() + self.window
-            done = self.bad.submit(misbehave, at, tls, name, end).result
+            done = self.bad.submit(misbehave, at, worker_tls, name, end).result
         before = self.center.call(time.process_time)
         seconds = centers.seconds_of_one(run, self.window)
         spent = self.center.call(time.process_time) - before
-        self.found[name].append(np.array([1e3 * spent * seconds, done()]) / self.window)
+        self.results[name].append(
+            np.array([1e3 * spent * seconds, done()]) / self.window
+        )
         return seconds
 
 

@@ -84,8 +84,8 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
             forms.append(Form("torch rpc", STREAM, run))
         bounds = {"grpc": STREAM, "socket": raw, "memory": "shared memory"}
         for codec in ("", "bfloat16"):
-            here: Row = {"address": address(f"center{codec}"), "codec": codec}
-            served = center.call(centers.serve, size, **here)
+            options: Row = {"address": address(f"center{codec}"), "codec": codec}
+            served = center.call(centers.serve, size, **options)
             for transport, bound in bounds.items():
                 wide = f"agn_optax, {transport}"
                 name, bound = (f"{wide}, {codec}", wide) if codec else (wide, bound)
@@ -97,10 +97,15 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
     def trusted(self, size: int) -> list[Form]:
         """Return exchanges with tokens and TLS, each with its own center."""
         forms, process = [], self.use(Process())
-        own, tls = centers.certificates(self.use(tempfile.TemporaryDirectory()))
+        server_tls, worker_tls = centers.certificates(
+            self.use(tempfile.TemporaryDirectory())
+        )
         # The token, and the TLS settings of the center and of its worker.
         ways: Row = {"open": ("", None, None), "a token": (TOKEN, None, None)}
-        ways |= {"TLS": ("", own, tls), "TLS, a token": (TOKEN, own, tls)}
+        ways |= {
+            "TLS": ("", server_tls, worker_tls),
+            "TLS, a token": (TOKEN, server_tls, worker_tls),
+        }
         for transport in ("socket", "grpc"):
             for way, (token, theirs, ours) in ways.items():
                 tokens = f"worker * {token}" if token else ""

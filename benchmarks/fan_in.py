@@ -63,9 +63,9 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
         done: dict[str, list[list[float]]] = defaultdict(list)  # [runs][workers]
 
         def count(name: str, team: str, workers: int) -> float:
-            found = centers.work(crew, team, workers, self.window, self.pause)
-            done[name].append(found)
-            return self.window / sum(found)
+            exchanges = centers.work(crew, team, workers, self.window, self.pause)
+            done[name].append(exchanges)
+            return self.window / sum(exchanges)
 
         forms: dict[str, list[Form]] = defaultdict(list)
         for team, makers in teams.items():
@@ -74,9 +74,11 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
                 run = functools.partial(count, f"{team}, {n}", team, n)
                 first = f"{team}, {self.workers[0]}"
                 forms[team].append(Form(f"{team}, {n}", first, run))
-        times = self.turns([form for own in forms.values() for form in own])
-        for team, own in forms.items():
-            rows = times.rows(own, size)
+        times = self.turns(
+            [form for team_forms in forms.values() for form in team_forms]
+        )
+        for team, team_forms in forms.items():
+            rows = times.rows(team_forms, size)
             peak = max(row["a_second"] for row in rows)
             for row, n in zip(rows, self.workers, strict=True):
                 shares = np.sum(done[row["form"]][1:], axis=0)  # without the warm-up

@@ -99,8 +99,8 @@ class Durability(Benchmark, quick="--millions 0.1"):
         rate, records = workers * size / times.median("disk"), self.repeats + 1
         planned = Disk(bandwidth=rate, size=workers * records * size)
         cost = centers.plan(size, _calibrate.calibrate(), disk=planned)
-        assert cost.kept is not None
-        until = cost.kept.read + cost.kept.replay
+        assert cost.journal is not None
+        until = cost.journal.read + cost.journal.replay
         title = f"{4 * self.millions:g} MB, workers: {workers}; planned "
         title += f"{cost.exchange:g} s, restart of {records} records {until:g} s; "
         title += f"it took {took:g} s"

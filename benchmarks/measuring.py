@@ -111,9 +111,9 @@ class Benchmark:
         for _ in track(range(self.repeats), console=CONSOLE, transient=True):
             for i in order.permutation(len(forms)):
                 start = time.perf_counter()
-                own = forms[i].run()
+                seconds = forms[i].run()
                 whole = time.perf_counter() - start
-                times[forms[i].name].append(whole if own is None else own)
+                times[forms[i].name].append(whole if seconds is None else seconds)
         return times
 
     def add(self, key: str, title: str, rows: Sequence[Row]) -> None:
@@ -160,8 +160,10 @@ class Benchmark:
         if (file := options["json"]) is not None:
             program = f"benchmarks/{pathlib.Path(sys.argv[0]).name}"
             command = shlex.join(["python", program, *sys.argv[1:]])
-            found = {"command": command, "machine": described}
-            file.write_text(json.dumps(found | {"tables": benchmark.tables}, indent=1))
+            results = {"command": command, "machine": described}
+            file.write_text(
+                json.dumps(results | {"tables": benchmark.tables}, indent=1)
+            )
 
 
 def machine() -> Row:

@@ -82,7 +82,7 @@ def form_of(
                 loop[:] = program(*loop, batch)
         jax.block_until_ready(loop)
 
-    used = [each.memory_analysis().temp_size_in_bytes for each, _ in programs]
+    used = [program.memory_analysis().temp_size_in_bytes for program, _ in programs]
     return Form(name, "plain, scanned" if "round" in name else "plain", run), max(used)
 
 
@@ -142,15 +142,15 @@ class Overhead(Benchmark, quick="--millions 0.1 --leaf 0.05 --width 50"):
 
     def optimizers(self) -> dict[str, Any]:
         """Return an optimizer for each form."""
-        made: dict[str, Any] = {"plain": ADAM, "plain, scanned": ADAM}
-        made["MultiSteps"] = optax.MultiSteps(ADAM, self.period)
-        made["agn, local phase alone"] = agn_optax.phases(ADAM, RULES["agn"])
+        optimizers: dict[str, Any] = {"plain": ADAM, "plain, scanned": ADAM}
+        optimizers["MultiSteps"] = optax.MultiSteps(ADAM, self.period)
+        optimizers["agn, local phase alone"] = agn_optax.phases(ADAM, RULES["agn"])
         for name, rule in RULES.items():
             drop_in = agn_optax.exchange_every(ADAM, rule, self.period)
             split = agn_optax.phases(ADAM, rule)
-            made |= {f"{name}, drop-in": drop_in, f"{name}, split": split}
-            made[f"{name}, round"] = split
-        return made
+            optimizers |= {f"{name}, drop-in": drop_in, f"{name}, split": split}
+            optimizers[f"{name}, round"] = split
+        return optimizers
 
 
 if __name__ == "__main__":

@@ -152,25 +152,27 @@ def train(
 
 def row_of(steps: Spans, flights: Spans) -> Row:
     """Return the numbers of a row: medians of all rounds but the last."""
-    found: dict[str, list[float]] = defaultdict(list)
+    samples: dict[str, list[float]] = defaultdict(list)
     for (start, answered), (following, _) in itertools.pairwise(flights):
-        own = [each for each in steps if start <= each[0] and each[1] <= following]
+        whole_steps = [(a, b) for a, b in steps if start <= a and b <= following]
         # A fast exchange ends before the first step does.
-        within = [end - begin for begin, end in own if begin < answered]
+        within = [end - begin for begin, end in whole_steps if begin < answered]
         # The first step after the answer waits for the adoption.
-        outside = [end - begin for begin, end in own if begin >= answered][1:]
+        outside = [end - begin for begin, end in whole_steps if begin >= answered][1:]
         if within and outside:
             alone = float(np.mean(outside))
-            found["step_ms"].append(1e3 * alone)
-            found["exchange_ms"].append(1e3 * (answered - start))
-            found["speed"].append(alone / float(np.mean(within)))
-            found["whole_round"].append(alone * len(own) / (following - start))
+            samples["step_ms"].append(1e3 * alone)
+            samples["exchange_ms"].append(1e3 * (answered - start))
+            samples["speed"].append(alone / float(np.mean(within)))
+            samples["whole_round"].append(
+                alone * len(whole_steps) / (following - start)
+            )
             if within[1:]:
-                found["later"].append(alone / float(np.mean(within[1:])))
-    if not found:
+                samples["later"].append(alone / float(np.mean(within[1:])))
+    if not samples:
         raise ValueError("no step lay within an exchange: give a larger --megabytes")
-    medians = {key: float(np.median(each)) for key, each in found.items()}
-    return {"later": None} | medians | spread("speed", found["speed"])
+    medians = {key: float(np.median(values)) for key, values in samples.items()}
+    return {"later": None} | medians | spread("speed", samples["speed"])
 
 
 class Overlap(Benchmark, quick="--megabytes 8 --window 0.2 --transports memory"):

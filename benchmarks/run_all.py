@@ -39,8 +39,8 @@ def run(name: str, options: list[str], file: pathlib.Path) -> Row:
     """Run one benchmark and return its results."""
     command = [sys.executable, "-B", str(HERE / f"{name}.py"), *options]
     subprocess.run([*command, "--json", str(file)], check=True)  # noqa: S603
-    said = " ".join(["python", f"benchmarks/{name}.py", *options])
-    return {"benchmark": name, **json.loads(file.read_text()), "command": said}
+    shown = " ".join(["python", f"benchmarks/{name}.py", *options])
+    return {"benchmark": name, **json.loads(file.read_text()), "command": shown}
 
 
 def page(found: list[Row]) -> str:

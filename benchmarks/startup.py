@@ -25,8 +25,8 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTEC
 def seconds(module: str) -> float:
     """Return the seconds of an import, without the interpreter's start."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
-    said = subprocess.check_output(command, env=ENVIRONMENT)  # noqa: S603 our own
-    return float(said)
+    output = subprocess.check_output(command, env=ENVIRONMENT)  # noqa: S603 our own
+    return float(output)
 
 
 class Startup(Benchmark):

@@ -115,25 +115,27 @@ def errors_of(
     """Return the center's error on held-out digits, in %, at the end of each phase."""
     params = two_hosts.make_params(data.train.images[0].size, hidden=64)
     shared = agn_optax.LocalCenter(case.rule(), params, mode=case.mode)
-    there: list[Trainer] = []
-    found = []
+    trainers: list[Trainer] = []
+    errors = []
     with ThreadPoolExecutor(max(phases)) as threads:
         for workers in phases:
-            while len(there) > workers:
-                there.pop().worker.leave()
-            while len(there) < workers:
-                own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
-                there.append(Trainer(shared, f"worker-{len(there)}", own))
+            while len(trainers) > workers:
+                trainers.pop().worker.leave()
+            while len(trainers) < workers:
+                batches = two_hosts.batches(data.train, 32, 1000 * seed + len(trainers))
+                trainers.append(Trainer(shared, f"worker-{len(trainers)}", batches))
             for _ in range(rounds):
                 if case.mode.combines:  # rounds wait for all
-                    list(threads.map(Trainer.round, there))
+                    list(threads.map(Trainer.round, trainers))
                 else:
-                    for each in there:
-                        each.round()
-            found.append(100.0 * (1.0 - float(_right(shared.pull().params, data.test))))
-    for each in there:
-        each.worker.leave()
-    return found
+                    for trainer in trainers:
+                        trainer.round()
+            errors.append(
+                100.0 * (1.0 - float(_right(shared.pull().params, data.test)))
+            )
+    for trainer in trainers:
+        trainer.worker.leave()
+    return errors
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
@@ -51,15 +52,16 @@ class Run:
     @property
     def staleness(self) -> list[int]:
         """The staleness of all messages."""
-        reports = [report for each in self.exchanges.values() for report in each]
+        reports = itertools.chain.from_iterable(self.exchanges.values())
         return [r.staleness for r in reports if r.staleness is not None]
 
     @property
     def waiting(self) -> float:
         """Fraction of their time that the workers waited for exchanges."""
-        waited = sum(r.seconds for each in self.exchanges.values() for r in each)
-        there = sum(times[-1] for times in self.times.values())
-        return waited / there if there else 0.0
+        reports = itertools.chain.from_iterable(self.exchanges.values())
+        waited = sum(report.seconds for report in reports)
+        total = sum(times[-1] for times in self.times.values())
+        return waited / total if total else 0.0
 
     @property
     def death_and_return(self) -> tuple[int, int] | None:
@@ -161,20 +163,20 @@ def save_and_read_back(result: Run, folder: pathlib.Path) -> PyTree:
 
 def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Group runs by method, each with all its seeds."""
-    found: dict[str, list[Run]] = {}
-    for each in runs:
-        found.setdefault(each.method.name, []).append(each)
-    return found
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.method.name, []).append(run)
+    return groups
 
 
 def compared(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Return the runs in which workers exchange and none is killed, by method."""
-    return by_method([each for each in runs if each.versions and not each.method.kills])
+    return by_method([run for run in runs if run.versions and not run.method.kills])
 
 
 def common_level(runs: Sequence[Run]) -> float:
     """Return the accuracy that all runs reached, rounded down to half a percent."""
-    return math.floor(200 * min((max(each.accuracy) for each in runs), default=0)) / 200
+    return math.floor(200 * min((max(run.accuracy) for run in runs), default=0)) / 200
 
 
 def spread(numbers: Sequence[float], form: str) -> str:
@@ -202,7 +204,7 @@ def table_of(
       folder: for the checkpoints.
       accuracy: returns the test accuracy of parameters.
     """
-    level = common_level([each for group in compared(runs).values() for each in group])
+    level = common_level([run for group in compared(runs).values() for run in group])
     table = Table(
         title=f"{setup.data}: {len(setup.workers)} workers, {setup.mbit:g} Mbit/s, "
         f"{setup.seeds} seeds: median and range",
@@ -219,20 +221,20 @@ def table_of(
     ):
         table.add_column(column, justify="right")
     for name, group in by_method(runs).items():
-        one, *others = group
-        ends = [accuracy(save_and_read_back(one, folder))]
-        ends += [accuracy(each.center) for each in others]
-        late = [staleness for each in group for staleness in each.staleness]
-        made = [len(one.exchanges.get(worker, [])) for worker in setup.workers]
-        has_center = bool(one.versions)
+        first, *others = group
+        ends = [accuracy(save_and_read_back(first, folder))]
+        ends += [accuracy(run.center) for run in others]
+        late = [staleness for run in group for staleness in run.staleness]
+        made = [len(first.exchanges.get(worker, [])) for worker in setup.workers]
+        has_center = bool(first.versions)
         table.add_row(
             name,
-            spread([each.cost(level, each.seconds) for each in group], ".2f"),
-            spread([each.cost(level, each.megabytes) for each in group], ".1f")
+            spread([run.cost(level, run.seconds) for run in group], ".2f"),
+            spread([run.cost(level, run.megabytes) for run in group], ".1f")
             if has_center
             else "-",
-            spread([100 * each for each in ends], ".1f"),
-            f"{np.median([each.waiting for each in group]):.0%}" if has_center else "-",
+            spread([100 * end for end in ends], ".1f"),
+            f"{np.median([run.waiting for run in group]):.0%}" if has_center else "-",
             f"{np.mean(late):.2f}/{max(late)}" if late else "-",
             "/".join(map(str, made)) if has_center else "-",
         )
@@ -261,7 +263,7 @@ def conclusion(level: float, costs: Mapping[str, float], of: str) -> str:
 def at_the_end(groups: Mapping[str, Sequence[Run]]) -> str:
     """Compare the accuracies after all samples, in a sentence."""
     ends = {
-        name: float(np.median([each.accuracy[-1] for each in group]))
+        name: float(np.median([run.accuracy[-1] for run in group]))
         for name, group in groups.items()
     }
     every_step = ends.pop(EVERY_STEP.name, None)
@@ -276,29 +278,29 @@ def at_the_end(groups: Mapping[str, Sequence[Run]]) -> str:
 def plot(runs: Sequence[Run], setup: Setup, path: pathlib.Path) -> None:
     """Plot accuracy against seconds and bytes, and the exchanges of a killed worker."""
     groups = compared(runs)
-    level = common_level([each for group in groups.values() for each in group])
-    killed = [each for each in runs if each.method.kills]
+    level = common_level([run for group in groups.values() for run in group])
+    killed = [run for run in runs if run.method.kills]
     figure = plt.figure(figsize=(12, 7.4 if killed else 5.4), layout="constrained")
     top, *bottom = figure.subfigures(
         2 if killed else 1, 1, height_ratios=[3.6, 1] if killed else None, squeeze=False
     )[:, 0]
     panels = top.subplots(1, 2, sharey=True)
-    alone = [each for each in runs if not each.versions]
-    best = max(max(each.accuracy) for each in runs)
+    alone = [run for run in runs if not run.versions]
+    best = max(max(run.accuracy) for run in runs)
     for axes, of, sums in (
-        (panels[0], "time", lambda each: each.seconds),
-        (panels[1], "bytes", lambda each: each.megabytes),
+        (panels[0], "time", lambda run: run.seconds),
+        (panels[1], "bytes", lambda run: run.megabytes),
     ):
         lines = groups if of == "bytes" else {**groups, **by_method(alone)}
         for group in lines.values():
-            _curve(axes, group, [sums(each) for each in group])
+            _curve(axes, group, [sums(run) for run in group])
         costs = {
-            name: float(np.median([each.cost(level, sums(each)) for each in group]))
+            name: float(np.median([run.cost(level, sums(run)) for run in group]))
             for name, group in groups.items()
         }
         axes.set_title(conclusion(100 * level, costs, of), fontsize=11)
     if alone:
-        end = np.median([each.accuracy[-1] for each in alone])
+        end = np.median([run.accuracy[-1] for run in alone])
         panels[1].axhline(end, linestyle=":", color=alone[0].method.color)
     panels[0].set(
         xlabel="seconds (log scale)", ylabel="test accuracy (log scale of the errors)"
@@ -312,13 +314,13 @@ def plot(runs: Sequence[Run], setup: Setup, path: pathlib.Path) -> None:
     )
     if groups:  # the curve of the single worker begins much earlier
         begins = (
-            next(filter(None, each.seconds), 1.0)
+            next(filter(None, run.seconds), 1.0)
             for group in groups.values()
-            for each in group
+            for run in group
         )
         panels[0].set_xlim(left=min(begins) / 2)
-    for each in killed[:1]:
-        _timeline(bottom[0].subplots(), each, setup.workers)
+    for run in killed[:1]:
+        _timeline(bottom[0].subplots(), run, setup.workers)
     figure.suptitle(
         f"{setup.data}: {len(setup.workers)} workers, each with its own part of the "
         f"data and a link of {setup.mbit:g} Mbit/s, one {SLOWDOWN} times slower\n"
@@ -332,8 +334,8 @@ def plot(runs: Sequence[Run], setup: Setup, path: pathlib.Path) -> None:
 def _curve(axes: Any, group: Sequence[Run], points: Sequence[Sequence[float]]) -> None:
     """Plot the median and the range of the seeds, where all have points."""
     known = [
-        (np.array(x)[np.array(x) > 0], np.array(each.accuracy)[np.array(x) > 0])
-        for x, each in zip(points, group, strict=True)
+        (np.array(x)[np.array(x) > 0], np.array(run.accuracy)[np.array(x) > 0])
+        for x, run in zip(points, group, strict=True)
     ]
     low, high = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
     grid = np.geomspace(low, max(low, high), 200)

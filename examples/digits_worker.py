@@ -317,8 +317,8 @@ def send(report: Report) -> None:
 
 def job_of(text: str) -> Job:
     """Read a job from JSON."""
-    said = json.loads(text)
-    return Job(**{**said, "tasks": [Task(**task) for task in said["tasks"]]})
+    fields = json.loads(text)
+    return Job(**{**fields, "tasks": [Task(**task) for task in fields["tasks"]]})
 
 
 if __name__ == "__main__":

@@ -104,13 +104,13 @@ def main() -> None:
         num_cpus=1, max_restarts=-1, max_task_retries=-1
     )
     workers = [makes.remote() for _ in range(options.workers)]
-    made = ray.get(
+    exchanges = ray.get(
         [
             worker.train.remote(rank, folder, token, options.steps)
             for rank, worker in enumerate(workers)
         ]
     )
-    print(f"{sum(made)} exchanges; the center is {ray.get(center.stop.remote())}")
+    print(f"{sum(exchanges)} exchanges; the center is {ray.get(center.stop.remote())}")
 
 
 if __name__ == "__main__":

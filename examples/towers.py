@@ -215,12 +215,12 @@ def conclusion(runs: list[Run]) -> str:
     first, *others = runs
     if not others or not first.megabytes[-1]:
         return "Test loss against bytes"
-    said = (
+    ratios = (
         f"{run.mode} {run.megabytes[-1] / first.megabytes[-1]:.0%} "
         f"(loss {run.loss[-1] - first.loss[-1]:+.2f})"
         for run in others
     )
-    return f"Bytes compared with {first.mode}: {', '.join(said)}"
+    return f"Bytes compared with {first.mode}: {', '.join(ratios)}"
 
 
 def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:

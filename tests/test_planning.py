@@ -264,17 +264,19 @@ def test_plan_of_a_journal_matches_hand_calculation():
     two = dataclasses.replace(LINK, workers=2, machine=SLOW, disk=disk)
     without = plan(cluster=dataclasses.replace(two, disk=None), period=100)
     cost = plan(cluster=two, period=100)
-    assert without.kept is None
+    assert without.journal is None
     assert cost.exchange == pytest.approx(without.exchange + 0.25 + 4 / 2)
     assert cost.service == without.service  # the disk is not the slowest part
-    kept = cost.kept
+    journal = cost.journal
     # A snapshot of 4 MB follows every four messages of 4 MB.
-    assert kept.written == pytest.approx(2 / 50 * (4e6 + 4e6 / 4))
-    assert (kept.snapshot, kept.journal) == (4_000_000, 16_000_000)
-    assert kept.read == pytest.approx((4 + 16) / 2)
-    assert kept.replay == pytest.approx(4 * 16 / 8)  # four messages
-    assert kept.rejoin == pytest.approx(2 * (0.25 + cost.service))
-    assert kept.restart == pytest.approx(kept.read + kept.replay + kept.rejoin)
+    assert journal.written == pytest.approx(2 / 50 * (4e6 + 4e6 / 4))
+    assert (journal.snapshot, journal.size) == (4_000_000, 16_000_000)
+    assert journal.read == pytest.approx((4 + 16) / 2)
+    assert journal.replay == pytest.approx(4 * 16 / 8)  # four messages
+    assert journal.rejoin == pytest.approx(2 * (0.25 + cost.service))
+    assert journal.restart == pytest.approx(
+        journal.read + journal.replay + journal.rejoin
+    )
     slow = dataclasses.replace(two, disk=dataclasses.replace(disk, bandwidth=0.5e6))
     cost = plan(cluster=slow)
     assert cost.service == pytest.approx(5 / 0.5)
@@ -287,7 +289,7 @@ def test_only_the_root_of_a_tree_keeps_a_journal():
     free = plan(cluster=dataclasses.replace(LINK, workers=9, tree=tree))
     assert kept.levels[0] == free.levels[0]
     assert kept.levels[1].exchange == pytest.approx(free.levels[1].exchange + 4)
-    assert kept.kept.written == pytest.approx(
+    assert kept.journal.written == pytest.approx(
         kept.levels[1].exchanges * 4e6 * (1 + 4e6 / 2**30)
     )
 
@@ -298,9 +300,9 @@ def test_planned_journal_size_is_that_of_the_journal():
     tests/center/test_durability.py compares these with the constants of the journal.
     """
     disk = Disk(bandwidth=1.0)
-    assert disk.journal(snapshot=4e6, message=4e6) == 2**30
-    assert disk.journal(snapshot=4e9, message=4e9) == 16e9
-    assert disk.journal(snapshot=40, message=40) == 4_000_000
+    assert disk.journal_size(snapshot=4e6, message=4e6) == 2**30
+    assert disk.journal_size(snapshot=4e9, message=4e9) == 16e9
+    assert disk.journal_size(snapshot=40, message=40) == 4_000_000
 
 
 @pytest.mark.parametrize(
@@ -445,7 +447,7 @@ def test_codec_may_be_the_bottleneck():
     cost = plan(INT8, crowd)
     assert (cost.bottleneck, cost.service) == ("codec", pytest.approx(80))
     kept = plan(INT8, dataclasses.replace(crowd, disk=Disk(bandwidth=1e9, size=4e6)))
-    assert kept.kept.replay == pytest.approx(4e6 / cost.message * 40, rel=0.01)
+    assert kept.journal.replay == pytest.approx(4e6 / cost.message * 40, rel=0.01)
 
 
 def test_plan_of_all_reduce_matches_hand_calculation():

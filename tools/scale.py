@@ -169,22 +169,22 @@ def journals(runs: Runs) -> list[str]:
     for parameters, workers in runs:
         period, shards = runs.enough(parameters, workers, disk=disk)
         cost = runs.cost(parameters, workers, period, shards=shards, disk=disk)
-        kept = cost.kept
-        assert kept is not None
+        journal = cost.journal
+        assert journal is not None
         rows.append(
             [
                 f"{parameters:.0e}".replace("e+", "e"),
                 f"{workers:,}",
                 number(period),
                 number(shards),
-                f"{size(kept.written)}/s",
-                share(kept.written / disk.bandwidth),
-                size(kept.snapshot),
-                size(kept.journal),
-                seconds(kept.read),
-                seconds(kept.replay),
-                seconds(kept.rejoin),
-                seconds(kept.restart),
+                f"{size(journal.written)}/s",
+                share(journal.written / disk.bandwidth),
+                size(journal.snapshot),
+                size(journal.size),
+                seconds(journal.read),
+                seconds(journal.replay),
+                seconds(journal.rejoin),
+                seconds(journal.restart),
             ]
         )
     head = (

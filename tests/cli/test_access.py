@@ -114,8 +114,10 @@ def test_page_address_follows_from_the_options(monkeypatch):
     ]:
         fails("serve", "--rule=downpour", "--open", *options, code=1)
         assert found.pop() == page
-    said = fails("serve", "--rule=downpour", "--no-page", "--page-address=a:1", code=2)
-    assert "--no-page exclude" in said
+    output = fails(
+        "serve", "--rule=downpour", "--no-page", "--page-address=a:1", code=2
+    )
+    assert "--no-page exclude" in output
     assert not found
 
 
@@ -127,8 +129,8 @@ def test_token_of_a_random_port_is_removed_with_its_center(runtime):
 
 
 def test_json_output_of_serve_has_the_token(runtime, address):
-    said = serve(address, RULE, "--rule=downpour", "--json").stdout
-    assert len(json.loads(said)["token"]) == 64
+    output = serve(address, RULE, "--rule=downpour", "--json").stdout
+    assert len(json.loads(output)["token"]) == 64
 
 
 def _token_for(address):
@@ -162,9 +164,9 @@ def test_observer_token_from_a_file_cannot_drain_or_save(
         for name in ("status", "doctor"):
             succeeds(name, address, token_file(tmp_path, READS))
         for name in ("drain", "save"):
-            said = fails(name, address, token_file(tmp_path, READS), code=1)
-            assert f"{name.title()} needs the role operator" in said
-            assert READS not in said
+            output = fails(name, address, token_file(tmp_path, READS), code=1)
+            assert f"{name.title()} needs the role operator" in output
+            assert READS not in output
 
     result = serve(
         address, RULE, "--rule=downpour", f"--tokens={tokens}", then=look, token=READS
@@ -177,13 +179,13 @@ def test_operator_can_have_a_snapshot_written(runtime, address, tokens, tmp_path
     disk = tmp_path / "disk"
 
     def look(center):
-        said = fails("save", address, operator, code=1)
-        assert "no parameters yet" in said
+        output = fails("save", address, operator, code=1)
+        assert "no parameters yet" in output
         center.initialize(jnp.zeros(3), worker="a")
         session = center.join("a")
         session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
-        said = json.loads(succeeds("save", address, operator, "--json"))
-        assert said == {"event": "saved", "address": address, "version": 1}
+        reply = json.loads(succeeds("save", address, operator, "--json"))
+        assert reply == {"event": "saved", "address": address, "version": 1}
         assert (disk / "snapshot-000000000002").exists()
         assert "version 1 of" in succeeds("save", address, operator)
 
@@ -203,8 +205,8 @@ def test_open_center_needs_no_token(runtime, address):
 
 
 def test_open_center_on_all_interfaces_is_rejected():
-    said = fails("serve", "--rule=downpour", "--open", "--address=0.0.0.0:0", code=2)
-    assert "insecure=True" in said
+    output = fails("serve", "--rule=downpour", "--open", "--address=0.0.0.0:0", code=2)
+    assert "insecure=True" in output
 
 
 def test_operator_can_drain_a_center(runtime, tokens, tmp_path):
@@ -229,10 +231,10 @@ def test_operator_can_drain_a_center(runtime, tokens, tmp_path):
             address = json.loads(process.stdout.readline())["address"]
             succeeds("drain", address, token_file(tmp_path, DRAINS))
             assert process.wait(PATIENCE) == 0
-            said = process.stderr.read()
-            assert said.count("draining") == 1
-            assert "as requested by" in said
-            assert DRAINS not in said
+            output = process.stderr.read()
+            assert output.count("draining") == 1
+            assert "as requested by" in output
+            assert DRAINS not in output
         finally:
             process.kill()
 
@@ -281,15 +283,15 @@ def test_each_launched_worker_has_its_own_token(runtime, here):
     (here / "train.py").write_text(WORKER)
     result = command("launch", "--workers=2", "--rule=downpour", "train.py")
     assert result.exit_code == 0, result.output
-    said = result.output
+    text = result.output
     for rank in range(2):
         rejected = f"worker-{rank} | rejected: only worker 'worker-7' itself may"
-        assert rejected in said
-        assert f"worker-{rank} | watched downpour" in said
-    assert "worker-1 | rejected: Initialize needs the role chief" in said
-    assert "worker-0 | rejected: Initialize" not in said
-    assert "let in" not in said
-    center = [line for line in said.splitlines() if line.startswith("center")]
+        assert rejected in text
+        assert f"worker-{rank} | watched downpour" in text
+    assert "worker-1 | rejected: Initialize needs the role chief" in text
+    assert "worker-0 | rejected: Initialize" not in text
+    assert "let in" not in text
+    center = [line for line in text.splitlines() if line.startswith("center")]
     assert "serving at" in center[0]
     assert not any("token" in line for line in center)
     assert not list(runtime.iterdir())
@@ -307,5 +309,5 @@ def test_launched_center_can_be_open(runtime, here):
         "train.py",
     )
     assert "worker-0 | ['AGN_OPTAX_TOKEN_FILE']" in result.output
-    said = fails("launch", "--workers=1", "--token-file=a", "train.py", code=2)
-    assert "--token-file is for --center" in said
+    text = fails("launch", "--workers=1", "--token-file=a", "train.py", code=2)
+    assert "--token-file is for --center" in text

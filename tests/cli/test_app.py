@@ -19,10 +19,10 @@ from agn_optax.ops.engines import _run
 
 def test_version_and_list_of_commands_are_printed():
     assert __version__ in succeeds("--version")
-    said = succeeds("--help")
+    output = succeeds("--help")
     names = "serve status watch save drain doctor backup export plan keys launch"
     for name in names.split():
-        assert f" {name} " in said
+        assert f" {name} " in output
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_version_and_list_of_commands_are_printed():
     ],
 )
 def test_help_of_every_command_lists_its_options(name, options):
-    said = succeeds(name, "--help")
+    output = succeeds(name, "--help")
     for option in (*options, "--json", "--help"):
-        assert option in said
+        assert option in output
 
 
 APP = typer.main.get_command(_app.app)
@@ -56,13 +56,13 @@ def flags(command):
 @pytest.mark.parametrize("name", ["", *APP.commands])
 def test_flags_take_no_value(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # or long names are folded
-    said = succeeds(*name.split(), "--help")
-    assert not re.search("<bool>|BOOL", said, re.IGNORECASE)
+    output = succeeds(*name.split(), "--help")
+    assert not re.search("<bool>|BOOL", output, re.IGNORECASE)
     for each in flags(APP.commands[name] if name else APP):
-        assert all(option in said for option in (*each.opts, *each.secondary_opts))
+        assert all(option in output for option in (*each.opts, *each.secondary_opts))
         # Only spaces between the last name of a flag and its help.
         last = (each.opts + each.secondary_opts)[-1]
-        assert re.search(rf"{last} {{2,}}{each.help.split()[0]}", said), said
+        assert re.search(rf"{last} {{2,}}{each.help.split()[0]}", output), output
 
 
 def test_flags_that_a_file_can_set_have_a_negative_form():
@@ -84,18 +84,20 @@ def test_flags_that_a_file_can_set_have_a_negative_form():
         made.append(center.page)
 
     app = _app_of(take)
-    for said in ("--page", "--no-page"):
-        app([said], standalone_mode=False)
+    for flag in ("--page", "--no-page"):
+        app([flag], standalone_mode=False)
     assert made == [True, False]
-    assert _options.taken({"page": True}, "a file", CenterOptions) == {"page": True}
+    assert _options.parse_table({"page": True}, "a file", CenterOptions) == {
+        "page": True
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "extra"), [("serve", "flax"), ("export", "flax"), ("keys", "keys")]
 )
 def test_help_names_the_extra_that_is_needed(name, extra):
-    said = " ".join(succeeds(name, "--help").replace("\u2502", " ").split())
-    assert f"eeds the extra {extra}." in said
+    output = " ".join(succeeds(name, "--help").replace("\u2502", " ").split())
+    assert f"eeds the extra {extra}." in output
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_record_round_trips_through_the_command_line():
 
 def _app_of(function):
     app = typer.Typer()
-    app.command()(_options.spread(function))
+    app.command()(_options.as_command(function))
     return app
 
 
@@ -268,8 +270,8 @@ def test_group_takes_types_defaults_and_help_from_the_library():
 
 
 def test_clause_on_none_is_shown_as_the_default():
-    (_, said), *_ = _options.Group(Base).fields.values()
-    assert said["show_default"] == "any size"
+    (_, option), *_ = _options.Group(Base).fields.values()
+    assert option["show_default"] == "any size"
 
 
 def test_group_builds_its_class_from_options():
@@ -282,14 +284,14 @@ def test_group_builds_its_class_from_options():
     app(["--folder=a", "--my-rate=3", "--no-my-is-safe"], standalone_mode=False)
     options, arguments = made[0]
     assert arguments == {"folder": pathlib.Path("a"), "rate": 3.0, "is_safe": False}
-    assert GROUP.made(options, size=3) == Source(**arguments, size=3)
+    assert GROUP.build(options, size=3) == Source(**arguments, size=3)
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-rate needs --folder"):
-        GROUP.made_with("folder", Grouped(my_rate=1.0))
+        GROUP.build_if_given("folder", Grouped(my_rate=1.0))
     with pytest.raises(errors.InvalidArgumentError, match=r"^--my-kind is too much"):
         GROUP.reject(Grouped(my_kind="b"), "is too much")
     GROUP.reject(Grouped(kind=1), "is too much")
-    assert GROUP.made_with("folder", Grouped(kind=1)) is None
-    assert GROUP.made_with("folder", options) == Source(**arguments)
+    assert GROUP.build_if_given("folder", Grouped(kind=1)) is None
+    assert GROUP.build_if_given("folder", options) == Source(**arguments)
 
 
 def test_everyday_options_come_first():
@@ -318,22 +320,22 @@ def test_bad_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "center.toml"
     path.write_text(text)
     with pytest.raises(errors.InvalidArgumentError, match=message):
-        _options.read(path, RuleOptions, CenterOptions)
+        _options.read_file(path, RuleOptions, CenterOptions)
 
 
 def test_missing_file_is_rejected(tmp_path):
-    said = fails("serve", "--config", tmp_path / "none.toml", code=2)
-    assert "cannot read" in said
-    assert "Traceback" not in said
+    output = fails("serve", "--config", tmp_path / "none.toml", code=2)
+    assert "cannot read" in output
+    assert "Traceback" not in output
 
 
 def test_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "center.toml"
     path.write_text("rule = 'agn'\nlearning-rate = 1\ngrace = 2\ntls-key = 'a.pem'\n")
-    values = _options.read(path, RuleOptions, CenterOptions)
-    rule = _options.filled(RuleOptions(learning_rate=0.5), values)
+    values = _options.read_file(path, RuleOptions, CenterOptions)
+    rule = _options.with_defaults(RuleOptions(learning_rate=0.5), values)
     assert _options.given(rule) == {"rule": "agn", "learning_rate": 0.5}
-    center = _options.filled(CenterOptions(), values)
+    center = _options.with_defaults(CenterOptions(), values)
     assert isinstance(center.grace, float)
     assert center.tls_key.name == "a.pem"
 

@@ -24,18 +24,20 @@ def checks(*arguments, code):
     """Run the doctor; return result and text of each check."""
     result = command("doctor", *arguments, "--json")
     assert result.exit_code == code, result.output
-    said = json.loads(result.stdout)
-    assert said["ok"] == (not code)
-    return {each["check"]: (each["result"], each["said"]) for each in said["checks"]}
+    reply = json.loads(result.stdout)
+    assert reply["ok"] == (not code)
+    return {
+        each["check"]: (each["result"], each["message"]) for each in reply["checks"]
+    }
 
 
 def test_doctor_finds_no_fault_in_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
-    said = succeeds("doctor", server.address, *options)
-    lines = said.splitlines()
+    output = succeeds("doctor", server.address, *options)
+    lines = output.splitlines()
     assert len(lines) == 14
     # (The rates depend on how busy the machine is.)
-    assert all(line.startswith("ok ") for line in lines if "rates" not in line), said
+    assert all(line.startswith("ok ") for line in lines if "rates" not in line), output
     found = checks(server.address, *options, code=0)
     assert found["schema"] == ("ok", "2 leaves, 32 B")
     assert found["rule"] == ("ok", "easgd at both ends")
@@ -43,9 +45,9 @@ def test_doctor_finds_no_fault_in_a_healthy_center(server):
 
 
 def test_doctor_compares_rules(server, tmp_path):
-    result, said = checks(server.address, "--rule=downpour", code=1)["rule"]
+    result, message = checks(server.address, "--rule=downpour", code=1)["rule"]
     assert result == "failed"
-    assert "its name is 'easgd', and here it is 'downpour'" in said
+    assert "its name is 'easgd', and here it is 'downpour'" in message
     path = tmp_path / "center.toml"
     path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
     assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
@@ -114,16 +116,16 @@ def test_doctor_reports_tls_options_for_a_center_without_tls(server, tmp_path):
 class AlteredObserver:
     """An observer of a center whose description has some fields replaced."""
 
-    def __init__(self, server, **said):
+    def __init__(self, server, **altered):
         self._observer = service.Observer(server.address)
-        self._said = said
+        self._altered = altered
 
     def __getattr__(self, name):
         return getattr(self._observer, name)
 
     def describe(self):
         described = self._observer.describe()
-        for name, value in self._said.items():
+        for name, value in self._altered.items():
             if isinstance(value, dict):
                 described.versions.update(value)
             else:
@@ -132,7 +134,7 @@ class AlteredObserver:
 
 
 @pytest.mark.parametrize(
-    ("check", "result", "message", "said"),
+    ("check", "result", "message", "altered"),
     [
         ("release", "warning", "the center runs agn_optax 9.9", {"release": "9.9"}),
         ("clocks", "warning", "s ahead", {"clock": lambda: time.time() + 60}),
@@ -141,18 +143,18 @@ class AlteredObserver:
     ],
 )
 def test_doctor_judges_the_description_of_a_center(
-    server, check, result, message, said
+    server, check, result, message, altered
 ):
     checks = _checks.Checks(
         server.address,
-        lambda: AlteredObserver(server, **said),
+        lambda: AlteredObserver(server, **altered),
         None,
         timeout=5.0,
         tls=None,
     )
     found = {finding.check: finding for finding in checks.run()}
     assert found[check].result == result
-    assert message in found[check].said
+    assert message in found[check].message
     others = found.keys() - {check, "rates"}  # rates depend on the machine's load
     assert {found[name].result for name in others} == {"ok"}
 
@@ -160,7 +162,7 @@ def test_doctor_judges_the_description_of_a_center(
 def test_doctor_reports_that_the_center_is_going_down(server, monkeypatch):
     monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
     found = checks(server.address, code=1)
-    assert "going down" in found["health"][1]
+    assert "draining" in found["health"][1]
 
 
 @pytest.mark.parametrize(("transport", "slow"), [("socket", "up"), ("grpc", "down")])
@@ -170,13 +172,13 @@ def test_doctor_names_the_slow_direction(transport, slow):
         way.rate = 1e6
         with service.Observer(net.address) as observer:
             measured = observer.measure(transport)
-        result, said = checks(net.address, code=0)["rates"]
+        result, message = checks(net.address, code=0)["rates"]
     quick = measured.down if slow == "up" else measured.up
     assert 3e5 < getattr(measured, slow) < 1.5e6
     assert quick > 4e6
     assert result == "warning"
-    assert f"the way {slow}, " in said
-    assert "duplex" in said
+    assert f"the way {slow}, " in message
+    assert "duplex" in message
 
 
 @pytest.mark.slow
@@ -186,9 +188,9 @@ def test_doctor_fails_for_a_connection_that_is_far_too_slow():
         Network(own) as net,
     ):
         net.there.rate = 8e3
-        result, said = checks(net.address, code=1)["rates"]
+        result, message = checks(net.address, code=1)["rates"]
     assert result == "failed"
-    assert "slower than the 32.8 kB/s" in said
+    assert "slower than the 32.8 kB/s" in message
 
 
 def test_doctor_reports_an_unreachable_direct_port():
@@ -197,11 +199,11 @@ def test_doctor_reports_an_unreachable_direct_port():
         for offer in own._servicer.offers:
             if offer.transport == "socket":
                 offer.address = ":1"
-        result, said = checks(own.address, code=0)["rates"]
+        result, message = checks(own.address, code=0)["rates"]
     assert result == "warning"
-    assert "cannot connect by socket: " in said
-    assert "open :1 in the firewall" in said
-    assert "--direct-address" in said
+    assert "cannot connect by socket: " in message
+    assert "open :1 in the firewall" in message
+    assert "--direct-address" in message
 
 
 def test_doctor_warns_when_its_token_may_not_measure(tmp_path):
@@ -222,9 +224,9 @@ def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
     disk = tmp_path / "disk"
     kept = center.Snapshots(disk)
     with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
-        result, said = checks(own.address, code=0)["disk"]
+        result, message = checks(own.address, code=0)["disk"]
         assert result == "ok"
-        assert "are free, and the next snapshot with its journal takes" in said
+        assert "are free, and the next snapshot with its journal takes" in message
         status = service.Observer(own.address).status()
         (snapshot,) = disk.glob("snapshot-*")
         assert status["disk_needed"] == snapshot.stat().st_size
@@ -245,13 +247,13 @@ def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
         assert checks(own.address, code=0)["disk"][0] == "ok"  # two more fit
         taken = small_disk / "taken"
         taken.write_bytes(bytes(1_500_000))  # one more does
-        result, said = checks(own.address, code=0)["disk"]
-        assert (result, "make room before a second" in said) == ("warning", True)
+        result, message = checks(own.address, code=0)["disk"]
+        assert (result, "make room before a second" in message) == ("warning", True)
         taken.write_bytes(bytes(2_500_000))
-        result, said = checks(own.address, code=1)["disk"]
+        result, message = checks(own.address, code=1)["disk"]
         taken.unlink()
     assert result == "failed"
-    assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", said)
+    assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", message)
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,9 @@ def test_doctor_warns_of_a_proxy(monkeypatch, address, environment, result):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     checks = _checks.Checks(address, None, None, timeout=1.0, tls=None)
-    found, said = checks._check_proxy()
+    found, message = checks._check_proxy()
     assert found == result
-    assert "secret" not in said
+    assert "secret" not in message
 
 
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):

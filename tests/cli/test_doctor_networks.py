@@ -106,12 +106,12 @@ def doctor(hosts, *options, **environment):
     arguments, known = python(
         *("-m", "agn_optax.ops.cli", "doctor", CENTER, "--insecure", "--json", *options)
     )
-    said = run(
+    done = run(
         *("ip", "netns", "exec", hosts.here, *arguments), env={**known, **environment}
     )
-    assert said.stdout, said.stderr
-    checks = json.loads(said.stdout)["checks"]
-    return {each["check"]: (each["result"], each["said"]) for each in checks}
+    assert done.stdout, done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    return {each["check"]: (each["result"], each["message"]) for each in checks}
 
 
 @pytest.mark.slow
@@ -134,10 +134,10 @@ def test_doctor_finds_that_large_packets_are_lost(wired, side):
     wired.ip(far, "route", "change", *route, *source, "advmss", "1460")
     found = doctor(wired, "--timeout=2")
     which = "to the center" if side == "here" else "from the center"
-    result, said = found["rates"]
+    result, message = found["rates"]
     assert result == "failed"
-    assert f"16 KiB {which} do not in 2 s" in said
-    assert "something on the path may drop large packets (`tracepath 10.77" in said
+    assert f"16 KiB {which} do not in 2 s" in message
+    assert "something on the path may drop large packets (`tracepath 10.77" in message
 
 
 @pytest.mark.slow
@@ -148,20 +148,20 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
         found = doctor(wired, "--timeout=2")
     finally:
         wired.ip(wired.there, "rule", "del", *answers)
-    result, said = found["rates"]
+    result, message = found["rates"]
     assert result == "warning"
-    assert said.startswith("grpc ")
-    assert "cannot connect by socket" in said
+    assert message.startswith("grpc ")
+    assert "cannot connect by socket" in message
 
 
 @pytest.mark.slow
 def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
     proxy = {"http_proxy": "http://10.77.1.2:1"}
     found = doctor(wired, "--timeout=2", **proxy)
-    result, said = found["proxy"]
+    result, message = found["proxy"]
     assert result == "warning"
-    assert "http_proxy sends gRPC through a proxy" in said
-    assert "add 10.77.1.2 to no_proxy" in said
+    assert "http_proxy sends gRPC through a proxy" in message
+    assert "add 10.77.1.2 to no_proxy" in message
     assert list(found)[-1] == "health"  # which gRPC cannot ask
     found = doctor(wired, no_proxy="10.77.1.2", **proxy)
     assert found["proxy"] == ("ok", "gRPC uses no proxy for it")

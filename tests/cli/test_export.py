@@ -53,14 +53,14 @@ def test_export_of_a_directory_that_a_center_uses(tmp_path, params):
     center = agn_optax.LocalCenter(RULE, params, durability=Journal(kept))
     center.write_snapshot()
     now = moved(center, params)
-    said = fails("export", kept, to, code=2)
-    assert "exchanges since its last snapshot" in said
+    output = fails("export", kept, to, code=2)
+    assert "exchanges since its last snapshot" in output
     assert not to.exists()
-    said = fails("export", kept, to, "--rule=downpour", code=1)
-    assert "another rule" in said
+    output = fails("export", kept, to, "--rule=downpour", code=1)
+    assert "another rule" in output
     assert not to.exists()
-    said = json.loads(succeeds("export", kept, to, *AGN, "--json"))
-    assert said == {"version": 2, "directory": str(to)}
+    reply = json.loads(succeeds("export", kept, to, *AGN, "--json"))
+    assert reply == {"version": 2, "directory": str(to)}
     assert_identical(loaded(to), now.params)
     assert MODEL.apply(loaded(to), INPUT).shape == (1, 2)
     # The optimizer's state was replayed, too; after a snapshot no rule is needed.
@@ -88,16 +88,16 @@ def test_directory_that_cannot_be_made_is_found_before_anything_starts(tmp_path,
     to = tmp_path / where
     (tmp_path / "file").write_text("in the way")
     for arguments in (["export", "127.0.0.1:1", to], ["serve", *AGN, f"--save={to}"]):
-        said = fails(*arguments, code=2)
-        assert "a checkpoint needs a directory that can be made" in said
-        assert str(to) in said
+        output = fails(*arguments, code=2)
+        assert "a checkpoint needs a directory that can be made" in output
+        assert str(to) in output
 
 
 def test_directory_that_can_be_made_is_not_left_behind(tmp_path):
     """The target is checked first; the export fails because there is no center."""
     (tmp_path / "empty").mkdir()
-    said = fails("export", tmp_path / "empty", tmp_path / "new/folder/to", code=1)
-    assert "there is no center in" in said
+    output = fails("export", tmp_path / "empty", tmp_path / "new/folder/to", code=1)
+    assert "there is no center in" in output
     assert list((tmp_path / "new/folder").iterdir()) == []
 
 
@@ -166,8 +166,8 @@ def test_export_of_a_running_center(tmp_path, params):
         now = moved(server.center, params)
         (tmp_path / "token").write_text(looks)
         token = f"--token-file={tmp_path / 'token'}"
-        said = fails("export", server.address, to, token, code=1)
-        assert "Pull needs the role" in said
+        output = fails("export", server.address, to, token, code=1)
+        assert "Pull needs the role" in output
         (tmp_path / "token").write_text(reads)
         assert f"version 2 is in {to}" in succeeds("export", server.address, to, token)
         assert_identical(loaded(to), now.params)
@@ -243,10 +243,10 @@ def test_last_messages_of_workers_are_saved(tmp_path):
             while ready < 2:
                 ready += "ready" in process.stdout.readline()
             process.send_signal(signal.SIGTERM)
-            said = process.stdout.read()
+            output = process.stdout.read()
         finally:
             process.kill()
-    assert "version 2 is in" in said
+    assert "version 2 is in" in output
     restored = loaded(to, {"w": jnp.zeros(3)})
     assert restored["w"].tolist() == [-10.0] * 3
 

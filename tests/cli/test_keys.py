@@ -21,8 +21,8 @@ HOSTS = ("--host=localhost", "--host=127.0.0.1")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "here"
     names = ("--chief=anna", "--worker=bert", "--operator=olga")
-    said = json.loads(succeeds("keys", folder, *HOSTS, *names, "--json"))
-    assert sorted(said["made"]) == sorted(map(str, folder.iterdir()))
+    reply = json.loads(succeeds("keys", folder, *HOSTS, *names, "--json"))
+    assert sorted(reply["files"]) == sorted(map(str, folder.iterdir()))
     return folder
 
 
@@ -113,9 +113,9 @@ def test_bad_names_are_rejected(tmp_path, arguments, message):
 
 def test_keys_overwrites_no_file(made):
     before = (made / "bert.key").read_bytes()
-    said = fails("keys", made, "--worker=bert", code=2)
-    assert "bert.pem" in said
-    assert "exist already" in said
+    output = fails("keys", made, "--worker=bert", code=2)
+    assert "bert.pem" in output
+    assert "exist already" in output
     assert (made / "bert.key").read_bytes() == before
 
 
@@ -124,9 +124,9 @@ def test_broken_off_command_can_be_repeated_after_a_cleanup(tmp_path):
     folder = tmp_path / "keys"
     succeeds("keys", folder, "--worker=anna", "--worker=bert")
     (folder / "bert.pem").unlink()
-    said = fails("keys", folder, "--worker=carl", "--worker=bert", code=2)
+    output = fails("keys", folder, "--worker=carl", "--worker=bert", code=2)
     for kind in ("key", "token"):
-        assert f"bert.{kind}" in said
+        assert f"bert.{kind}" in output
         (folder / f"bert.{kind}").unlink()
     assert not (folder / "carl.pem").exists()
     succeeds("keys", folder, "--worker=carl", "--worker=bert")

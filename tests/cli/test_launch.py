@@ -324,8 +324,8 @@ def test_server_is_ended_after_its_followers(how):
         lines = Lines({})
         with contextlib.suppress(SystemExit):
             run(programs, output=lines, grace=PATIENCE)
-        said = lines.of("server")
-    assert said == ["up", "last words", "agn-optax: exit status 1"]
+        text = lines.of("server")
+    assert text == ["up", "last words", "agn-optax: exit status 1"]
 
 
 def test_others_continue_after_a_failure_with_on_failure_go_on(witness):
@@ -334,7 +334,7 @@ def test_others_continue_after_a_failure_with_on_failure_go_on(witness):
         python("broken", "raise SystemExit(3)"),
         living(witness, "a", "s.recv(1); print('done')"),
         on={"agn-optax: exit status 3": lambda: witness.release("a")},
-        on_failure="go on",
+        on_failure="continue",
     )
     assert lines.of("a") == ["done"]
     returned = {e.name: (e.returncode, e.stopped) for e in ended}
@@ -349,7 +349,7 @@ def test_failed_server_ends_all_programs(witness):
     _, ended = launch(
         python("server", "raise SystemExit(3)", waited_for=False),
         living(witness, "a"),
-        on_failure="go on",
+        on_failure="continue",
     )
     assert [e.returncode for e in ended] == [3, -signal.SIGTERM]
 
@@ -359,10 +359,10 @@ def test_server_that_exits_ends_all_programs(witness, restarts):
     lines, ended = launch(
         python("server", "print('enough')", waited_for=False, restarts=restarts),
         living(witness, "a"),
-        on_failure="go on",
+        on_failure="continue",
     )
-    said = "agn-optax: has ended, so the other programs are ended"
-    assert lines.of("server") == ["enough", said]
+    output = "agn-optax: has ended, so the other programs are ended"
+    assert lines.of("server") == ["enough", output]
     assert [e.returncode for e in ended] == [0, -signal.SIGTERM]
     assert [e.stopped for e in ended] == [False, True]
 
@@ -587,8 +587,8 @@ def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
     """An interrupt is forwarded as SIGTERM: Python prints no traceback for that."""
     commands = [life(witness, who, TELL) for who in "ab"]
     with launcher(witness, *commands) as process:
-        said = sorted(process.stdout.readline() for _ in range(2))
-        assert said == ["p0 up\n", "p1 up\n"]
+        output = sorted(process.stdout.readline() for _ in range(2))
+        assert output == ["p0 up\n", "p1 up\n"]
         process.send_signal(signum)
         out, _ = process.communicate(timeout=PATIENCE)
         *lines, last = out.splitlines()

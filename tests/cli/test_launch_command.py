@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import ROOT, command, fails
 
 from agn_optax.ops import launch
-from agn_optax.ops.engines import Local, Run, reached_at, serving
+from agn_optax.ops.engines import Local, Run, local_address, serving_event
 from agn_optax.service import Access, tokens
 
 WORKER = """
@@ -48,14 +48,14 @@ def test_launch_runs_two_workers_and_their_center(here):
         "launch", *options, "--barrier=2", "train.py", "--json", "--", "-x"
     )
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert said["returncode"] == 0
-    assert [each["name"] for each in said["programs"]] == [
+    reply = json.loads(result.stdout)
+    assert reply["returncode"] == 0
+    assert [each["name"] for each in reply["programs"]] == [
         "center",
         "worker-0",
         "worker-1",
     ]
-    assert [each["returncode"] for each in said["programs"]] == [0, 0, 0]
+    assert [each["returncode"] for each in reply["programs"]] == [0, 0, 0]
     assert "center   | serving at 127.0.0.1:" in result.stderr
     assert '{"event"' not in result.stderr
     for rank in range(2):
@@ -105,10 +105,10 @@ def test_drained_center_ends_its_workers_and_fails_the_run(here):
     result = command("launch", "--workers=1", "--rule=downpour", "train.py")
     assert result.exit_code == 1, result.output
     assert "worker-0 | draining 127.0.0.1:" in result.stdout
-    said = [line for line in result.stdout.splitlines() if line.startswith("center")]
-    assert sum("draining" in line for line in said) == 1
-    assert "agn-optax: has ended, so the other programs are ended" in said[-2]
-    assert said[-1].endswith("while worker-0 still worked with it")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("center")]
+    assert sum("draining" in line for line in lines) == 1
+    assert "agn-optax: has ended, so the other programs are ended" in lines[-2]
+    assert lines[-1].endswith("while worker-0 still worked with it")
 
 
 # Stands in for Python: runs one shell command as the center, one as each worker.
@@ -187,8 +187,8 @@ def test_token_of_a_center_restarted_at_another_port_is_found(
     served, found = [], []
 
     def look(name, line):
-        if said := serving(line):
-            served.append(said["address"])
+        if event := serving_event(line):
+            served.append(event["address"])
         elif name == "worker-0" and len(found) < len(served):
             found.append([tokens.of(None, lambda at=at: at)() for at in served])
             (here / ("again" if len(served) == 1 else "end")).touch()
@@ -271,9 +271,9 @@ def test_exit_code_is_that_of_the_failed_worker(here, death, code):
     options = ["--workers=3", ELSEWHERE, "--json", "-S"]
     result = command("launch", *options[:3], "--", *options[3:], "train.py")
     assert result.exit_code == code
-    said = json.loads(result.stdout)
-    assert said["returncode"] == code
-    assert [each["stopped"] for each in said["programs"]] == [True, False, True]
+    reply = json.loads(result.stdout)
+    assert reply["returncode"] == code
+    assert [each["stopped"] for each in reply["programs"]] == [True, False, True]
 
 
 @pytest.mark.parametrize("folder", ["train.py", "train.py/storage"])
@@ -300,7 +300,10 @@ def test_launch_runs_a_module(here):
     ("arguments", "message"),
     [
         (["train.py"], "--workers"),
-        (["--workers=0", ELSEWHERE, "train.py"], "workers must be positive, got 0"),
+        (
+            ["--workers=0", ELSEWHERE, "train.py"],
+            "workers must be a whole number >= 1, got 0",
+        ),
         (["--workers=1", ELSEWHERE, "--restarts=-1", "t.py"], "restarts must be"),
         (["--workers=1", ELSEWHERE, "--restart-delay=-1", "t.py"], "restart_delay"),
         (["--workers=1", ELSEWHERE], "PROGRAM.py"),
@@ -329,9 +332,9 @@ def test_launch_runs_a_module(here):
     ],
 )
 def test_wrong_usage_is_rejected(arguments, message):
-    said = fails("launch", *arguments, code=2)
-    assert message in said
-    assert "Traceback" not in said
+    output = fails("launch", *arguments, code=2)
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_prefixes_are_colored_on_a_terminal_only(here, monkeypatch):
@@ -343,9 +346,9 @@ def test_prefixes_are_colored_on_a_terminal_only(here, monkeypatch):
     assert result.stderr == "worker-0 | ab\nworker-0 | a[red]b\n"
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if the output were a terminal
-    said = command("launch", *arguments).stdout
-    assert said.endswith("a[red]b\n")
-    assert "\x1b[" in said.partition("worker-0")[0]
+    text = command("launch", *arguments).stdout
+    assert text.endswith("a[red]b\n")
+    assert "\x1b[" in text.partition("worker-0")[0]
 
 
 def test_interrupt_gives_exit_code_130(here, monkeypatch):
@@ -367,7 +370,7 @@ def test_interrupt_gives_exit_code_130(here, monkeypatch):
 )
 def test_address_is_read_from_the_serving_line(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
-    assert reached_at(serving(line)) == local
+    assert local_address(serving_event(line)) == local
 
 
 def test_serving_line_is_printed_with_page_and_its_token(pretend):
@@ -384,17 +387,17 @@ def test_serving_line_is_printed_with_page_and_its_token(pretend):
     pretend(f"trap 'exit 0' TERM; echo '{line}'; {WAITS}", "exit 0")
     options = ["--workers=1", "--rule=downpour", "--page", "train.py"]
     where = re.escape(f"center   | serving at 127.0.0.1:80, page at {page}")
-    said = command("launch", *options).stdout
-    assert re.search(rf"^{where} with token \w{{64}}$", said, re.MULTILINE)
-    said = command("launch", "--open", *options).stdout
-    assert re.search(rf"^{where}$", said, re.MULTILINE)
+    output = command("launch", *options).stdout
+    assert re.search(rf"^{where} with token \w{{64}}$", output, re.MULTILINE)
+    output = command("launch", "--open", *options).stdout
+    assert re.search(rf"^{where}$", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
 )
 def test_other_lines_are_not_taken_for_the_serving_line(line):
-    assert not serving(line)
+    assert not serving_event(line)
 
 
 @pytest.mark.parametrize("line", ["done \u2713", f"\x1b[{'9' * 5000}m done"])

@@ -18,22 +18,22 @@ PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
 
 
 def test_plan_prints_a_table_of_every_rule():
-    said = succeeds(*PLAN, "--workers=8")
+    output = succeeds(*PLAN, "--workers=8")
     for name in rules.__all__:
         if name != "Rule":
-            assert f" {name} " in said
-    assert " all_reduce " in said
-    assert "8 workers, 0.8 s a step; 125 MB/s each, 125 MB/s at the center" in said
-    assert "5.2 GB" in said
+            assert f" {name} " in output
+    assert " all_reduce " in output
+    assert "8 workers, 0.8 s a step; 125 MB/s each, 125 MB/s at the center" in output
+    assert "5.2 GB" in output
 
 
 def test_json_equals_the_plan_of_the_library():
     options = ["--workers=8", "--period=200", "--inner=sgd", "--latency=0.1"]
     rates = ["--center-bandwidth=10Gbit", "--endpoint-rate=2GB", "--apply-rate=3GB"]
-    said = json.loads(succeeds(*PLAN, *options, *rates, "--overhead=0.5", "--json"))
+    reply = json.loads(succeeds(*PLAN, *options, *rates, "--overhead=0.5", "--json"))
     machine = planning.Machine(overhead=0.5, endpoint_rate=2e9, apply_rate=3e9)
-    assert said["machine"] == vars(machine)
-    assert said["bandwidth"] == 125e6
+    assert reply["machine"] == vars(machine)
+    assert reply["bandwidth"] == 125e6
     cluster = planning.Cluster(
         step_time=0.8,
         bandwidth=125e6,
@@ -43,7 +43,7 @@ def test_json_equals_the_plan_of_the_library():
         machine=machine,
     )
     inner = _plan._rules.inner("sgd")
-    *own, reduced = said["rules"]
+    *own, reduced = reply["rules"]
     for row, rule in zip(own, planning.built_in_rules(inner, 8), strict=True):
         cost = planning.plan(
             rule, planning.abstract(1.3e9), cluster, inner=inner, period=200
@@ -55,8 +55,8 @@ def test_json_equals_the_plan_of_the_library():
 def test_plan_covers_shards_tree_and_journal():
     options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
     upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
-    kept = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
-    said = json.loads(succeeds(*PLAN, *options, *upwards, *kept, "--json"))
+    journal = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
+    reply = json.loads(succeeds(*PLAN, *options, *upwards, *journal, "--json"))
     cluster = planning.Cluster(
         step_time=0.8,
         bandwidth=125e6,
@@ -65,41 +65,41 @@ def test_plan_covers_shards_tree_and_journal():
         tree=planning.Tree(levels=3, period=5, bandwidth=125e6, latency=0.1),
         disk=planning.Disk(bandwidth=1e9, sync=0.01, size=2e10),
     )
-    assert said["tree"] == vars(cluster.tree)
-    assert said["disk"] == vars(cluster.disk)
+    assert reply["tree"] == vars(cluster.tree)
+    assert reply["disk"] == vars(cluster.disk)
     cost = planning.plan(
         rules.downpour(),
         planning.abstract(1.3e9),
         cluster,
         inner=_plan._rules.inner("adam"),
     )
-    assert said["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
-    assert said["rules"][0]["kept"]["restart"] == cost.kept.restart
-    said = succeeds(*PLAN, *options, *upwards, *kept)
-    assert "at each of the center's 2 shards" in said
-    assert "Levels of centers, from the one with the workers up" in said
-    assert said.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
-    assert "The journal of the root" in said
+    assert reply["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
+    assert reply["rules"][0]["journal"]["restart"] == cost.journal.restart
+    output = succeeds(*PLAN, *options, *upwards, *journal)
+    assert "at each of the center's 2 shards" in output
+    assert "Levels of centers, from the one with the workers up" in output
+    assert output.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
+    assert "The journal of the root" in output
 
 
 def test_plan_names_the_bottleneck_and_its_remedies():
-    said = succeeds(*PLAN, "--workers=8", "--rule=diloco")
-    assert re.search(r"diloco .* center link ", said)
-    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", said)
-    said = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--period=500")
-    assert re.search(r"diloco .* nothing ", said)
-    said = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--codec=bfloat16")
-    assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", said)
+    output = succeeds(*PLAN, "--workers=8", "--rule=diloco")
+    assert re.search(r"diloco .* center link ", output)
+    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", output)
+    output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--period=500")
+    assert re.search(r"diloco .* nothing ", output)
+    output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--codec=bfloat16")
+    assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", output)
 
 
 def test_plan_gives_codec_time_and_break_even_rate():
     options = ["--rule=diloco", "--codec=int8"]
     rates = ["--encode-rate=1GB", "--decode-rate=5.2GB"]
-    said = json.loads(succeeds(*PLAN, *options, *rates, "--json"))
-    coding = said["rules"][0]["coding"]
+    reply = json.loads(succeeds(*PLAN, *options, *rates, "--json"))
+    coding = reply["rules"][0]["coding"]
     assert coding["encode"] == pytest.approx(5.2)
     assert coding["decode"] == pytest.approx(2.0)
-    assert said["rules"][1]["coding"] is None
+    assert reply["rules"][1]["coding"] is None
     text = succeeds(*PLAN, *options, *rates)
     assert "1 GB/s to encode and 5.2 GB/s to decode" in text
     assert re.search(r"diloco +\u2502 +5.2 GB +\u2502 +5.2 s +\u2502 +2 s ", text)
@@ -110,10 +110,10 @@ def test_plan_gives_codec_time_and_break_even_rate():
 def test_bfloat16_is_a_remedy_for_a_codec_with_float32_downlink():
     """int8 leaves the downlink in float32, and both directions share the link."""
     link = ["--workers=8", "--rule=diloco", "--encode-rate=1TB", "--decode-rate=1TB"]
-    said = json.loads(succeeds(*PLAN, *link, "--codec=int8", "--json"))
-    with_int8 = said["rules"][0]
-    said = json.loads(succeeds(*PLAN, *link, "--codec=bfloat16", "--json"))
-    with_bfloat16 = said["rules"][0]
+    reply = json.loads(succeeds(*PLAN, *link, "--codec=int8", "--json"))
+    with_int8 = reply["rules"][0]
+    reply = json.loads(succeeds(*PLAN, *link, "--codec=bfloat16", "--json"))
+    with_bfloat16 = reply["rules"][0]
     assert with_bfloat16["hidden_period"] < with_int8["hidden_period"]
     assert with_int8["remedies"]["bfloat16"] == with_bfloat16["hidden_period"]
     assert with_bfloat16["remedies"]["bfloat16"] is None
@@ -142,8 +142,8 @@ def test_headings_and_cells_are_complete_at_any_width(monkeypatch, width):
 
 def test_plan_of_one_rule_with_settings():
     options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
-    said = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
-    easgd, reduced = said["rules"]
+    reply = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
+    easgd, reduced = reply["rules"]
     assert easgd["worker"]["anchor"] == easgd["message"] == 2_600_000_000
     assert reduced["hidden_period"] == 1  # one worker has nothing to reduce
 
@@ -155,8 +155,8 @@ def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    said = json.loads(succeeds(*PLAN, "--rule-from=mine:rule", "--json"))
-    assert [row["rule"] for row in said["rules"]] == ["mine", "all_reduce"]
+    reply = json.loads(succeeds(*PLAN, "--rule-from=mine:rule", "--json"))
+    assert [row["rule"] for row in reply["rules"]] == ["mine", "all_reduce"]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
     ],
 )
 def test_bad_options_are_rejected(options, message):
-    said = fails(*PLAN, *options, code=2)
-    assert re.search(message, said), said
-    assert "Traceback" not in said
+    output = fails(*PLAN, *options, code=2)
+    assert re.search(message, output), output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_constants_of_this_machine_are_plausible(monkeypatch):
     assert 1e7 < machine.endpoint_rate < 1e12
     assert 1e7 < machine.apply_rate < 1e13
     monkeypatch.setattr(_calibrate, "calibrate", lambda codec: machine)
-    said = json.loads(succeeds(*PLAN, "--measure", "--json"))
-    assert said["machine"] == vars(machine)
+    reply = json.loads(succeeds(*PLAN, "--measure", "--json"))
+    assert reply["machine"] == vars(machine)
 
 
 MACHINE = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
@@ -256,8 +256,8 @@ def machine(monkeypatch):
         ends = MACHINE.overhead + 8 * size / MACHINE.endpoint_rate
         return timed(ends + 16 * size / MACHINE.apply_rate)
 
-    monkeypatch.setattr(_calibrate, "_serving", contextlib.nullcontext)
-    monkeypatch.setattr(_calibrate, "_connected", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_server", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_connection", contextlib.nullcontext)
     monkeypatch.setattr(_calibrate, "_arithmetic", arithmetic)
     monkeypatch.setattr(_calibrate, "_exchange", exchange)
     return made
@@ -288,7 +288,7 @@ def test_calibration_repeats_measurements_that_fit_no_line(machine):
 
 @pytest.mark.usefixtures("machine")
 def test_calibration_measures_codec_rates(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_CODED", (2, 5_000))
+    monkeypatch.setattr(_calibrate, "_CODEC_SHAPE", (2, 5_000))
     measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
     assert 1e6 < measured.encode_rate < 1e12
     assert 1e6 < measured.decode_rate < 1e12

@@ -60,11 +60,11 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_run_file_runs(here):
-    said = succeeds("launch", "run.toml", "--on", "local")
-    assert said.count("argv --epochs 3 seed 7") == 2
-    assert said.count("made 2 exchanges") == 2
-    assert said.count("by socket") == 2
-    assert f"journal{os.sep}" not in said
+    output = succeeds("launch", "run.toml", "--on", "local")
+    assert output.count("argv --epochs 3 seed 7") == 2
+    assert output.count("made 2 exchanges") == 2
+    assert output.count("by socket") == 2
+    assert f"journal{os.sep}" not in output
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def test_killed_worker_restarts_and_next_run_resumes_the_center(here):
 
 
 def test_dry_run_prints_the_commands(here):
-    said = succeeds("launch", "--dry-run", "run.toml", "--workers=3")
-    center, *workers = said.splitlines()[1:]
+    output = succeeds("launch", "--dry-run", "run.toml", "--workers=3")
+    center, *workers = output.splitlines()[1:]
     assert "serve --rule=easgd --moving-rate=0.25 --barrier=2 --json" in center
     assert len(workers) == 3
     for rank, line in enumerate(workers):
@@ -95,8 +95,8 @@ def test_dry_run_prints_the_commands(here):
 
 
 def test_max_workers_of_the_center_follows_the_workers(here):
-    said = succeeds("launch", "--dry-run", "run.toml", "--workers=100")
-    assert "--max-workers=100 " in said.splitlines()[1] + " "
+    output = succeeds("launch", "--dry-run", "run.toml", "--workers=100")
+    assert "--max-workers=100 " in output.splitlines()[1] + " "
     assert "--max-workers" not in succeeds("launch", "--dry-run", "run.toml")
 
 
@@ -108,10 +108,10 @@ def test_options_may_come_before_or_after_the_file(here):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("workers = 2", "", "number of workers is missing"),
-        ("workers = 2", "workers = 0", "workers must be positive, got 0"),
+        ("workers = 2", "workers = 0", "workers must be a whole number >= 1, got 0"),
         ("workers = 2", 'workers = "2"', "must be of type int, got '2'"),
         ("workers", "worker", "unknown key 'worker' (did you mean 'workers'?)"),
         ("[center]", "[centre]", "unknown key 'centre'"),
@@ -131,23 +131,23 @@ def test_options_may_come_before_or_after_the_file(here):
         ("workers = 2", "workers = 2\nname = 'A b'", "name of a run must be"),
     ],
 )
-def test_bad_run_files_are_rejected_before_anything_starts(here, old, new, said):
+def test_bad_run_files_are_rejected_before_anything_starts(here, old, new, message):
     assert old in RUN
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
-    assert said in " ".join(fails("launch", "run.toml", code=2).split())
+    assert message in " ".join(fails("launch", "run.toml", code=2).split())
 
 
 def test_existing_center_is_used(here):
     (here / "run.toml").write_text(
         'program = "train.py"\nworkers = 1\ncenter = "127.0.0.1:9"\n'
     )
-    said = succeeds("launch", "run.toml", "--dry-run").splitlines()
-    assert len(said) == 2
-    assert "AGN_OPTAX_CENTER=127.0.0.1:9" in said[1]
+    output = succeeds("launch", "run.toml", "--dry-run").splitlines()
+    assert len(output) == 2
+    assert "AGN_OPTAX_CENTER=127.0.0.1:9" in output[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["run.toml", "more"], "describes the whole run: more does not go with it"),
         (["run.toml", "--config=a.toml"], "--config does not go with it"),
@@ -155,8 +155,8 @@ def test_existing_center_is_used(here):
         (["none.toml"], "cannot read none.toml"),
     ],
 )
-def test_wrong_usage_is_rejected(arguments, said):
-    assert said in " ".join(fails("launch", *arguments, code=2).split())
+def test_wrong_usage_is_rejected(arguments, message):
+    assert message in " ".join(fails("launch", *arguments, code=2).split())
 
 
 @pytest.mark.parametrize("switch", ["open", "insecure", "page"])
@@ -165,8 +165,8 @@ def test_every_switch_of_a_center_can_be_off_in_a_file_of_a_run(here, switch, va
     """The resulting command line is valid for `agn-optax serve`."""
     run = RUN.replace("barrier = 2", f"{switch} = {value}")
     (here / "run.toml").write_text(run)
-    said = succeeds("launch", "run.toml", "--dry-run")
-    (line,) = [line for line in said.splitlines() if " serve " in line]
+    output = succeeds("launch", "run.toml", "--dry-run")
+    (line,) = [line for line in output.splitlines() if " serve " in line]
     given = [word for word in line.split() if switch in word]
     if value == "true":
         assert given == [f"--{switch}"]

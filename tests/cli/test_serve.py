@@ -364,9 +364,9 @@ def test_serve_combines_a_round_with_krum(address):
     ],
 )
 def test_bad_settings_are_rejected(arguments, message):
-    said = fails("serve", "--rule=downpour", *arguments, code=2)
-    assert message in said
-    assert "Traceback" not in said
+    output = fails("serve", "--rule=downpour", *arguments, code=2)
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_serve_reads_options_from_a_file(tmp_path, address):
@@ -375,7 +375,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         'rule = "agn"\ncenter-optimizer = "adam"\nlearning-rate = 1\n'
         'mode = "bounded"\nmax-rounds-ahead = 3\n'
     )
-    said = []
+    descriptions = []
     result = serve(
         address,
         rules.agn(optax.adam(0.25)),
@@ -383,16 +383,16 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         "--learning-rate=0.25",
         "--lease=7",
         "--open",
-        then=lambda center: said.append(center.describe()),
+        then=lambda center: descriptions.append(center.describe()),
     )
     assert result.stdout == f"serving agn at {address}\n"
     assert result.stderr == "draining after SIGTERM; again to end at once\n"
-    assert said[0].lease == 7
-    assert said[0].mode == "BoundedStaleness(versions=None, rounds=3)"
+    assert descriptions[0].lease == 7
+    assert descriptions[0].mode == "BoundedStaleness(versions=None, rounds=3)"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--rule=diloco"], "diloco is a rule for rounds: mode=Synch"),
         (["--rule=average", "--mode=bounded", "--max-rounds-ahead=1"], "average is a"),
@@ -401,13 +401,13 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
     ],
 )
 def test_rule_for_rounds_in_another_mode_is_warned_about(
-    address, options, said, caplog
+    address, options, message, caplog
 ):
     name = options[0].removeprefix("--rule=")
     serve(address, getattr(rules, name)(), *options, "--open")
     lines = [each.getMessage() for each in caplog.records if "rounds" in each.msg]
-    assert len(lines) == bool(said)
-    assert all(line.startswith(said) for line in lines)
+    assert len(lines) == bool(message)
+    assert all(line.startswith(message) for line in lines)
 
 
 def test_serve_imports_its_rule_and_prints_json(training, address):
@@ -451,8 +451,8 @@ def test_serve_connects_to_its_parent(monkeypatch, address):
 
 def test_parent_with_another_rule_is_rejected():
     with service.serve(rules.dynsgd()) as parent:
-        said = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
-    assert "runs another rule" in said
+        output = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
+    assert "runs another rule" in output
 
 
 @pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.slow)])
@@ -570,7 +570,7 @@ def test_serve_with_mutual_tls(tmp_path):
     trust = [f"--tls-ca={certificate}"]
     own = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
     address = ports.free_address()
-    said = []
+    results = []
 
     def look(_):
         for options in (
@@ -578,8 +578,10 @@ def test_serve_with_mutual_tls(tmp_path):
             [f"--tls-ca={certificate}"],
             [f"--tls-ca={certificate}", *own],
         ):
-            said.append(command("doctor", address, "--json", "--timeout=2", *options))
-        said.append(command("status", address, *trust, *own))
+            results.append(
+                command("doctor", address, "--json", "--timeout=2", *options)
+            )
+        results.append(command("status", address, *trust, *own))
 
     tls = service.Tls(certificate, certificate, key)
     serve(
@@ -591,7 +593,7 @@ def test_serve_with_mutual_tls(tmp_path):
         then=look,
         tls=tls,
     )
-    assert [each.exit_code for each in said] == [1, 1, 0, 0]
-    assert "speaks TLS: give --tls-ca" in said[0].stdout
-    assert "requires a certificate of this end" in said[1].stdout
-    assert '"said": "TLS"' in said[2].stdout
+    assert [each.exit_code for each in results] == [1, 1, 0, 0]
+    assert "speaks TLS: give --tls-ca" in results[0].stdout
+    assert "requires a certificate of this end" in results[1].stdout
+    assert '"message": "TLS"' in results[2].stdout

@@ -41,17 +41,17 @@ def tree(root=None, sites=("site-a", "site-b")):
         yield root, servers
 
 
-def shown(said):
+def shown(output):
     """Return the first column of a table, with its indents."""
-    return re.findall(r"^│ ( *[^ │]+)", said, re.MULTILINE)
+    return re.findall(r"^│ ( *[^ │]+)", output, re.MULTILINE)
 
 
 def test_status_shows_the_whole_tree_from_every_center():
     with tree() as (root, (a, b)):
         wait_until(lambda: root.center.version == 2)
         for address in (root.address, a.address, b.address):
-            said = succeeds("status", address, "--tree")
-            assert shown(said) == [
+            output = succeeds("status", address, "--tree")
+            assert shown(output) == [
                 root.address,
                 "  site-a",
                 f"    {a.address}",
@@ -60,7 +60,7 @@ def test_status_shows_the_whole_tree_from_every_center():
                 f"    {b.address}",
                 "      worker-1",
             ]
-            assert "downpour: 3 of 3 centers, 4 workers" in said
+            assert "downpour: 3 of 3 centers, 4 workers" in output
             found = json.loads(succeeds("status", address, "--tree", "--json"))
             assert [
                 (each["address"], each["depth"], each["under"])
@@ -76,8 +76,8 @@ def test_status_shows_the_whole_tree_from_every_center():
 
 def test_status_shows_a_tree_of_three_levels():
     with tree(sites=["site"]) as (root, (site,)), tree(site, ["below"]) as (_, (low,)):
-        said = succeeds("status", low.address, "--tree")
-        names = shown(said)
+        output = succeeds("status", low.address, "--tree")
+        names = shown(output)
         assert names[:3] == [root.address, "  site", f"    {site.address}"]
         assert f"        {low.address}" in names
 
@@ -88,9 +88,9 @@ def test_tree_names_centers_that_cannot_be_reached():
         # It has left its parent, which no longer knows its address.
         wait_until(lambda: len(root.center.core.members()[1]) == 1)
         root._servicer._traffic["site-b"].serves_at = "127.0.0.1:1"
-        said = succeeds("status", root.address, "--tree")
-        assert "not reachable: 127.0.0.1:1: the center at 127.0.0.1:1 does not" in said
-        assert "downpour: 1 of 2 centers" in said
+        text = succeeds("status", root.address, "--tree")
+        assert "not reachable: 127.0.0.1:1: the center at 127.0.0.1:1 does not" in text
+        assert "downpour: 1 of 2 centers" in text
         # A site whose parent has stopped is still shown, and its parent is named.
         root.stop()
         result = command("status", b.address, "--tree", "--json")
@@ -104,9 +104,9 @@ def test_tree_names_centers_that_cannot_be_reached():
 def test_center_with_two_addresses_is_shown_once():
     with tree(sites=["site"]) as (root, (site,)):
         again = site.address.replace("127.0.0.1", "localhost")
-        said = succeeds("status", f"{again},{site.address}", "--tree")
-        assert shown(said)[0] == root.address
-        assert len([name for name in shown(said) if "worker" in name]) == 1
+        output = succeeds("status", f"{again},{site.address}", "--tree")
+        assert shown(output)[0] == root.address
+        assert len([name for name in shown(output) if "worker" in name]) == 1
 
 
 def test_cycle_in_a_tree_is_followed_once():
@@ -118,9 +118,9 @@ def test_cycle_in_a_tree_is_followed_once():
         center.announce(root.address)
         center.join("ouroboros")
         for address in (root.address, site.address):
-            said = succeeds("status", address, "--tree")
-            assert shown(said).count(root.address) == 1
-            assert "2 of 2 centers" in said
+            output = succeeds("status", address, "--tree")
+            assert shown(output).count(root.address) == 1
+            assert "2 of 2 centers" in output
         both = f"{root.address},{root.address.replace('127.0.0.1', 'localhost')}"
         assert "2 of 2 centers" in succeeds("status", both, "--tree")
 
@@ -131,11 +131,11 @@ def test_status_and_watch_show_all_shards():
         with service.connect(both, RULE) as center:
             center.initialize({"a": jnp.zeros(4), "b": jnp.zeros(4)}, worker="")
             center.join("worker-0")
-            said = succeeds("status", both)
+            output = succeeds("status", both)
             addresses = [one.address, other.address]
             expected = [(each, "  worker-0") for each in addresses]
-            assert shown(said) == [name for pair in expected for name in pair]
-            assert "downpour: 2 of 2 centers, 2 workers" in said
+            assert shown(output) == [name for pair in expected for name in pair]
+            assert "downpour: 2 of 2 centers, 2 workers" in output
             lines = succeeds(
                 "watch", both, "--count=2", "--interval=0.05", "--json"
             ).splitlines()
@@ -144,8 +144,8 @@ def test_status_and_watch_show_all_shards():
             assert looks[0][0]["exchanges_per_second"] is None
             assert looks[1][0]["exchanges_per_second"] == 0
         other.stop()
-        said = fails("status", both, code=1)
-        assert f"the center at {other.address} does not answer" in said
+        output = fails("status", both, code=1)
+        assert f"the center at {other.address} does not answer" in output
         result = command("status", both)
         assert shown(result.stdout) == [one.address]
         assert f"not reachable: {other.address}: " in result.stdout
@@ -163,8 +163,8 @@ def test_site_with_a_sharded_parent_is_shown_once():
             service.serve(RULE, parent=service.Parent(parent, name="site")) as site,
         ):
             assert site.uplink.ready.wait(30)
-            said = succeeds("status", site.address, "--tree")
-            assert shown(said) == [
+            output = succeeds("status", site.address, "--tree")
+            assert shown(output) == [
                 *(one.address, "  site", f"    {site.address}"),
                 *(other.address, "  site"),
             ]
@@ -185,8 +185,8 @@ def test_watch_of_a_tree_keeps_a_site_that_stops(monkeypatch):
             yield show
 
         monkeypatch.setattr("agn_optax.ops.cli._table.live", live)
-        said = fails("watch", both, "--tree", "--count=2", "--interval=0.1", code=1)
-        assert f"the center at {site.address} does not answer" in said
+        output = fails("watch", both, "--tree", "--count=2", "--interval=0.1", code=1)
+        assert f"the center at {site.address} does not answer" in output
         table, *warnings = printed[1].renderables
         names = list(table.columns[0].cells)
         assert site.address in "".join(map(str, names))

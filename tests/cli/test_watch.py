@@ -17,24 +17,24 @@ from agn_optax.ops.cli import _status, _table
 
 
 def test_status_shows_center_and_workers(new_server):
-    said = succeeds("status", new_server.address)
-    assert f"easgd at {new_server.address}: version 2, 8 parameters (32 B)" in said
-    (row,) = re.findall("│ worker-0.*", said)
+    output = succeeds("status", new_server.address)
+    assert f"easgd at {new_server.address}: version 2, 8 parameters (32 B)" in output
+    (row,) = re.findall("│ worker-0.*", output)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:3] == ["worker-0", "yes", "2"]
     assert float(cells[3]) > 0  # exchanges a second
     assert cells[4] == "1"  # staleness
     assert cells[5] in ("memory", "socket", "grpc")
     assert cells[7:10] == ["2", "0", "0"]  # period, rejected, dropped
-    assert "exchanges/s" in said
+    assert "exchanges/s" in output
 
 
 def test_status_as_json(new_server):
-    said = json.loads(succeeds("status", new_server.address, "--json"))
-    assert said["address"] == new_server.address
-    assert (said["rule"], said["version"], said["parameters"]) == ("easgd", 2, 8)
-    assert said["exchanges_per_second"] == pytest.approx(2 / said["uptime"])
-    (worker,) = said["workers"]
+    reply = json.loads(succeeds("status", new_server.address, "--json"))
+    assert reply["address"] == new_server.address
+    assert (reply["rule"], reply["version"], reply["parameters"]) == ("easgd", 2, 8)
+    assert reply["exchanges_per_second"] == pytest.approx(2 / reply["uptime"])
+    (worker,) = reply["workers"]
     assert worker["name"] == "worker-0"
     assert worker["norm"] > 0
     assert worker["seen"] <= worker["joined"]
@@ -53,8 +53,8 @@ def test_status_of_a_center_without_parameters():
 
 @pytest.mark.parametrize("command", [("status",), ("watch", "--count=1")])
 def test_unreachable_center_is_reported(command, nowhere):
-    said = fails(*command, nowhere, code=1)
-    assert f"the center at {nowhere} does not answer: UNAVAILABLE" in said
+    output = fails(*command, nowhere, code=1)
+    assert f"the center at {nowhere} does not answer: UNAVAILABLE" in output
 
 
 @pytest.mark.parametrize("name", ["status", "watch"])
@@ -68,10 +68,10 @@ def test_bad_addresses_are_rejected(name):
 
 
 def test_watch_prints_a_table_at_each_interval(server):
-    said = succeeds("watch", server.address, "--count=2", "--interval=0.05")
-    assert said.count("│ worker-0") == 2
-    assert "- exchanges/s, -/s" in said
-    assert "0 exchanges/s, 0 B/s" in said
+    output = succeeds("watch", server.address, "--count=2", "--interval=0.05")
+    assert output.count("│ worker-0") == 2
+    assert "- exchanges/s, -/s" in output
+    assert "0 exchanges/s, 0 B/s" in output
 
 
 def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
@@ -81,12 +81,12 @@ def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
     )
     monkeypatch.setattr(_table, "console", lambda: terminal)
     assert succeeds("watch", server.address, "--count=2", "--interval=0.05") == ""
-    said = terminal.file.getvalue()
-    assert said.count("worker-0") >= 2
-    assert "\x1b[1A" in said  # one line up
+    output = terminal.file.getvalue()
+    assert output.count("worker-0") >= 2
+    assert "\x1b[1A" in output  # one line up
 
 
-def a_worker(name, **said):
+def a_worker(name, **values):
     return {
         "name": name,
         "connected": True,
@@ -104,12 +104,12 @@ def a_worker(name, **said):
         "bytes_received": 123456789,
         "bytes_sent": 123456789,
         "reported": {"loss": 0.5},
-        **said,
+        **values,
     }
 
 
 def shown(workers, width):
-    said = {
+    center = {
         "error": "",
         "under": None,
         "rule": "agn",
@@ -128,19 +128,19 @@ def shown(workers, width):
         "workers": workers,
     }
     out = rich.console.Console(file=io.StringIO(), width=width)
-    out.print(_table.of([said], {}, width=width))
+    out.print(_table.of([center], {}, width=width))
     return out.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 240])
 def test_narrow_table_keeps_names_and_important_columns(width):
     names = ["worker-0", "a-host-with-a-long-name.example.com-worker-1", "worker-17"]
-    said = shown([a_worker(name) for name in names], width)
-    assert max(map(len, said.splitlines())) <= width
+    output = shown([a_worker(name) for name in names], width)
+    assert max(map(len, output.splitlines())) <= width
     for name in ("worker-0", "a-host-with…com-worker-1", "worker-17"):
-        assert f"│ {name}" in said
+        assert f"│ {name}" in output
     header = next(
-        line for line in said.splitlines() if "worker" in line and "┃" in line
+        line for line in output.splitlines() if "worker" in line and "┃" in line
     )
     titles = [title.strip() for title in header.strip("┃").split("┃")]
     assert titles[:2] == ["worker", "connected"]
@@ -150,9 +150,9 @@ def test_narrow_table_keeps_names_and_important_columns(width):
 
 
 def test_table_shows_stalled_workers():
-    said = shown([a_worker("anna", stalled=23.4), a_worker("bert")], 80)
-    assert re.search("anna +│ stalled 23 s │", said)
-    assert re.search("bert +│ +yes │", said)
+    output = shown([a_worker("anna", stalled=23.4), a_worker("bert")], 80)
+    assert re.search("anna +│ stalled 23 s │", output)
+    assert re.search("bert +│ +yes │", output)
 
 
 def test_names_that_would_become_equal_are_not_shortened():
@@ -160,8 +160,8 @@ def test_names_that_would_become_equal_are_not_shortened():
         "a-rather-long-name-1-of-a-worker-here",
         "a-rather-long-name-2-of-a-worker-here",
     ]
-    said = shown([a_worker(name) for name in names], 80)
-    assert all(name in said for name in names)
+    output = shown([a_worker(name) for name in names], 80)
+    assert all(name in output for name in names)
 
 
 def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
@@ -214,13 +214,13 @@ def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
     servers = [service.serve(rules.downpour(), jnp.ones(2), address=address)]
     looks = []
 
-    def print_json(said):
-        looks.append(said)
+    def print_json(values):
+        looks.append(values)
         if len(looks) == 1:
             servers.pop().stop()
         if len(looks) == 2:
             servers.append(service.serve(rules.downpour(), address=address))
-        if len(looks) > 2 and "error" not in said:
+        if len(looks) > 2 and "error" not in values:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_status._options, "print_json", print_json)
@@ -237,15 +237,15 @@ def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
 
 def test_watch_fails_when_its_last_look_finds_no_center(tmp_path, monkeypatch):
     server = service.serve(rules.downpour(), address=f"unix:{tmp_path}/center")
-    monkeypatch.setattr(_status._options, "print_json", lambda said: server.stop())
-    said = fails(
+    monkeypatch.setattr(_status._options, "print_json", lambda values: server.stop())
+    output = fails(
         "watch", server.address, "--json", "--interval=0.05", "--count=2", code=1
     )
-    assert "does not answer" in said or "going down" in said
+    assert "does not answer" in output or "going down" in output
 
 
 def test_watch_ends_at_an_interrupt(server, monkeypatch):
-    def interrupt(said):
+    def interrupt(values):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_status._options, "print_json", interrupt)
@@ -255,20 +255,20 @@ def test_watch_ends_at_an_interrupt(server, monkeypatch):
 def test_rates_after_a_restart_are_unknown():
     now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
-    said = _status._rates(before, now)
-    assert (said["exchanges_per_second"], said["bytes_per_second"]) == (1.0, 1.5)
-    said = _status._rates({}, now)
-    assert said["exchanges_per_second"] == pytest.approx(2 / 3)
-    said = _status._rates(now, before)
-    assert said["exchanges_per_second"] is said["bytes_per_second"] is None
+    rates = _status._rates(before, now)
+    assert (rates["exchanges_per_second"], rates["bytes_per_second"]) == (1.0, 1.5)
+    rates = _status._rates({}, now)
+    assert rates["exchanges_per_second"] == pytest.approx(2 / 3)
+    rates = _status._rates(now, before)
+    assert rates["exchanges_per_second"] is rates["bytes_per_second"] is None
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "text"),
     [(0, "0 B"), (999, "999 B"), (1048576, "1.05 MB"), (5e15, "5000 TB")],
 )
-def test_size_is_printed_with_its_unit(number, said):
-    assert units.in_bytes(number) == said
+def test_size_is_printed_with_its_unit(number, text):
+    assert units.in_bytes(number) == text
 
 
 def test_error_of_an_observer_names_the_address(nowhere):
@@ -291,7 +291,7 @@ def test_markup_and_escapes_in_names_and_labels_are_not_obeyed():
         params, state = worker.start()
         worker.report(**{label: 0.5})
         worker.exchange(params, state)
-        said = succeeds("status", server.address)
-    assert label in said
-    assert "\x1b" not in said
-    assert "[31m" in said
+        output = succeeds("status", server.address)
+    assert label in output
+    assert "\x1b" not in output
+    assert "[31m" in output

@@ -143,7 +143,7 @@ class IndexedJob:
     Attributes:
       running: the current process of each index.
       failures: the number of failures of each index.
-      said: the file with the output of each index.
+      output_files: the file with the output of each index.
     """
 
     def __init__(self, cluster, job):
@@ -152,7 +152,9 @@ class IndexedJob:
         assert self._spec["parallelism"] == self._spec["completions"]
         self.running, self.succeeded = {}, set()
         self.failures = dict.fromkeys(indices, 0)
-        self.said = {index: cluster.folder / f"worker-{index}.log" for index in indices}
+        self.output_files = {
+            index: cluster.folder / f"worker-{index}.log" for index in indices
+        }
         self._ends = threading.Event()
         self._threads = futures.ThreadPoolExecutor(len(indices))
         self._kept = [self._threads.submit(self._keep, index) for index in indices]
@@ -181,9 +183,9 @@ class IndexedJob:
         pod = self._spec["template"]["spec"]
         assert pod["restartPolicy"] == "Never"
         (container,) = pod["containers"]
-        with self.said[index].open("ab") as out:
+        with self.output_files[index].open("ab") as out:
             while self.failures[index] <= self._spec["backoffLimitPerIndex"]:
-                told = {
+                variables = {
                     "batch.kubernetes.io/job-completion-index": str(index),
                     "batch.kubernetes.io/job-index-failure-count": str(
                         self.failures[index]
@@ -192,7 +194,7 @@ class IndexedJob:
                 for each in [*pod.get("initContainers", ()), container]:
                     if self._ends.is_set():
                         return
-                    process = self._cluster.start(pod, each, told, out)
+                    process = self._cluster.start(pod, each, variables, out)
                     self.running[index] = process
                     if code := process.wait():
                         break
@@ -200,7 +202,7 @@ class IndexedJob:
                     self.succeeded.add(index)
                     return
                 self.failures[index] += 1
-        raise AssertionError(self.said[index].read_text())
+        raise AssertionError(self.output_files[index].read_text())
 
 
 def expanded(text, variables):

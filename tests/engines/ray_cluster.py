@@ -57,7 +57,7 @@ class Commands:
         """Return the node and the process id of an actor; None if it does not run."""
         ray = self._ray
         try:
-            node, _, pid = ray.get(ray.get_actor(actor).where.remote(), timeout=2)
+            node, _, pid = ray.get(ray.get_actor(actor).location.remote(), timeout=2)
         except (ValueError, ray.exceptions.RayError):
             return {"pid": None, "node": None}
         names = {each.node_id: name for name, each in self._nodes.items()}

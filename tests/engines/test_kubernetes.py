@@ -96,8 +96,8 @@ def form(request):
 def printed(text):
     """Return the files of a dry run by their names, and the commands."""
     pathlib.Path("run.toml").write_text(text)
-    said = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
-    files, _, commands = said.partition("# Commands\n")
+    output = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
+    files, _, commands = output.partition("# Commands\n")
     parts = re.split(r"^# (\w+\.\w+)\n", files, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True)), commands.splitlines()
 
@@ -221,17 +221,17 @@ def test_center_has_its_options_storage_probes_and_ports(name):
     made = objects(FORMS[name])
     center = next(template for _, template in templates(made))["spec"]
     (container,) = center["containers"]
-    said = " ".join(container["command"])
-    assert "--address=0.0.0.0:5000" in said
-    assert ("--direct-address=0.0.0.0:5001" in said) == (name != "one way")
+    command = " ".join(container["command"])
+    assert "--address=0.0.0.0:5000" in command
+    assert ("--direct-address=0.0.0.0:5001" in command) == (name != "one way")
     storage = "/kept" if name == "everything" else "/storage"
     if name != "one way":
-        assert f"--journal={storage}/journal" in said
+        assert f"--journal={storage}/journal" in command
     assert storage in [each["mountPath"] for each in container["volumeMounts"]]
     # The pod is not killed before the service has ended by itself.
     assert center["terminationGracePeriodSeconds"] > service.LONGEST_GRACE + 1
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in said
+        assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in command
     # It has the time to read its journal before the probe fails.
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
@@ -269,9 +269,9 @@ def test_center_has_default_resource_requests():
         least = {"requests": {"cpu": "1", "memory": "2Gi"}}
         assert resources(FORMS[name]) == least
     memory = str(3 << 30)
-    said = resources(run(more="[resources.center]\nmemory = '3GiB'\n"))
+    made = resources(run(more="[resources.center]\nmemory = '3GiB'\n"))
     requests = {"cpu": "1", "memory": memory}
-    assert said == {"requests": requests, "limits": {"memory": memory}}
+    assert made == {"requests": requests, "limits": {"memory": memory}}
 
 
 @pytest.mark.parametrize("name", ["everything", "jobset, everything"])
@@ -293,10 +293,10 @@ def test_tolerations_and_secrets_follow_the_run_file(name):
 
 def test_center_of_a_jobset_that_is_told_to_end_is_restarted():
     """A Job does not restart a pod that ended with 0; a StatefulSet does."""
-    for name, told in [("jobset", True), ("plain", False)]:
+    for name, is_set in [("jobset", True), ("plain", False)]:
         _, template = next(templates(objects(FORMS[name])))
         (container,) = template["spec"]["containers"]
-        assert ("--signal-exit-code=143" in container["command"]) == told
+        assert ("--signal-exit-code=143" in container["command"]) == is_set
     assert template["spec"].get("restartPolicy", "Always") == "Always"  # of the set
 
 
@@ -312,7 +312,7 @@ def test_failure_of_a_worker_ends_no_other_worker(name):
         assert one(made, "JobSet")["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
-def told(made, annotations):
+def container_environment(made, annotations):
     """Return the environment of the workers' pods."""
     template = list(templates(made))[-1][1]
     (container,) = template["spec"]["containers"]
@@ -339,7 +339,7 @@ def test_pods_of_a_job_know_their_rank_and_restarts(environment):
         failures = {"batch.kubernetes.io/job-index-failure-count": "2"} if index else {}
         # The Job controller sets this.
         own = {"JOB_COMPLETION_INDEX": str(index)}
-        me = environment(told(made, found | failures) | own)
+        me = environment(container_environment(made, found | failures) | own)
         assert (me.rank, me.workers, me.worker) == (index, 3, f"worker-{index}")
         assert me.restarts == (2 if index else 0)
         assert me.address == "digits-center:5000"
@@ -362,7 +362,9 @@ def test_pods_of_a_jobset_know_their_rank_and_coordinator(here, environment):
                 "batch.kubernetes.io/job-completion-index": str(pod),
                 "batch.kubernetes.io/job-index-failure-count": "0",
             }
-            me = environment(told(made, found) | {"JOB_COMPLETION_INDEX": str(pod)})
+            me = environment(
+                container_environment(made, found) | {"JOB_COMPLETION_INDEX": str(pod)}
+            )
             assert os.environ["WANDB_API_KEY"] == "a secret"
             assert (me.rank, me.workers, me.worker) == (job, 3, f"worker-{job}")
             assert me.address == "digits-center-0-0.digits:5000"
@@ -386,7 +388,7 @@ def test_more_workers_leave_pod_templates_unchanged():
 
 def test_environment_values_are_not_expanded():
     text = FORMS["plain"].replace("restarts", 'environment = {A = "$(B) $$"}\nrestarts')
-    assert told(objects(text), {})["A"] == "$(B) $$"
+    assert container_environment(objects(text), {})["A"] == "$(B) $$"
 
 
 def test_arguments_of_commands_are_not_expanded():
@@ -401,7 +403,7 @@ def test_arguments_of_commands_are_not_expanded():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (run().replace("image", "imag"), "(did you mean 'image'?)"),
         (re.sub("image.*", "", run()), "must have an image"),
@@ -427,18 +429,18 @@ def test_arguments_of_commands_are_not_expanded():
         (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),
     ],
 )
-def test_bad_run_files_are_rejected_before_anything_is_submitted(text, said):
+def test_bad_run_files_are_rejected_before_anything_is_submitted(text, message):
     pathlib.Path("run.toml").write_text(text)
     wrong = fails("launch", "run.toml", "--on", "kubernetes", code=2)
-    assert said in " ".join(wrong.split())
+    assert message in " ".join(wrong.split())
     assert not pathlib.Path("digits-kubernetes").exists()
 
 
 def test_missing_kubectl_is_reported(monkeypatch):
     pathlib.Path("run.toml").write_text(FORMS["plain"])
     monkeypatch.setenv("PATH", "")
-    said = fails("launch", "run.toml", "--on", "kubernetes", code=2)
-    assert "kubectl cannot be found" in said
+    output = fails("launch", "run.toml", "--on", "kubernetes", code=2)
+    assert "kubectl cannot be found" in output
     assert not pathlib.Path("digits-kubernetes").exists()
 
 
@@ -458,8 +460,8 @@ def kubectl(here, monkeypatch):
 
 def test_files_are_written_and_submitted(here, kubectl):
     (here / "run.toml").write_text(FORMS["in the open"])
-    said = succeeds("launch", "run.toml", "--on", "kubernetes")
-    assert "kubectl apply --filename=center.yaml" in said
+    output = succeeds("launch", "run.toml", "--on", "kubernetes")
+    assert "kubectl apply --filename=center.yaml" in output
     names = sorted(each.name for each in (here / "digits-kubernetes").iterdir())
     assert names == ["center.yaml", "storage.yaml", "workers.yaml"]
     assert sorted(each.name for each in (here / "cluster").iterdir()) == names
@@ -499,8 +501,8 @@ def test_run_survives_kills_of_its_pods(here, kubectl):
     """The manifests run as processes, and every step counts once despite kills."""
     (here / "run.toml").write_text(FORMS["plain"].replace("workers = 3", "workers = 2"))
     (here / "train.py").write_text(TRAIN)
-    said = succeeds("launch", "run.toml", "--on", "kubernetes")
-    assert said.count("kubectl apply --filename") == 3
+    text = succeeds("launch", "run.toml", "--on", "kubernetes")
+    assert text.count("kubectl apply --filename") == 3
     folder, keys = here / "cluster", here / "digits-kubernetes" / "keys"
     files = list(folder.glob("*.yaml"))
     made = [each for file in files for each in yaml.safe_load_all(file.read_text())]
@@ -540,8 +542,8 @@ def _run(stack, cluster, keys):
     def is_live():
         asked = health_pb2.HealthCheckRequest()
         with contextlib.suppress(grpc.RpcError):
-            said = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
-            return said.status == health_pb2.HealthCheckResponse.SERVING
+            reply = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+            return reply.status == health_pb2.HealthCheckResponse.SERVING
         return False
 
     files = (keys / "ca.pem", keys / "operator.pem", keys / "operator.key")
@@ -587,7 +589,7 @@ def _run(stack, cluster, keys):
     wait_until(lambda: had.append(exceeds(0)) or had[-1] is not None, LIMIT)
     wait_until(lambda: exceeds(had[-1]) is not None, LIMIT)
     job.kill(1)
-    second = lambda: job.said[1].read_text().partition("restarts 1")[2]  # noqa: E731
+    second = lambda: job.output_files[1].read_text().partition("restarts 1")[2]  # noqa: E731
     wait_until(lambda: "made" in second(), LIMIT)
     (cluster.workdir / "enough").touch()
     job.wait()
@@ -599,9 +601,9 @@ def _run(stack, cluster, keys):
     lives = [
         [
             int(re.findall(r"made (\d+)", life)[-1])
-            for life in said.split("restarts")[1:]
+            for life in output.split("restarts")[1:]
         ]
-        for said in (path.read_text() for path in job.said.values())
+        for output in (path.read_text() for path in job.output_files.values())
     ]
     assert [len(each) for each in lives] == [1, 2]
     assert counts[0] == sum(lives[0])

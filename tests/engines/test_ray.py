@@ -42,7 +42,7 @@ save = "final"
 
 [ray]
 address = "{address}"
-center-needs = {{keeps = 0.01}}
+center-custom-resources = {{keeps = 0.01}}
 """
 ONE = {"num_cpus": 1}
 TWO = {"num_cpus": 2, "resources": {"keeps": 1}}
@@ -66,8 +66,8 @@ def written(
 
 def test_dry_run_prints_actors_and_commands(here):
     written(here, workers=2)
-    said = succeeds("launch", "--dry-run", "run.toml", "--on=ray", "--barrier=2")
-    lines = said.splitlines()[1:]
+    output = succeeds("launch", "--dry-run", "run.toml", "--on=ray", "--barrier=2")
+    lines = output.splitlines()[1:]
     assert lines[0] == ("# actor slots-center, with {'CPU': 1.0, 'keeps': 0.01}")
     for option in ("--barrier=2", f"--save={here}/final", "--json", "--address=NODE:0"):
         assert option in lines[1].split()
@@ -82,23 +82,29 @@ def test_resources_of_a_worker_are_those_of_its_actor(here):
     written(here, more="", workers=1)
     with (here / "run.toml").open("a") as file:
         file.write("[resources.worker]\ngpus = 8\nmemory = '2GiB'\n")
-    said = succeeds("launch", "--dry-run", "run.toml", "--on=ray")
+    output = succeeds("launch", "--dry-run", "run.toml", "--on=ray")
     needs = "{'CPU': 1.0, 'GPU': 8.0, 'memory': 2147483648.0}"
-    assert f"# actor slots-worker-0, with {needs}" in said
+    assert f"# actor slots-worker-0, with {needs}" in output
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"storage": None}, "needs storage, a folder that all nodes reach"),
         ({"serve": {"snapshots": "s"}}, "keeps a journal"),
         ({"worker_resources": Resources(processes=2)}, "is one process, got processes"),
-        ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
-        ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
-        ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
+        ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of"),
+        (
+            {"settings": {"worker_custom_resources": {"GPU": 1.0}}},
+            "got GPU = 1; cpus, gpus",
+        ),
+        (
+            {"settings": {"center_custom_resources": {"x": -1.0}}},
+            "got x = -1; cpus, gpus",
+        ),
     ],
 )
-def test_bad_settings_are_rejected_before_anything_starts(changes, said):
+def test_bad_settings_are_rejected_before_anything_starts(changes, message):
     settings = {
         "name": "run",
         "program": ["t.py"],
@@ -109,7 +115,7 @@ def test_bad_settings_are_rejected_before_anything_starts(changes, said):
     Ray(Run(**settings))
     with pytest.raises(errors.InvalidArgumentError) as caught:
         Ray(Run(**settings | changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_ray_table_of_the_run_file_is_checked(here):
@@ -135,19 +141,19 @@ def test_run_with_an_existing_center_needs_no_storage():
 
 
 def test_driver_that_takes_over_gets_only_new_lines():
-    said = Supervisor()
+    supervisor = Supervisor()
     for number in range(3):
-        said._emit("center", f"line {number}")
-    assert said.look(0).lines == ["line 0", "line 1", "line 2"]
-    said._emit("center", "line 3")
-    assert said.look(0).lines == ["line 3"]
+        supervisor._emit("center", f"line {number}")
+    assert supervisor.new_output(0).lines == ["line 0", "line 1", "line 2"]
+    supervisor._emit("center", "line 3")
+    assert supervisor.new_output(0).lines == ["line 3"]
 
 
 def test_missing_ray_names_the_extra_to_install(here, monkeypatch):
     written(here)
     monkeypatch.setitem(sys.modules, "ray", None)
-    said = command("launch", "--dry-run", "run.toml", "--on=ray").stderr
-    assert "pip install 'agn_optax[ray]'" in " ".join(said.split())
+    output = command("launch", "--dry-run", "run.toml", "--on=ray").stderr
+    assert "pip install 'agn_optax[ray]'" in " ".join(output.split())
 
 
 # On a cluster.
@@ -196,14 +202,17 @@ def launched(folder, *options):
             *options,
         )
     )
-    with (folder / "said").open("ab") as said, (folder / "summary").open("wb") as out:
+    with (
+        (folder / "output").open("ab") as output,
+        (folder / "summary").open("wb") as out,
+    ):
         process = subprocess.Popen(  # noqa: S603 our own program
-            command, stdout=out, stderr=said, cwd=folder, env=environment
+            command, stdout=out, stderr=output, cwd=folder, env=environment
         )
         try:
             yield process
         except BaseException:
-            print((folder / "said").read_text())  # noqa: T201 of a test that fails
+            print((folder / "output").read_text())  # noqa: T201 of a test that fails
             raise
         finally:
             process.kill()
@@ -216,12 +225,12 @@ class Progress:
     def __init__(self, folder):
         self._folder = folder
 
-    def said(self, text):
-        return text in (self._folder / "said").read_text()
+    def printed(self, text):
+        return text in (self._folder / "output").read_text()
 
     def said_once(self):
         """Check that no line of the center's program was shown twice."""
-        lines = (self._folder / "said").read_text().splitlines()
+        lines = (self._folder / "output").read_text().splitlines()
         own = [line for line in lines if line.startswith("center") and "|" in line]
         served = [line for line in own if "| serving at" in line]
         assert served
@@ -292,7 +301,7 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     watch = Progress(here)
     with launched(here) as driver:
         # There is room for the center and two workers.
-        wait_until(lambda: watch.said("waits for a node with 1 CPU"))
+        wait_until(lambda: watch.printed("waits for a node with 1 CPU"))
         watch.wait_for_more(0, 1)
         assert not watch.done(2)
         cluster.ask("add", name="c", num_cpus=3, resources={"keeps": 1})
@@ -318,12 +327,12 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
     programs = {each["name"]: each for each in summary["programs"]}
     assert programs["worker-0"]["restarts"] >= 1
     watch.check(3)
-    assert watch.said("life 1 of worker-0")
+    assert watch.printed("life 1 of worker-0")
     assert not any(map(is_running, watch.pids()))
     assert cluster.where("center")["pid"] is None
     key = here / "kept/keys/operator.token"
     assert key.stat().st_mode & 0o777 == 0o600
-    assert not watch.said(key.read_text().strip())
+    assert not watch.printed(key.read_text().strip())
 
 
 @pytest.mark.slow
@@ -364,10 +373,10 @@ def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
         served = center_process(cluster)
         with launched(second, *other) as rejected:
             assert rejected.wait(LIMIT) == 2
-        assert "another driver runs 'slots'" in (second / "said").read_text()
+        assert "another driver runs 'slots'" in (second / "output").read_text()
         watch.wait_for_more(0)
         assert center_process(cluster) == served
-        assert not watch.said("life 1 of worker-0")
+        assert not watch.printed("life 1 of worker-0")
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
     watch.check(1)
@@ -381,7 +390,7 @@ def test_drained_center_serves_again(here, cluster):
     with launched(here) as driver:
         watch.wait_for_more(0)
         os.kill(center_process(cluster), signal.SIGTERM)
-        wait_until(lambda: watch.said("it serves again"))
+        wait_until(lambda: watch.printed("it serves again"))
         watch.wait_for_more(0)
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
@@ -398,8 +407,8 @@ def test_waiting_workers_run_as_room_comes_free(here, cluster):
     written(here, cluster.address, workers=5, program=program)
     with launched(here) as driver:
         assert driver.wait(LIMIT) == 0
-    said = (here / "said").read_text()
-    assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
+    output = (here / "output").read_text()
+    assert [output.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
     programs = Progress(here).summary()["programs"]
     assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
 

@@ -58,9 +58,9 @@ def here(tmp_path, monkeypatch):
 
 def planned(*arguments):
     """Return the scripts of a dry run by their names, and the commands."""
-    said = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
+    output = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
     files, name = {}, ""
-    for line in said.splitlines(keepends=True):
+    for line in output.splitlines(keepends=True):
         if line.startswith("# ") and line.strip().endswith((".sh", "Commands")):
             name = line[2:].strip()
             files[name] = ""
@@ -104,8 +104,8 @@ def test_slurm_table_of_the_run_file_is_applied(here):
         RUN.replace("cpus = 2", "cpus = 2\nprocesses = 3\ngpus = 4")
         + 'qos = "low"\naccount = "a"\nconstraint = "x&y"\npython = "python3"\n'
         'options = ["--exclusive"]\ncenter-options = ["--partition=cpu"]\n'
-        'worker-options = ["--switches=1"]\nat-once = 5\ngoes-on = true\n'
-        "patience = 7\n"
+        'worker-options = ["--switches=1"]\nmax-running = 5\nrequeue-at-limit = true\n'
+        "address-timeout = 7\n"
     )
     files, commands = planned()
     _, workers, center, end = files.values()
@@ -166,7 +166,7 @@ def test_run_with_an_existing_center_is_an_array_only(here):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('storage = "kept"\n', "", "jobs of SLURM need storage"),
         ("insecure = true", "", "workers and center need TLS"),
@@ -180,17 +180,27 @@ def test_run_with_an_existing_center_is_an_array_only(here):
             'insecure = true\ntokens = "t"',
             "tokens of a run on SLURM",
         ),
-        ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
-        ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
+        (
+            'partition = "main"',
+            "max-running = 0",
+            "max-running in [slurm] must be a whole number >= 1",
+        ),
+        (
+            'partition = "main"',
+            "address-timeout = 0",
+            "address-timeout in [slurm] must be a whole number >= 1",
+        ),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
     ],
 )
-def test_bad_run_files_are_rejected_before_anything_is_submitted(here, old, new, said):
+def test_bad_run_files_are_rejected_before_anything_is_submitted(
+    here, old, new, message
+):
     assert old in RUN
     (here / "t").write_text(f"chief worker-0 {'a' * 64}\n")
     (here / "run.toml").write_text(RUN.replace(old, new, 1))
-    message = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
-    assert said in " ".join(message.split())
+    output = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
+    assert message in " ".join(output.split())
 
 
 def test_missing_sbatch_is_reported(here, monkeypatch):
@@ -207,11 +217,11 @@ def run_as_task(here, setup, **environment):
     text = around_another_center(RUN, "127.0.0.1:9")
     text = text.replace('["echo set up"]', json.dumps(setup))
     (here / "run.toml").write_text(text)
-    told = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     (here / "script").write_text(planned()[0]["workers.sh"])
     return subprocess.run(
         ["/bin/bash", "script"],
-        env={**os.environ, **told, "SLURMD_NODENAME": "n1", **environment},
+        env={**os.environ, **variables, "SLURMD_NODENAME": "n1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -233,11 +243,11 @@ def test_failed_line_of_setup_ends_the_task(here, setup, code, line):
     (here / "returns.sh").write_text("return 9\n")
     done = run_as_task(here, setup)
     assert done.returncode == code
-    said = f"setup failed on n1, exit code {code}: {line}"
-    assert said in done.stderr
+    message = f"setup failed on n1, exit code {code}: {line}"
+    assert message in done.stderr
     assert "it ran" not in done.stdout
     assert "scontrol" not in done.stderr  # no requeue: it would fail again
-    assert (here / "kept/states/worker-1").read_text() == f"7_1 {code} {said}\n"
+    assert (here / "kept/states/worker-1").read_text() == f"7_1 {code} {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +313,7 @@ at = {"step": jnp.zeros((), jnp.int32)}
 
 
 def say(what):
-    with (here / f"{me.worker}.said").open("a") as file:
+    with (here / f"{me.worker}.output").open("a") as file:
         file.write(f"{me.restarts} {what} {int(at['step'])}\\n")
 
 
@@ -372,7 +382,7 @@ class WorkerOutput:
         self._here = here
 
     def lines(self, worker):
-        path = self._here / f"{worker}.said"
+        path = self._here / f"{worker}.output"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(r), what, int(n)) for r, what, n in map(str.split, lines)]
 
@@ -394,7 +404,7 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     run = f'tls-ca = "{certificate}"\n' + RUN.replace("insecure = true", tls)
     run = run.replace('["a b"]', f'["{here}"]').replace('"kept"', '"kept here"')
     (here / "run.toml").write_text(run)
-    kept, said = here / "kept here", WorkerOutput(here)
+    kept, output = here / "kept here", WorkerOutput(here)
     address, key = kept / "center", kept / "keys/operator.token"
     files, _ = planned()
     jobs = launched()
@@ -408,8 +418,8 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     ]
 
     def goes_on(*workers):
-        before = {each: said.steps(each) for each in workers}
-        wait_until(lambda: all(said.steps(w) > n for w, n in before.items()))
+        before = {each: output.steps(each) for each in workers}
+        wait_until(lambda: all(output.steps(w) > n for w, n in before.items()))
 
     # SLURM requeues a worker while the array grows.
     goes_on("worker-0", "worker-1")
@@ -421,14 +431,14 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     )
     assert len({token for _, _, token in lines_of(kept / "keys/tokens")}) == 5
     goes_on("worker-2", "worker-3")
-    wait_until(lambda: said.has("worker-1", "starts", restarts=1))
-    _, left, started = (n for _, what, n in said.lines("worker-1") if what != "made")
+    wait_until(lambda: output.has("worker-1", "starts", restarts=1))
+    _, left, started = (n for _, what, n in output.lines("worker-1") if what != "made")
     assert started == left > 0
     goes_on("worker-1")
 
     # A cancelled worker sends its last steps, and leaves.
     cluster("scancel", f"{grown['workers']}_2")
-    wait_until(lambda: said.has("worker-2", "leaves"))
+    wait_until(lambda: output.has("worker-2", "leaves"))
     wait_until(lambda: f"{grown['workers']}_2" not in cluster.queue)
     where = service.Observer(
         f"file:{address}", tls=service.Tls(certificate), token=key, timeout=30
@@ -436,7 +446,7 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     with where as center:
         names = {worker["name"] for worker in center.status()["workers"]}
         assert names == {"worker-0", "worker-1", "worker-3"}
-        assert center.pull().params[2] == said.steps("worker-2")
+        assert center.pull().params[2] == output.steps("worker-2")
 
     # The center is killed, and restarts at another port.
     before = address.read_text()
@@ -452,7 +462,7 @@ def test_every_step_counts_once_through_requeue_cancel_and_kill(here, cluster):
     center = agn_optax.LocalCenter(
         agn_optax.rules.downpour(), durability=Journal(kept / "journal")
     )
-    acknowledged = [said.steps(f"worker-{rank}") for rank in range(4)]
+    acknowledged = [output.steps(f"worker-{rank}") for rank in range(4)]
     assert center.pull().params.tolist() == acknowledged
 
 
@@ -466,9 +476,9 @@ from jax.experimental import multihost_utils
 me = service.environment()
 agn_optax.initialize_distributed(**me.distributed)
 here, process = pathlib.Path(sys.argv[1]), jax.process_index()
-said = here / f"{me.worker}.{process}.{me.restarts}"
+report = here / f"{me.worker}.{process}.{me.restarts}"
 count = int(multihost_utils.process_allgather(jnp.ones(())).sum())
-said.write_text(f"{jax.process_count()} {count} ")
+report.write_text(f"{jax.process_count()} {count} ")
 with service.told_to_end() as told:
     until = time.monotonic() + 60
     # All processes of a worker end at the same step.
@@ -477,7 +487,7 @@ with service.told_to_end() as told:
         if me.restarts or time.monotonic() > until:
             break
         time.sleep(0.1)
-    with said.open("a") as file:
+    with report.open("a") as file:
         file.write("told" if ends else "ended")  # also where only the other one is yet
 """
 
@@ -490,7 +500,10 @@ def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
     text = port + RUN.replace("workers = 2", "workers = 1").replace(
         '"a b"', f'"{here}"'
     )
-    text = text.replace("cpus = 2", "cpus = 2\nprocesses = 2") + "goes-on = true\n"
+    text = (
+        text.replace("cpus = 2", "cpus = 2\nprocesses = 2")
+        + "requeue-at-limit = true\n"
+    )
     (here / "run.toml").write_text(around_another_center(text, "127.0.0.1:9"))
     jobs = launched()
     first = [here / f"worker-0.{process}.0" for process in range(2)]
@@ -507,9 +520,9 @@ def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
 def test_submission_that_slurm_rejects_leaves_no_jobs(here, cluster):
     text = RUN.replace('partition = "main"', 'worker-options = ["--partition=none"]')
     (here / "run.toml").write_text(text)
-    said = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
-    assert "sbatch --parsable --array=0-1" in said
-    assert "failed: " in said
+    output = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
+    assert "sbatch --parsable --array=0-1" in output
+    assert "failed: " in output
     wait_until(lambda: not cluster.queue)
     assert not (here / "kept/jobs.json").exists()
 
@@ -536,9 +549,9 @@ def test_failure_of_the_last_task_ends_only_it_and_sets_the_exit_code(here, clus
     (here / "run.toml").write_text(text.replace("workers = 2", "workers = 3"))
     result = command("launch", "run.toml", "--on=slurm", "--wait", "--json")
     assert result.exit_code == 3, result.output
-    said = json.loads(result.stdout)
-    assert list(said["failed"]) == ["worker-2"]
-    assert re.fullmatch(r"exit code 3 on n[12]", said["failed"]["worker-2"])
+    summary = json.loads(result.stdout)
+    assert list(summary["failed"]) == ["worker-2"]
+    assert re.fullmatch(r"exit code 3 on n[12]", summary["failed"]["worker-2"])
     assert "worker-2 | agn-optax: failed: exit code 3 on n" in result.stderr
     assert not cluster.queue
 
@@ -547,7 +560,7 @@ def test_failure_of_the_last_task_ends_only_it_and_sets_the_exit_code(here, clus
 
     assert lives() == ["worker-0", "worker-1", "worker-2", "worker-2"]
     # The whole array is requeued; finished workers do not run again.
-    cluster("scontrol", "requeue", said["jobs"]["workers"])
+    cluster("scontrol", "requeue", summary["jobs"]["workers"])
     wait_until(lambda: lives().count("worker-2") == 3)
     wait_until(lambda: not cluster.queue)
     assert lives() == ["worker-0", "worker-1", *["worker-2"] * 3]
@@ -589,9 +602,11 @@ def test_run_submitted_by_hand_reports_which_worker_failed(here, cluster):
     )
     _, end = done.stdout.split()
     wait_until(lambda: not cluster.queue)
-    said = (kept / "logs/end.log").read_text()
-    assert re.search(r"^failed: worker-1: exit code 137 on n[12]$", said, re.M), said
-    assert "failed: worker-0" not in said
-    assert "failed: center" not in said
+    output = (kept / "logs/end.log").read_text()
+    assert re.search(r"^failed: worker-1: exit code 137 on n[12]$", output, re.M), (
+        output
+    )
+    assert "failed: worker-0" not in output
+    assert "failed: center" not in output
     assert "ExitCode=137:0" in cluster("scontrol", "show", "job", end)
     assert (kept / "states/center").read_text().endswith(" 0 done\n")

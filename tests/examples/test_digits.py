@@ -126,7 +126,7 @@ def test_shares_of_workers_are_disjoint_and_complete():
 
 
 @pytest.mark.parametrize(
-    ("costs", "said"),
+    ("costs", "title"),
     [
         ({"AGN": 1.0, "EASGD": 3.0}, "95 % with 1/12 to 1/4 of the bytes of"),
         ({"AGN": 10.0}, "95 % with 0.83 of the bytes of averaging at every step"),
@@ -134,9 +134,9 @@ def test_shares_of_workers_are_disjoint_and_complete():
         ({"AGN": 13.0}, "95 %: averaging at every step is cheapest in bytes"),
     ],
 )
-def test_title_compares_the_methods_with_averaging_at_every_step(costs, said):
+def test_title_compares_the_methods_with_averaging_at_every_step(costs, title):
     assert re.search(
-        said, results.conclusion(95.0, {"averaging": 12.0, **costs}, "bytes")
+        title, results.conclusion(95.0, {"averaging": 12.0, **costs}, "bytes")
     )
 
 

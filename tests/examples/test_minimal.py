@@ -35,13 +35,13 @@ def printed(arguments, **variables):
 def test_minimal_workers_meet_and_learn():
     launch = ["-m", "agn_optax.ops.cli", "launch", "--workers=2", "--rule=diloco"]
     program = ["--mode=synchronous", "minimal_worker.py"]
-    said = printed([*launch, *program])
-    found = re.findall(r"loss ([0-9.]+) after (\d+) exchanges", said)
-    assert len(found) == 2, said
+    output = printed([*launch, *program])
+    found = re.findall(r"loss ([0-9.]+) after (\d+) exchanges", output)
+    assert len(found) == 2, output
     assert all(exchanges == "20" and float(loss) < 1.0 for loss, exchanges in found)
 
 
 @pytest.mark.slow
 def test_minimal_mesh_learns():
-    said = printed(["minimal_mesh.py"], PJRT_NPROC="32", JAX_NUM_CPU_DEVICES="4")
-    assert float(re.search(r"loss of the center ([0-9.]+)", said)[1]) < 0.5
+    output = printed(["minimal_mesh.py"], PJRT_NPROC="32", JAX_NUM_CPU_DEVICES="4")
+    assert float(re.search(r"loss of the center ([0-9.]+)", output)[1]) < 0.5

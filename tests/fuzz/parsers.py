@@ -276,11 +276,11 @@ def _read_environment(data):
 
 def _read_config(data):
     _FILE.write_bytes(data)
-    values = _options.read(_FILE, RuleOptions, CenterOptions)
-    rule = _options.filled(RuleOptions(), values)
+    values = _options.read_file(_FILE, RuleOptions, CenterOptions)
+    rule = _options.with_defaults(RuleOptions(), values)
     if rule.rule_from is None:  # else a module would be imported
         _rules.make(rule)
-    _center_options.settings(_options.filled(CenterOptions(), values))
+    _center_options.settings(_options.with_defaults(CenterOptions(), values))
 
 
 def _read_rate(data):

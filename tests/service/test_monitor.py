@@ -41,7 +41,7 @@ def events(monitor, kind=None):
     return [(e["kind"], e["worker"]) for e in found if kind in (None, e["kind"])]
 
 
-def told(monitor, kind):
+def texts(monitor, kind):
     return [e["text"] for e in monitor.view()["events"] if e["kind"] == kind]
 
 
@@ -80,7 +80,7 @@ def test_worker_without_recent_exchanges_has_stalled():
             member.recent = centers.Recent(now - 60.0, 2)
             for second in range(60, 22, -1):
                 member.recent.add(now - second, 1, 10)
-        monitor.look()
+        monitor.update()
         anna = worker(monitor, "anna")
         assert anna["connected"]
         assert anna["stalled"] >= 23
@@ -92,7 +92,7 @@ def test_worker_without_recent_exchanges_has_stalled():
         gauge = 'agn_optax_worker_stalled_seconds{worker="anna"} '
         assert gauge in _metrics.exposition(monitor.view()).decode()
         exchanged(session, 2, anchor=1, steps=10)
-        monitor.look()
+        monitor.update()
         anna = worker(monitor, "anna")
         assert anna["stalled"] is None
         assert anna["exchanges_per_second"] > 0
@@ -111,7 +111,7 @@ def test_worker_that_waits_for_a_round_has_not_stalled():
             for member in ledger.present().values():
                 member.recent = centers.Recent(now - 60.0, 2)
                 member.recent.add(now - 59.0, 1, 10)
-        monitor.look()
+        monitor.update()
         assert worker(monitor, "anna")["stalled"] is None
         assert worker(monitor, "bert")["stalled"] >= 59
 
@@ -123,7 +123,7 @@ def test_repeated_exchange_is_counted_once():
         exchanged(session, 1, steps=10)  # a repetition
         exchanged(session, 2, steps=10, reported={"loss": 1.0})
         exchanged(center.join("bert"), 1)  # anchored at version 0: staleness 2
-        monitor.look()
+        monitor.update()
         view = monitor.view()
         assert (view["version"], view["exchanges"]) == (3, 3)
         assert view["staleness"]["bins"] == [
@@ -145,33 +145,33 @@ def test_repeated_exchange_is_counted_once():
 
 def test_joining_losing_and_leaving_are_events():
     with watched(limits=service.Limits(lease=LIMIT)) as (server, monitor, center):
-        monitor.look()
+        monitor.update()
         session = center.join("anna")
         center.join("carl").leave()
         session._link.cancel()  # as at a network failure
-        wait_until(lambda: monitor.look() or ("lost", "anna") in events(monitor))
-        assert worker(monitor, "anna")["gone"] == ""
+        wait_until(lambda: monitor.update() or ("lost", "anna") in events(monitor))
+        assert worker(monitor, "anna")["end_reason"] == ""
         exchanged(session, 1)
-        monitor.look()
+        monitor.update()
         session._link.cancel()
         wait_until(
-            lambda: monitor.look() or events(monitor).count(("lost", "anna")) == 2
+            lambda: monitor.update() or events(monitor).count(("lost", "anna")) == 2
         )
         ledger = server.center.core.ledger
         with server.center.core.atomically():  # as if its lease were over
             ledger._expire_at(ledger.present()["anna"], 0.0)
-        monitor.look()
+        monitor.update()
         center.join("anna")
-        monitor.look()
+        monitor.update()
         assert [e for e in events(monitor) if e[1] == "anna"] == [
             *(("joined", "anna"), ("lost", "anna"), ("back", "anna")),
-            *(("lost", "anna"), ("given up", "anna"), ("joined", "anna")),
+            *(("lost", "anna"), ("lease expired", "anna"), ("joined", "anna")),
         ]
         assert [e for e in events(monitor) if e[1] == "carl"] == [
             *(("joined", "carl"), ("left", "carl"))
         ]
-        assert worker(monitor, "carl")["gone"] == "left"
-        assert worker(monitor, "anna")["gone"] == ""
+        assert worker(monitor, "carl")["end_reason"] == "left"
+        assert worker(monitor, "anna")["end_reason"] == ""
 
 
 def test_new_session_of_the_same_worker_is_an_event():
@@ -185,9 +185,9 @@ def test_new_session_of_the_same_worker_is_an_event():
         session._link.cancel()
         wait_until(lambda: not server.center.core.members()[1]["anna"].connected)
         exchanged(again.join("anna"), 1)
-        monitor.look()
-        texts = told(monitor, "joined")
-        assert [text.split(", by")[0] for text in texts] == [
+        monitor.update()
+        joins = texts(monitor, "joined")
+        assert [text.split(", by")[0] for text in joins] == [
             *("joined", "joined again, with a new session")
         ]
         assert worker(monitor, "anna")["exchanges"] == 2
@@ -196,12 +196,12 @@ def test_new_session_of_the_same_worker_is_an_event():
 def test_workers_in_the_server_process_are_shown():
     with watched() as (server, monitor, _):
         session = server.center.join("here")
-        monitor.look()
+        monitor.update()
         session.leave()
-        monitor.look()
-        assert events(monitor)[1:] == [("joined", "here"), ("given up", "here")]
+        monitor.update()
+        assert events(monitor)[1:] == [("joined", "here"), ("lease expired", "here")]
         server.center.join("here")
-        monitor.look()
+        monitor.update()
         assert events(monitor, "joined") == [("joined", "here")] * 2
 
 
@@ -212,12 +212,14 @@ def test_rejections_are_events_with_their_reason():
             with pytest.raises(errors.CenterFullError):
                 center.join("bert")
         exchanged(session, 1, value=np.full(3, np.nan, np.float32))
-        monitor.look()
-        (rejected,) = [e for e in monitor.view()["events"] if e["kind"] == "rejected"]
+        monitor.update()
+        (rejected,) = [
+            e for e in monitor.view()["events"] if e["kind"] == "call rejected"
+        ]
         assert rejected["worker"] == "bert"
         assert rejected["count"] == 2
         assert "was rejected: no room for worker 'bert'" in rejected["text"]
-        assert "not finite" in told(monitor, "message")[0]
+        assert "not finite" in texts(monitor, "message rejected")[0]
         assert worker(monitor, "anna")["rejected"] == 1
         json.dumps(monitor.view(), allow_nan=False)
 
@@ -227,17 +229,17 @@ def test_snapshots_and_restarts_are_events(tmp_path):
     with watched(None, durability=kept) as (server, monitor, center):
         assert monitor.view()["version"] is None
         center.initialize({"w": jnp.zeros(3)}, worker="anna")
-        monitor.look()
-        assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
-        assert told(monitor, "initialized") == [
+        monitor.update()
+        assert texts(monitor, "snapshot") == ["a snapshot of version 0 was written"]
+        assert texts(monitor, "initialized") == [
             "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
-        monitor.look()
-        assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
+        monitor.update()
+        assert texts(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
     with watched(None, durability=kept) as (_, monitor, _):
-        (text,) = told(monitor, "restarted")
+        (text,) = texts(monitor, "restarted")
         assert text == f"the center in {tmp_path} continues at version 1"
 
 
@@ -247,9 +249,9 @@ def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
         with pytest.raises(errors.DurabilityError):
             server.center.write_snapshot()
-        monitor.look()
-        monitor.look()
-        (text,) = told(monitor, "degraded")
+        monitor.update()
+        monitor.update()
+        (text,) = texts(monitor, "degraded")
         assert text == monitor.view()["degraded"]
         assert text.startswith("no snapshot could be written")
         monkeypatch.undo()
@@ -261,62 +263,62 @@ def test_workers_from_before_a_restart_are_shown_as_disconnected(tmp_path):
         center.join("anna").exchange(Submission(1, ONES, anchor_version=0))
         server.stop()  # before it leaves
     with watched(None, durability=kept) as (_, monitor, center):
-        monitor.look()
+        monitor.update()
         assert not worker(monitor, "anna")["connected"]
         assert not events(monitor, "joined")
         center.join("anna")
-        monitor.look()
+        monitor.update()
         assert events(monitor, "joined") == [("joined", "anna")]
 
 
 def test_rejected_callers_do_not_displace_other_events():
     with watched() as (server, monitor, _):
-        monitor.look()
-        tell = server._servicer.tell
-        tell("joined", "anna", "life", False, "grpc")
+        monitor.update()
+        on_event = server._servicer.on_event
+        on_event("joined", "anna", "life", False, "grpc")
         for n in range(1000):
             error = errors.NotAllowedError(f"number {n}")
-            tell("rejected", f"stranger-{n}", error, "192.0.2.1")
+            on_event("rejected", f"stranger-{n}", error, "192.0.2.1")
         for _ in range(1000):
-            tell("rejected", "", errors.NotAllowedError("who?"), "192.0.2.1")
-        monitor.look()
+            on_event("rejected", "", errors.NotAllowedError("who?"), "192.0.2.1")
+        monitor.update()
         found = monitor.view()["events"]
-        assert len(found) == _monitor.MOST_EVENTS
+        assert len(found) == _monitor.MAX_EVENTS
         assert {"started", "joined"} < {event["kind"] for event in found}
-        (who,) = [e for e in found if e["kind"] == "rejected" and not e["worker"]]
+        (who,) = [e for e in found if e["kind"] == "call rejected" and not e["worker"]]
         assert who["count"] == 1000
         assert who["text"] == "a caller at 192.0.2.1 was rejected: who?"
         numbers = [event["number"] for event in found]
         assert numbers == sorted(set(numbers))
-        assert monitor.view()["event_counts"]["rejected"] == 2000
+        assert monitor.view()["event_counts"]["call rejected"] == 2000
 
 
 def test_workers_that_left_last_are_shown():
     with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
-            server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")
-            server._servicer.tell("left", f"worker-{n:02}", "life")
-        monitor.look()
+            server._servicer.on_event("joined", f"worker-{n:02}", "life", False, "grpc")
+            server._servicer.on_event("left", f"worker-{n:02}", "life")
+        monitor.update()
         shown = [each["name"] for each in monitor.view()["workers"]]
-        assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MOST_GONE, 50)]
+        assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MAX_ENDED, 50)]
 
 
 def test_number_of_curves_is_limited(monkeypatch):
-    monkeypatch.setattr(_monitor, "MOST_CURVES", 8)
+    monkeypatch.setattr(_monitor, "MAX_CURVES", 8)
     with watched() as (_, monitor, center):
         anna, bert = center.join("anna"), center.join("bert")
         exchanged(anna, 1, reported={f"n{i}": i for i in range(6)})
-        monitor.look()
-        assert not monitor.view()["curves_left_out"]
+        monitor.update()
+        assert not monitor.view()["has_more_curves"]
         exchanged(bert, 1, reported={f"n{i}": i for i in range(6)})
-        monitor.look()
+        monitor.update()
         assert len(monitor.view()["curves"]) == 8
-        assert monitor.view()["curves_left_out"]
+        assert monitor.view()["has_more_curves"]
         assert len(worker(monitor, "bert")["reported"]) == 6
         anna.leave()
         exchanged(bert, 2, anchor=1, reported={f"n{i}": i for i in range(6)})
-        monitor.look()
+        monitor.update()
         assert {curve["worker"] for curve in monitor.view()["curves"]} == {"bert"}
 
 
@@ -334,13 +336,13 @@ def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
         session = center.join("anna")
         exchanged(session, 1, reported={"loss": 3.0})
         for _ in range(3):
-            monitor.look()
+            monitor.update()
         exchanged(session, 2, anchor=1, reported={"loss": 3.0})
-        monitor.look()
+        monitor.update()
         session.leave()
-        monitor.look()
+        monitor.update()
         exchanged(center.join("anna"), 1, reported={"loss": 1.0})
-        monitor.look()
+        monitor.update()
         (curve,) = monitor.view()["curves"]
         assert curve["value"] == [3.0, 3.0, None, 1.0]
         assert curve["time"] == sorted(curve["time"])
@@ -350,7 +352,7 @@ def test_nonfinite_reports_are_null():
     with watched() as (_, monitor, center):
         said = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
         exchanged(center.join("anna"), 1, reported=said)
-        monitor.look()
+        monitor.update()
         said = json.loads(json.dumps(monitor.view(), allow_nan=False))
         assert said["workers"][0]["reported"] == {
             "fine": 0.333333,
@@ -379,16 +381,16 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
     """Exchanges append to the queue while the monitor's lock is held."""
     with watched() as (server, monitor, _), monitor._lock:
         began = time.monotonic()
-        for n in range(2 * _monitor._MOST_INBOX):
+        for n in range(2 * _monitor._MAX_INBOX):
             answer = centers.Answer(None, n, n)
-            server._servicer.tell("exchange", "anna", "life", 1, answer)
-        assert len(monitor._inbox) == _monitor._MOST_INBOX
+            server._servicer.on_event("exchange", "anna", "life", 1, answer)
+        assert len(monitor._inbox) == _monitor._MAX_INBOX
         assert time.monotonic() - began < 10
 
 
 def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
     with watched() as (server, monitor, center):
-        server._servicer.tell("exchange", "wrong")
+        server._servicer.on_event("exchange", "wrong")
         center.join("anna")
         wait_until(lambda: ("joined", "anna") in events(monitor))
     assert "thread 'agn-optax monitor' failed" in caplog.text
@@ -399,6 +401,6 @@ def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
 def test_server_without_a_page_keeps_no_events():
     with service.serve(RULE, START) as server:
         assert server.page_address is None
-        assert server._servicer.tell is _servicer._unheard
+        assert server._servicer.on_event is _servicer._unheard
         status = server._servicer.status(pb.StatusRequest(), _monitor.EVERYBODY)
         assert status.page_address == ""

@@ -45,7 +45,7 @@ def open_server():
             Submission(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
         )
         center.join("bert").exchange(Submission(1, ONES, anchor_version=0))
-        server._listeners["page"].monitor.look()
+        server._listeners["page"].monitor.update()
         yield server
 
 
@@ -239,7 +239,7 @@ def test_page_needs_the_tokens_of_the_center():
             assert ask(server, path, **bearer("tok\u00e9n-0123456789"))[0] == 401
         assert ask(server, "/")[0] == 200  # the page itself has no data
         page = server._listeners["page"]
-        page.monitor.look()
+        page.monitor.update()
         page._state._next = 0.0  # do not use the cached state
         seen = ask(server, "/state.json", **bearer(LOOKS))[2].decode()
         assert "does not know that token" in seen
@@ -333,7 +333,7 @@ def test_malformed_request_gets_an_error_and_is_closed(open_server, text, answer
 
 
 def test_slow_request_is_disconnected(open_server, monkeypatch):
-    monkeypatch.setattr(_page, "_PATIENCE", 0.3)
+    monkeypatch.setattr(_page, "_TIMEOUT", 0.3)
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         began = time.monotonic()
         with contextlib.suppress(ConnectionError):
@@ -348,10 +348,10 @@ def test_slow_request_is_disconnected(open_server, monkeypatch):
 
 def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
     page = open_server._listeners["page"]
-    monkeypatch.setattr(_page, "_PATIENCE", 0.3)
+    monkeypatch.setattr(_page, "_TIMEOUT", 0.3)
     monkeypatch.setattr(page, "_html", bytes(64 << 20))
-    wait_until(lambda: not page._open)
-    cut = returned(monkeypatch, page, "_forget")
+    wait_until(lambda: not page._connections)
+    cut = returned(monkeypatch, page, "_close")
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert cut.wait(LIMIT)  # without reading anything
@@ -365,12 +365,12 @@ def test_many_connections_use_few_threads_and_block_no_request():
     ):
         session = center.join("anna")
         before = threading.active_count()
-        for _ in range(3 * _page._MOST_CONNECTIONS):
+        for _ in range(3 * _page._MAX_CONNECTIONS):
             end = socket.create_connection(place(server), timeout=LIMIT)
             stack.enter_context(end)
         assert ask(server, "/state.json")[0] == 200
-        assert len(server._listeners["page"]._open) <= _page._MOST_CONNECTIONS
-        most = before + _page._MOST_CONNECTIONS + 1
+        assert len(server._listeners["page"]._connections) <= _page._MAX_CONNECTIONS
+        most = before + _page._MAX_CONNECTIONS + 1
         # Some are about to end; silent connections would be closed after 10 s only.
         wait_until(lambda: threading.active_count() <= most, limit=5)
         session.exchange(Submission(1, ONES, anchor_version=0))
@@ -390,7 +390,7 @@ def test_expensive_state_is_cached_longer(monkeypatch):
         made.append(1)
         return b""
 
-    state = _page._Made(make)
+    state = _page._Cached(make)
     for _ in range(100):
         state()
     assert len(made) == 1

@@ -185,11 +185,11 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
 
         # The process of a worker is killed.
         process.kill()
-        until(lambda: "given up" in shown.row("worker-1")["state"])
+        until(lambda: "lease expired" in shown.row("worker-1")["state"])
         until(lambda: "worker-1 lost its connection" in shown.text("#events"))
-        assert "worker-1 was given up" in shown.text("#events")
+        assert "worker-1 did not return" in shown.text("#events")
         received = shown.run("return document.getElementById('live').textContent")
-        assert "was given up" in received
+        assert "its lease expired" in received
 
         # The page works by keyboard, with a screen reader, and on a phone.
         charts = shown.names("#shown figure svg")
@@ -295,8 +295,8 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
                 answer = Answer(None, number + 1, number + 1, staleness=value)
-                server._servicer.tell("exchange", "a", "life", 1, answer)
-            server._listeners["page"].monitor.look()
+                server._servicer.on_event("exchange", "a", "life", 1, answer)
+            server._listeners["page"].monitor.update()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())
             found, widths = bars(shown)

@@ -14,9 +14,9 @@ import threading
 
 from agn_optax import errors
 from agn_optax._internal import extras
-from agn_optax.ops.launch import Ended, Program, run
+from agn_optax.ops.launch import Outcome, Program, run
 
-__all__ = ["Ended", "Program", "main", "run"]
+__all__ = ["Outcome", "Program", "main", "run"]
 
 
 def main() -> None:

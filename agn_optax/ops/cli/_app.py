@@ -70,10 +70,10 @@ for subcommand in (
     *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
     *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
 ):
-    app.command(cls=_options.Command)(_options.spread(subcommand))
+    app.command(cls=_options.Command)(_options.as_command(subcommand))
 # Options after the program's name belong to the program.
 app.command(
     "launch",
     cls=_launch_command.LaunchCommand,
     context_settings={"allow_interspersed_args": False},
-)(_options.spread(_launch_command.launch_command))
+)(_options.as_command(_launch_command.launch_command))

@@ -29,8 +29,8 @@ from agn_optax.rules import codecs
 _SIZES = (1_000, 10_000_000)  # float32 parameters
 # Bytes of a float32 parameter: in message and answer; read and written by downpour's
 # arithmetic, which reads the message twice, and reads and writes the center.
-_MOVED, _APPLIED = 8, 16
-_CODED = (10, 1_000_000)  # leaves and elements of each, on which codecs are timed
+_BYTES_SENT, _BYTES_APPLIED = 8, 16
+_CODEC_SHAPE = (10, 1_000_000)  # leaves and elements of each, on which codecs are timed
 _REPEATS = 9
 _ROUNDS = 5  # of `_REPEATS` samples each, at most, until the times lie on a line
 _SERVE = (*("-m", "agn_optax.ops.cli", "serve"), *("--rule", "downpour", "--json"))
@@ -80,39 +80,39 @@ def calibrate(
         took no longer.
     """
     with jax.default_device(jax.devices("cpu")[0]), contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(_serving()) for _ in sizes]
-        forms = [_arithmetic(size) for size in sizes]
+        processes = [stack.enter_context(_server()) for _ in sizes]
+        timers = [_arithmetic(size) for size in sizes]
         for process, size in zip(processes, sizes, strict=True):
-            center = stack.enter_context(_connected(process))
-            forms.append(_exchange(center, size))
-        least = np.full(len(forms), np.inf)
+            center = stack.enter_context(_connection(process))
+            timers.append(_exchange(center, size))
+        fastest = np.full(len(timers), np.inf)
         for _ in range(_ROUNDS):
             for _ in range(repeats):
-                least = np.minimum(least, [form() for form in forms])
-            here, there = least[:2].tolist(), least[2:].tolist()
-            found = _line(sizes, here, there)
-            if found is not None:
-                return dataclasses.replace(found, **coding_rates(codec, repeats))
+                fastest = np.minimum(fastest, [timer() for timer in timers])
+            local, remote = fastest[:2].tolist(), fastest[2:].tolist()
+            machine = _machine(sizes, local, remote)
+            if machine is not None:
+                return dataclasses.replace(machine, **coding_rates(codec, repeats))
     raise errors.CenterError(
-        f"exchanges of {sizes[0]} and {sizes[1]} parameters took {there} s with a "
-        f"center in another process, and their arithmetic {here} s in this process: "
+        f"exchanges of {sizes[0]} and {sizes[1]} parameters took {remote} s with a "
+        f"center in another process, and their arithmetic {local} s in this process: "
         "times must grow with the size, so this machine is too busy; try again"
     )
 
 
-def _line(
-    sizes: Sequence[int], here: Sequence[float], there: Sequence[float]
+def _machine(
+    sizes: Sequence[int], local: Sequence[float], remote: Sequence[float]
 ) -> Machine | None:
     """Return the constants, or None if more bytes took no longer."""
-    arithmetic = here[1] - here[0]
-    ends = there[1] - there[0] - arithmetic
+    arithmetic = local[1] - local[0]
+    ends = remote[1] - remote[0] - arithmetic
     if arithmetic <= 0 or ends <= 0:
         return None
-    endpoint_rate = _MOVED * (sizes[1] - sizes[0]) / ends
-    apply_rate = _APPLIED * (sizes[1] - sizes[0]) / arithmetic
-    line = sizes[0] * (_MOVED / endpoint_rate + _APPLIED / apply_rate)
+    endpoint_rate = _BYTES_SENT * (sizes[1] - sizes[0]) / ends
+    apply_rate = _BYTES_APPLIED * (sizes[1] - sizes[0]) / arithmetic
+    line = sizes[0] * (_BYTES_SENT / endpoint_rate + _BYTES_APPLIED / apply_rate)
     return Machine(
-        overhead=max(0.0, there[0] - line),
+        overhead=max(0.0, remote[0] - line),
         endpoint_rate=endpoint_rate,
         apply_rate=apply_rate,
     )
@@ -126,7 +126,7 @@ def coding_rates(
         return {}
     # Larger than what an allocator keeps in reserve, so that temporary memory of the
     # codec comes from the system, as in an exchange.
-    numbers = np.random.default_rng(0).standard_normal(_CODED, np.float32)
+    numbers = np.random.default_rng(0).standard_normal(_CODEC_SHAPE, np.float32)
     params = [jnp.asarray(row) for row in numbers]
     state = jax.jit(codec.init)(params)
     encode = jax.jit(codec.encode, donate_argnums=1)
@@ -199,7 +199,7 @@ def _timed(run: Callable[[], object]) -> Callable[[], float]:
 
 
 @contextlib.contextmanager
-def _serving() -> Iterator[subprocess.Popen[str]]:
+def _server() -> Iterator[subprocess.Popen[str]]:
     """Run a process that serves a center without parameters, and kill it at the end."""
     command = [sys.executable, *_SERVE]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 our own program
@@ -210,7 +210,7 @@ def _serving() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _connected(process: subprocess.Popen[str]) -> service.RemoteCenter:
+def _connection(process: subprocess.Popen[str]) -> service.RemoteCenter:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

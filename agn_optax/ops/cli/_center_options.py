@@ -151,7 +151,7 @@ class CenterOptions:
 def settings(options: CenterOptions) -> dict[str, Any]:
     """Return the arguments of `agn_optax.service.serve`, without rule and parent.
 
-    Who may call is not in its ``security``: `access` returns it.
+    `access` returns the part of ``security`` that names the callers.
 
     Raises:
       InvalidArgumentError: options exclude each other, or one is out of range.
@@ -161,25 +161,27 @@ def settings(options: CenterOptions) -> dict[str, Any]:
             "--signal-exit-code must be a whole number from 0 to 255, got "
             f"{options.signal_exit_code}"
         )
-    for first, is_given, second in (
+    for option, is_given, excluded in (
         ("--open", options.open, "tokens"),
         ("--snapshots", "snapshots" in _options.given(options), "journal"),
         ("--no-page", options.page is False, "page_address"),
         ("--no-direct", options.direct is False, "direct_address"),
     ):
         if is_given:
-            _options.reject(options, f"and {first} exclude each other", only=(second,))
-    made: dict[str, Any] = {
+            _options.reject(
+                options, f"and {option} exclude each other", only=(excluded,)
+            )
+    arguments: dict[str, Any] = {
         "page": options.page_address or (_PAGE if options.page else None),
         "mode": _mode_of(options),
         "durability": _durability_of(options),
-        "limits": _LIMITS.made(options, messages=_MESSAGES.made(options)),
-        "security": _SECURITY.made(options, tls=_tls_of(options)),
+        "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),
+        "security": _SECURITY.build(options, tls=_tls_of(options)),
         **_SERVED.given(options),
     }
     if options.direct is False:
-        made["direct_address"] = False
-    return made
+        arguments["direct_address"] = False
+    return arguments
 
 
 @contextlib.contextmanager
@@ -204,37 +206,37 @@ def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None
         insecure=_SECURITY.given(options).get("insecure", False),
         token=options.parent_token_file,
     ) as center:
-        yield _PARENT.made(options, center=center)
+        yield _PARENT.build(options, center=center)
 
 
 def access(
-    options: CenterOptions, made: str = "", shown: str = ""
+    options: CenterOptions, operator_token: str = "", page_token: str = ""
 ) -> service.Access | None:
-    """Return who may call the center; None for every caller.
+    """Return the callers that the center allows; None allows every caller.
 
     The tokens come from the options, the environment and the arguments.
 
     Args:
       options: options of the center.
-      made: a new token with the roles chief and operator; "" for none.
-      shown: a new token for the page, with the role observer; "" for none.
+      operator_token: a new token with the roles chief and operator; "" for none.
+      page_token: a new token for the page, with the role observer; "" for none.
 
     Raises:
       InvalidArgumentError: tokens cannot be read.
     """
-    lines = os.environ.get(service.tokens.TOKENS, "")
     if options.open:
         return None
-    given: list[bytes | pathlib.Path] = []
-    given += [options.tokens] if options.tokens is not None else []
-    given += [lines.encode()] if lines else []
-    given += [f"chief,operator * {made}".encode()] if made else []
-    given += [f"observer * {shown}".encode()] if shown else []
-    return service.Access(*given)
+    files = [] if options.tokens is None else [options.tokens]
+    callers = [
+        os.environ.get(service.tokens.TOKENS, ""),
+        f"chief,operator * {operator_token}" if operator_token else "",
+        f"observer * {page_token}" if page_token else "",
+    ]
+    return service.Access(*files, *(lines.encode() for lines in callers if lines))
 
 
-def makes_token(options: CenterOptions) -> bool:
-    """Return whether a token has to be made, because no callers are given."""
+def needs_token(options: CenterOptions) -> bool:
+    """Return whether to make a token, because the options allow no callers."""
     lines = os.environ.get(service.tokens.TOKENS)
     return not (options.open or options.tokens is not None or lines)
 
@@ -249,11 +251,11 @@ def _mode_of(options: CenterOptions) -> Mode:
         raise errors.InvalidArgumentError(
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"
         )
-    return chosen.made(options)
+    return chosen.build(options)
 
 
 def _tls_of(options: CenterOptions) -> service.Tls | None:
-    tls: service.Tls = _TLS.made(options)
+    tls: service.Tls = _TLS.build(options)
     if tls.certificate is None:
         _TLS.reject(options, "needs --tls-certificate and --tls-key")
         return None
@@ -264,6 +266,7 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
 def _durability_of(options: CenterOptions) -> Durability | None:
     given = _SNAPSHOTS.given(options)
     # No snapshots by time, if only a number of exchanges is given.
-    by = {"seconds": None} if "exchanges" in given and "seconds" not in given else {}
-    made: Durability | None = _SNAPSHOTS.made_with("directory", options, **by)
-    return _JOURNAL.made_with("directory", options) or made
+    is_by_exchanges = "exchanges" in given and "seconds" not in given
+    more = {"seconds": None} if is_by_exchanges else {}
+    snapshots = _SNAPSHOTS.build_if_given("directory", options, **more)
+    return _JOURNAL.build_if_given("directory", options) or snapshots

@@ -26,7 +26,9 @@ def doctor(
     Checks that need one that failed are left out. If a rule is given, it is compared
     with the center's. Some megabytes are sent in each direction.
     """
-    rule = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    rule = _options.with_defaults(
+        rule, _options.read_file(config, RuleOptions, CenterOptions)
+    )
     checks = Checks(
         address,
         lambda: _status.observer(address, reached, timeout),
@@ -43,7 +45,7 @@ def doctor(
                 f"[{_STYLES[finding.result]}]{finding.result:<8}[/]{finding.check:<12}",
                 end="",
             )
-            console.print(finding.said, markup=False, soft_wrap=True)
+            console.print(finding.message, markup=False, soft_wrap=True)
     failed = sum(finding.result == "failed" for finding in findings)
     if json:
         checked = [finding._asdict() for finding in findings]

@@ -48,14 +48,16 @@ def export(
 
     Example: agn-optax export center.example:5000 checkpoint
     """
-    given = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
-    made = _rules.make(given) if _rules.is_given(given) else None
+    given = _options.with_defaults(
+        rule, _options.read_file(config, RuleOptions, CenterOptions)
+    )
+    center_rule = _rules.make(given) if _rules.is_given(given) else None
     check(to)
     if pathlib.Path(source).is_dir():
-        found = center.read(source, made)
-        params, version = found.params, found.version
+        stored = center.read(source, center_rule)
+        params, version = stored.params, stored.version
     else:
-        params, version = _pulled(source, made, reached, timeout)
+        params, version = _pull(source, center_rule, reached, timeout)
     write(params, to)
     text = f"version {version} is in {to}"
     _options.report(json, text, version=version, directory=str(to))
@@ -118,7 +120,7 @@ def _make_directory_beside(to: pathlib.Path) -> None:
     pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
 
 
-def _pulled(
+def _pull(
     source: str, rule: Rule | None, reached: Reached, timeout: float
 ) -> tuple[PyTree, Any]:
     """Pull the parameters of a running center, and their version."""
@@ -128,9 +130,8 @@ def _pulled(
             return observer.pull()
     if rule is None:
         raise errors.InvalidArgumentError(
-            "a sharded center is put together by its rule: give --rule, as for "
-            "`agn-optax serve`"
+            "a sharded center needs its rule: give --rule, as for `agn-optax serve`"
         )
-    how = _status.settings(reached)
-    with service.connect(addresses, rule, timeout=timeout, **how) as whole:
-        return whole.pull()
+    settings = _status.settings(reached)
+    with service.connect(addresses, rule, timeout=timeout, **settings) as sharded:
+        return sharded.pull()

@@ -53,8 +53,9 @@ def keys(
 
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """
-    from agn_optax.ops import keys as making  # noqa: PLC0415 needs an extra
+    from agn_optax.ops import keys as certificates  # noqa: PLC0415 needs an extra
 
     roles = {"chief": chief or [], "worker": worker or [], "operator": operator or []}
-    made = [str(path) for path in making.make(directory, host or [], roles, days)]
-    _options.report(json, "\n".join(made), made=made)
+    paths = certificates.make(directory, host or [], roles, days)
+    files = [str(path) for path in paths]
+    _options.report(json, "\n".join(files), files=files)

@@ -16,7 +16,7 @@ from agn_optax.ops.cli import _options, _run_file, _table
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.cli._run_file import RunOptions
-from agn_optax.ops.engines import ENGINES, Local, reached_at, serving
+from agn_optax.ops.engines import ENGINES, Local, local_address, serving_event
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
@@ -30,8 +30,8 @@ class LaunchCommand(_options.Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options, and return the remaining arguments."""
-        found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        ctx.allow_interspersed_args = _is_file(found.get("command") or ())
+        parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.allow_interspersed_args = _is_file(parsed.get("command") or ())
         return super().parse_args(ctx, args)
 
 
@@ -92,17 +92,19 @@ def launch_command(
             raise errors.InvalidArgumentError(
                 f"{run[0]} describes the whole run: {what} does not go with it"
             )
-        engine = _run_file.read(pathlib.Path(run[0]), rule, center, options, on)
+        engine = _run_file.engine_of_file(
+            pathlib.Path(run[0]), rule, center, options, on
+        )
     else:
-        engine = _run_file.of_options(run, rule, center, options, config, on)
+        engine = _run_file.engine_of_options(run, rule, center, options, config, on)
     if dry_run:
         for name, text in engine.files().items():
             typer.echo(f"# {name}\n{text}")
         typer.echo("\n".join(["# Commands", *engine.commands()]))
         return
     names = [_CENTER, *engine.run.worker_names]
-    shown = engine.page_token if isinstance(engine, Local) else ""
-    summary = engine.launch(_Output(names, json, shown))
+    page_token = engine.page_token if isinstance(engine, Local) else ""
+    summary = engine.launch(_Output(names, json, page_token))
     if json:
         _options.print_json(summary)
     if summary["returncode"]:
@@ -117,8 +119,8 @@ def _is_file(run: Sequence[str]) -> bool:
 class _Output:
     """A printer of the lines of several programs, each behind its program's name."""
 
-    def __init__(self, names: Sequence[str], stderr: bool, shown: str = "") -> None:
-        self._shown = shown  # the token of the page
+    def __init__(self, names: Sequence[str], stderr: bool, page_token: str) -> None:
+        self._page_token = page_token
         self._console = _table.console(stderr=stderr)
         if isinstance(self._console.file, io.TextIOWrapper):
             # A program may write characters that the terminal's encoding lacks.
@@ -127,15 +129,15 @@ class _Output:
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
-        if name == _CENTER and (served := serving(line)):
-            line = f"serving at {reached_at(served)}"  # readable, in place of the JSON
-            page = served.get("page")
-            line += f", page at {page}" if page else ""
-            line += f" with token {self._shown}" if page and self._shown else ""
+        if name == _CENTER and (event := serving_event(line)):
+            line = f"serving at {local_address(event)}"  # instead of JSON
+            if page := event.get("page"):
+                line += f", page at {page}"
+                line += f" with token {self._page_token}" if self._page_token else ""
         prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))
         try:  # keeps the program's own colors, if on a terminal
-            own = rich.text.Text.from_ansi(line)
+            colored = rich.text.Text.from_ansi(line)
         except ValueError:  # an escape with a number that Python cannot parse
-            own = rich.text.Text(line)
-        text = rich.text.Text.assemble(prefix, own)
+            colored = rich.text.Text(line)
+        text = rich.text.Text.assemble(prefix, colored)
         self._console.print(text, soft_wrap=True)

@@ -78,8 +78,8 @@ class Group:
       *only: names of arguments; without any, all are options.
       prefix: what options have before the names of their arguments.
       names: options of other names, by argument, each as ``"name METAVAR [default]"``.
-      needs: the option without which options of arguments with a default have no
-        effect.
+      needs: the option that must be given for these options to have an effect, apart
+        from those of arguments without a default.
       rates: arguments in bytes per second, whose options are text such as ``1Gbit``.
 
     Attributes:
@@ -100,20 +100,21 @@ class Group:
         self.names: dict[str, str] = {}
         self.fields: dict[str, tuple[Any, dict[str, Any]]] = {}
         parameters = inspect.signature(source).parameters
-        hints, described = typing.get_type_hints(source), _arguments(source)
+        hints, described = typing.get_type_hints(source), _argument_help(source)
         for name in only or parameters:
             is_rate = name in rates
-            kind, metavar = (str, "RATE") if is_rate else _type_of(hints[name])
+            kind, metavar = (str, "RATE") if is_rate else _option_type(hints[name])
             if kind is None:
                 continue
-            own, described_as = _entry((names or {}).get(name, prefix + name))
+            entry = (names or {}).get(name, prefix + name)
+            option_name, described_as = _parse_entry(entry)
             default, (text, absent) = parameters[name].default, described[name]
             if default is not None:
-                absent = _shown(default, own, is_rate)
+                absent = _default_text(default, option_name, is_rate)
             if self._needs and default is not inspect.Parameter.empty:
                 text = f"With {needs}: {text}"
-            self.names[name] = own
-            self.fields[own] = (
+            self.names[name] = option_name
+            self.fields[option_name] = (
                 kind | None,
                 {
                     "help": text[0].upper() + text[1:],
@@ -124,41 +125,44 @@ class Group:
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the arguments that the options of a record give."""
-        every = given(options)
-        own = {name: every[at] for name, at in self.names.items() if at in every}
-        for name in own.keys() & set(self._rates):
-            own[name] = units.rate(own[name], option(self.names[name]))
-        return own
+        values, arguments = given(options), {}
+        for argument, name in self.names.items():
+            if name in values:
+                value = values[name]
+                if argument in self._rates:
+                    value = units.rate(value, option(name))
+                arguments[argument] = value
+        return arguments
 
-    def made(self, options: Any, **more: Any) -> Any:
+    def build(self, options: Any, **more: Any) -> Any:
         """Call the class or function with these arguments and ``more``."""
         return self._source(**self.given(options), **more)
 
-    def made_with(self, argument: str, options: Any, **more: Any) -> Any:
+    def build_if_given(self, argument: str, options: Any, **more: Any) -> Any:
         """Call the class or function if ``argument`` is given; else return None.
 
         Raises:
           InvalidArgumentError: other options of the group were given without it.
         """
         if argument in self.given(options):
-            return self.made(options, **more)
+            return self.build(options, **more)
         self.reject(options, f"needs {self._needs}")
         return None
 
-    def reject(self, options: Any, why: str) -> None:
-        """Raise, with the reason ``why``, if an option of the group was given.
+    def reject(self, options: Any, reason: str) -> None:
+        """Raise if an option of the group was given.
 
         Raises:
           InvalidArgumentError: one was given.
         """
-        reject(options, why, only=self.names.values())
+        reject(options, reason, only=self.names.values())
 
 
-def _entry(text: str) -> tuple[str, dict[str, Any]]:
+def _parse_entry(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name of an option, and the arguments of `typer.Option`."""
-    found = _ENTRY.fullmatch(text)
-    assert found, text
-    name, metavar, default, help_ = found.groups()
+    match = _ENTRY.fullmatch(text)
+    assert match, text
+    name, metavar, default, help_ = match.groups()
     return name, {"help": help_, "metavar": metavar, "show_default": default}
 
 
@@ -171,7 +175,7 @@ def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
             yield title, [" ".join(line.split()) for line in lines]
 
 
-def _arguments(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
+def _argument_help(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
     """Return the help on each argument and on its absence, as docstrings have them.
 
     A class may leave arguments to the docstring of the class that it extends.
@@ -187,7 +191,7 @@ def _arguments(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
     return described
 
 
-def _type_of(hint: Any) -> tuple[Any, str | None]:
+def _option_type(hint: Any) -> tuple[Any, str | None]:
     """Return the type of an argument's option and its choices; None without them."""
     cases = typing.get_args(hint) or (hint,)
     if typing.get_origin(hint) is typing.Literal:
@@ -198,7 +202,7 @@ def _type_of(hint: Any) -> tuple[Any, str | None]:
     return next((c for c in plain if c in (bool, int, float, str)), None), None
 
 
-def _shown(default: Any, name: str, is_rate: bool) -> str:
+def _default_text(default: Any, name: str, is_rate: bool) -> str:
     """Return a default other than None as ``--help`` shows it; "" for none."""
     if default is inspect.Parameter.empty or default is False:
         return ""
@@ -226,7 +230,7 @@ def record(
     """
 
     def make(kind: type[T]) -> type[T]:
-        own = dict(kind.__annotations__)
+        own_fields = dict(kind.__annotations__)
         annotations: dict[str, Any] = {}
         options: dict[str, dict[str, Any]] = {}
         for panel, entries in _sections(kind.__doc__ or ""):
@@ -236,55 +240,57 @@ def record(
                     for name in fields:
                         setattr(kind, name, None)  # the default
                 else:
-                    name, described = _entry(entry.format(**words))
-                    assert name in own, name
+                    name, described = _parse_entry(entry.format(**words))
+                    assert name in own_fields, name
                     described["show_default"] = described["show_default"] or True
-                    fields = {name: (own[name], described)}
+                    fields = {name: (own_fields[name], described)}
                 for name, (annotation, described) in fields.items():
                     annotations[name] = annotation
                     options[name] = {**described, "rich_help_panel": panel}
-        kind.__annotations__ = annotations | own
-        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
-        made.__options__ = {
+        kind.__annotations__ = annotations | own_fields
+        options_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+        options_class.__options__ = {
             field.name: typer.Option(
                 ... if field.default is dataclasses.MISSING else field.default,
                 **options.get(field.name, {}),
             )
-            for field in dataclasses.fields(made)
+            for field in dataclasses.fields(options_class)
         }
-        return made
+        return options_class
 
     return make
 
 
-def spread(command: Callable[..., None]) -> Callable[..., None]:
+def as_command(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command in which the fields of each record are options of their own."""
     parameters = []
     records: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         if dataclasses.is_dataclass(kind):
-            own = records[name] = typing.cast(Any, kind)
+            record = records[name] = typing.cast(Any, kind)
             parameters += [
-                field.replace(default=own.__options__[field.name])
-                for field in inspect.signature(own, eval_str=True).parameters.values()
+                field.replace(default=record.__options__[field.name])
+                for field in inspect.signature(
+                    record, eval_str=True
+                ).parameters.values()
             ]
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def spread_command(**given: Any) -> None:
-        made = {
-            name: kind(**{field: given.pop(field) for field in kind.__options__})
+    def flat_command(**values: Any) -> None:
+        filled = {
+            name: kind(**{field: values.pop(field) for field in kind.__options__})
             for name, kind in records.items()
         }
-        command(**given, **made)
+        command(**values, **filled)
 
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    spread_command.__doc__ = "\n\n".join(" ".join(p.split()) for p in paragraphs)
-    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread_command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return spread_command
+    flat_command.__doc__ = "\n\n".join(" ".join(p.split()) for p in paragraphs)
+    flat_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return flat_command
 
 
 def given(record: Any) -> dict[str, Any]:
@@ -297,12 +303,12 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def reject(record: Any, why: str, *, only: Collection[str] | None = None) -> None:
+def reject(record: Any, reason: str, *, only: Collection[str] | None = None) -> None:
     """Raise if an option of a record was given that must not be.
 
     Args:
       record: the record of options.
-      why: the reason, which follows the option's name in the error.
+      reason: the text that follows the option's name in the error.
       only: names of the options that must not be given; None for all options.
 
     Raises:
@@ -310,20 +316,20 @@ def reject(record: Any, why: str, *, only: Collection[str] | None = None) -> Non
     """
     for name in given(record):
         if only is None or name in only:
-            raise errors.InvalidArgumentError(f"{option(name)} {why}")
+            raise errors.InvalidArgumentError(f"{option(name)} {reason}")
 
 
-def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
+def read_file(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
     """Return the values that a TOML file gives for the fields of some record classes.
 
     Raises:
       InvalidArgumentError: the file cannot be read, is not TOML, has a key that is not
         an option, or a value of another type than the option's.
     """
-    return {} if path is None else taken(loaded(path), str(path), *kinds)
+    return {} if path is None else parse_table(load_toml(path), str(path), *kinds)
 
 
-def loaded(path: pathlib.Path) -> dict[str, Any]:
+def load_toml(path: pathlib.Path) -> dict[str, Any]:
     """Load a TOML file.
 
     Raises:
@@ -335,7 +341,7 @@ def loaded(path: pathlib.Path) -> dict[str, Any]:
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
 
 
-def taken(table: Any, where: str, *kinds: type) -> dict[str, Any]:
+def parse_table(table: Any, where: str, *kinds: type) -> dict[str, Any]:
     """Return the values that a TOML table gives for the fields of some record classes.
 
     Raises:
@@ -344,28 +350,28 @@ def taken(table: Any, where: str, *kinds: type) -> dict[str, Any]:
     """
     if not isinstance(table, dict):
         raise errors.InvalidArgumentError(f"{where} must be a table, got {table!r}")
-    known = {
+    fields = {
         option(name).removeprefix("--"): (name, annotation)
         for kind in kinds
         for name, annotation in typing.get_type_hints(kind).items()
     }
-    for key in [key for key in table if key not in known]:
-        near = difflib.get_close_matches(key, known, n=1)
+    for key in [key for key in table if key not in fields]:
+        near = difflib.get_close_matches(key, fields, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise errors.InvalidArgumentError(
             f"{where} has an unknown key {key!r}{hint}; known keys are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(fields))}"
         )
     return {
-        known[key][0]: _converted(value, known[key][1], f"{key} in {where}")
+        fields[key][0]: _convert(value, fields[key][1], f"{key} in {where}")
         for key, value in table.items()
     }
 
 
-def filled(record: T, values: dict[str, Any]) -> T:
-    """Return a record with ``values`` for the fields that were not given."""
-    own = {name: value for name, value in values.items() if name in vars(record)}
-    return type(record)(**(own | given(record)))
+def with_defaults(record: T, values: dict[str, Any]) -> T:
+    """Return a record in which ``values`` replace fields that were not given."""
+    defaults = {name: v for name, v in values.items() if name in vars(record)}
+    return type(record)(**(defaults | given(record)))
 
 
 def print_json(value: Any) -> None:
@@ -383,7 +389,7 @@ def report(json: bool, text: str, **values: Any) -> None:
         typer.echo(text)
 
 
-def _converted(value: Any, annotation: Any, what: str) -> Any:
+def _convert(value: Any, annotation: Any, what: str) -> Any:
     """Return a value of a TOML file as a field's type, which may be optional."""
     cases = [annotation]
     if isinstance(annotation, types.UnionType):
@@ -391,12 +397,10 @@ def _converted(value: Any, annotation: Any, what: str) -> Any:
     kind, inner = cases[0], typing.get_args(cases[0])
     match typing.get_origin(kind) or kind, value:
         case builtins.list, list():
-            return [
-                _converted(v, inner[0], f"{what}[{i}]") for i, v in enumerate(value)
-            ]
+            return [_convert(v, inner[0], f"{what}[{i}]") for i, v in enumerate(value)]
         case builtins.dict, dict():
             return {
-                k: _converted(v, inner[1], f"{k} of {what}") for k, v in value.items()
+                k: _convert(v, inner[1], f"{k} of {what}") for k, v in value.items()
             }
         case pathlib.Path, str():
             return pathlib.Path(value)

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import rich.cells
 import rich.console
 import rich.table
-import rich.text
 
 from agn_optax.ops import planning, units
 from agn_optax.ops.cli import _calibrate, _options, _rules, _table
@@ -20,85 +18,13 @@ from agn_optax.ops.planning import (
     Coding,
     Cost,
     Disk,
-    Kept,
+    JournalCost,
     Level,
     Machine,
     Remedies,
     Tree,
 )
 from agn_optax.rules import codecs
-
-
-def _rate(number: float) -> str:
-    return f"{units.in_bytes(number)}/s"
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.3g} s"
-
-
-def _below(rate: float | None) -> str:
-    return "any rate" if rate is None else _rate(rate) if rate else "none"
-
-
-def _size(number: int) -> str:
-    return units.in_bytes(number) if number else "-"
-
-
-def _number(number: object) -> str:
-    return "-" if number is None else str(number)
-
-
-_TIMES = (
-    *("message", "answer", "exchange", "hidden_period", "period"),
-    *("utilization", "utilization_overlapping", "bottleneck"),
-)
-_TITLES = {
-    "hidden_period": "hidden",
-    "utilization": "busy",
-    "utilization_overlapping": "overlap",
-    "bfloat16": "with bfloat16",
-    "pays_below": "pays below",
-    "exchanges": "exchanges/s",
-}
-_SIZES = ("message", "answer", "contribution", "snapshot", "journal")
-_SECONDS = (
-    *("exchange", "interval", "encode", "decode"),
-    *("read", "replay", "rejoin", "restart"),
-)
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(_SIZES, units.in_bytes),
-    **dict.fromkeys(_SECONDS, _seconds),
-    **dict.fromkeys(("received", "sent", "written"), _rate),
-    **dict.fromkeys(
-        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
-    ),
-    "exchanges": "{:.3g}".format,
-    "hidden_period": lambda period: str(period or "never"),
-    "pays_below": _below,
-}
-# A rule's name, and a row of a table by the titles of its columns.
-_Row = tuple[Cost, dict[str, str]]
-
-
-def _row(cost: Cost, record: Any, *fields: str) -> _Row:
-    """Return the row with the fields of a rule's cost, or of a part of it."""
-    return cost, {
-        _TITLES.get(name, name): _FORMATS.get(name, _number)(getattr(record, name))
-        for name in fields
-    }
-
-
-def _memory(cost: Cost) -> _Row:
-    worker = cost.worker
-    return cost, {
-        "model and optimizer": _size(worker.params + worker.inner_state),
-        "record, anchor": _size(worker.record + worker.codec_state + worker.anchor),
-        "worker": _size(worker.waiting),
-        "overlap": _size(worker.overlapping),
-        "center": _size(cost.center.total),
-    }
-
 
 _MACHINE = Group(
     Machine, rates=("endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
@@ -185,29 +111,29 @@ def plan(
     optimizer = _rules.inner(options.inner)
     params = planning.abstract(options.parameters, options.dtype)
     codec = _rules.codec(rule)
-    own = _rules.make(rule) if _rules.is_given(rule) else None
-    if own is None:
-        alone = vars(rule).keys() - {"codec", "answers"}
-        _options.reject(rule, "needs --rule", only=alone)
-    cluster = _CLUSTER.made(
+    given_rule = _rules.make(rule) if _rules.is_given(rule) else None
+    if given_rule is None:
+        settings_of_rules = vars(rule).keys() - {"codec", "answers"}
+        _options.reject(rule, "needs --rule", only=settings_of_rules)
+    cluster = _CLUSTER.build(
         options,
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
-        machine=_machine(options, codec if own is None else own.codec),
+        machine=_machine(options, codec if given_rule is None else given_rule.codec),
         tree=_tree(options),
-        disk=_DISK.made_with("bandwidth", options),
+        disk=_DISK.build_if_given("bandwidth", options),
     )
-    if own is None:
+    if given_rule is None:
         built_in = planning.built_in_rules(optimizer, cluster.workers)
-        planned = [dataclasses.replace(made, codec=codec) for made in built_in]
+        planned = [dataclasses.replace(r, codec=codec) for r in built_in]
     else:
-        planned = [own]
+        planned = [given_rule]
     settings = {
         "inner": optimizer,
         "period": options.period,
         "center_dtype": options.center_dtype,
     }
-    costs = [planning.plan(made, params, cluster, **settings) for made in planned]
+    costs = [planning.plan(r, params, cluster, **settings) for r in planned]
     costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(
@@ -222,14 +148,14 @@ def plan(
         )
     else:
         console = _table.console()
-        console.print(_of(costs, cluster, console.width))
+        console.print(_report(costs, cluster, console.width))
 
 
 def _machine(options: PlanOptions, codec: codecs.Codec) -> Machine:
     if options.measure:
         _MACHINE.reject(options, "does not go with --measure")
         return _calibrate.calibrate(codec)
-    machine: Machine = _MACHINE.made(options)
+    machine: Machine = _MACHINE.build(options)
     return machine
 
 
@@ -247,56 +173,55 @@ def _as_dict(record: Any) -> Any:
         return record
     if not hasattr(record, "_fields"):
         return [_as_dict(item) for item in record]
-    more = [n for n, own in vars(type(record)).items() if isinstance(own, property)]
-    return {n: _as_dict(getattr(record, n)) for n in (*record._fields, *more)}
+    attributes = vars(type(record)).items()
+    properties = [name for name, value in attributes if isinstance(value, property)]
+    names = (*record._fields, *properties)
+    return {name: _as_dict(getattr(record, name)) for name in names}
 
 
-def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
+def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
     machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
+    parts: list[rich.console.RenderableType] = []
+
+    def add(text: str, rows: list[_Row]) -> None:
+        parts.append(text)
+        parts.extend(_tables(rows, width))
+
+    def rows(part: str, *fields: str) -> list[_Row]:
+        records = [(cost, getattr(cost, part)) for cost in costs]
+        return [_row(cost, record, *fields) for cost, record in records if record]
+
     place = "the center" if shards == 1 else f"each of the center's {shards} shards"
-    head = (
+    add(
         f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
-        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}",
+        [_row(cost, cost, *_TIMES) for cost in costs],
     )
-    parts: list[rich.console.RenderableType] = [head]
-    parts += _tables([_row(cost, cost, *_TIMES) for cost in costs], width)
-    parts.append(
+    add(
         "Remedies, each by itself: a longer period; 16 bits both ways, and the period "
-        "then; shards; levels of centers."
+        "then; shards; levels of centers.",
+        rows("remedies", *Remedies._fields),
     )
-    parts += _tables(
-        [
-            _row(cost, cost.remedies, *Remedies._fields)
-            for cost in costs
-            if cost.remedies
-        ],
-        width,
-    )
-    coded = [_row(c, c.coding, *Coding._fields) for c in costs if c.coding]
-    if coded:
-        parts.append(
+    if coded := rows("coding", *Coding._fields):
+        add(
             "Contributions before encoding; the time of the codec, at "
             f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} "
-            "to decode;\nand the rate of a link below which the codec pays."
+            "to decode;\nand the rate of a link below which the codec pays.",
+            coded,
         )
-        parts += _tables(coded, width)
     if tree is not None:
-        parts.append(
+        add(
             "Levels of centers, from the one with the workers up to the root. "
-            "Exchanges overlap with local steps; the period is that of each child."
-        )
-        parts += _tables(
-            [_row(c, level, *Level._fields) for c in costs for level in c.levels], width
+            "Exchanges overlap with local steps; the period is that of each child.",
+            [_row(c, level, *Level._fields) for c in costs for level in c.levels],
         )
     if cluster.disk is not None:
-        parts.append(
+        add(
             f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
-            f"with a disk of {_rate(cluster.disk.bandwidth)}."
+            f"with a disk of {_rate(cluster.disk.bandwidth)}.",
+            rows("journal", *JournalCost._fields, "restart"),
         )
-        kept = [_row(c, c.kept, *Kept._fields, "restart") for c in costs if c.kept]
-        parts += _tables(kept, width)
-    parts.append("Memory, beside activations and gradients.")
-    parts += _tables(list(map(_memory, costs)), width)
+    add("Memory, beside activations and gradients.", list(map(_memory, costs)))
     return rich.console.Group(*parts)
 
 
@@ -306,3 +231,75 @@ def _tables(rows: list[_Row], width: int) -> Iterator[rich.table.Table]:
     columns = [[title, *(row[title] for _, row in rows)] for title in rows[0][1]]
     alone = [i for i, (cost, _) in enumerate(rows, 1) if not cost.levels]
     return _table.split([names, *columns], width, alone)
+
+
+def _rate(number: float) -> str:
+    return f"{units.in_bytes(number)}/s"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s"
+
+
+def _below(rate: float | None) -> str:
+    return "any rate" if rate is None else _rate(rate) if rate else "none"
+
+
+def _size(number: int) -> str:
+    return units.in_bytes(number) if number else "-"
+
+
+def _number(number: object) -> str:
+    return "-" if number is None else str(number)
+
+
+_TIMES = (
+    *("message", "answer", "exchange", "hidden_period", "period"),
+    *("utilization", "utilization_overlapping", "bottleneck"),
+)
+_TITLES = {
+    "hidden_period": "hidden",
+    "utilization": "busy",
+    "utilization_overlapping": "overlap",
+    "bfloat16": "with bfloat16",
+    "pays_below": "pays below",
+    "exchanges": "exchanges/s",
+    "size": "journal",
+}
+_SIZES = ("message", "answer", "contribution", "snapshot", "size")
+_SECONDS = (
+    *("exchange", "interval", "encode", "decode"),
+    *("read", "replay", "rejoin", "restart"),
+)
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(_SIZES, units.in_bytes),
+    **dict.fromkeys(_SECONDS, _seconds),
+    **dict.fromkeys(("received", "sent", "written"), _rate),
+    **dict.fromkeys(
+        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
+    ),
+    "exchanges": "{:.3g}".format,
+    "hidden_period": lambda period: str(period or "never"),
+    "pays_below": _below,
+}
+# A rule's cost, and its row of a table: cells by the titles of the columns.
+_Row = tuple[Cost, dict[str, str]]
+
+
+def _row(cost: Cost, record: Any, *fields: str) -> _Row:
+    """Return the row with the fields of a rule's cost, or of a part of it."""
+    return cost, {
+        _TITLES.get(name, name): _FORMATS.get(name, _number)(getattr(record, name))
+        for name in fields
+    }
+
+
+def _memory(cost: Cost) -> _Row:
+    worker = cost.worker
+    return cost, {
+        "model and optimizer": _size(worker.params + worker.inner_state),
+        "record, anchor": _size(worker.record + worker.codec_state + worker.anchor),
+        "worker": _size(worker.waiting),
+        "overlap": _size(worker.overlapping),
+        "center": _size(cost.center.total),
+    }

@@ -20,16 +20,16 @@ _RUN = Group(
     *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
     *("stop_grace", "storage"),
 )
-# Options for one engine only: in a file, they stand in its table.
-_OF_ENGINES = {"local": Group(Local.Settings), "slurm": Group(Slurm.Settings, "wait")}
-_OWN = {
+# Options for one engine only. In a file, they are in the engine's table.
+_GROUPS = {"local": Group(Local.Settings), "slurm": Group(Slurm.Settings, "wait")}
+_ENGINE_OF_OPTION = {
     option: engine
-    for engine, group in _OF_ENGINES.items()
+    for engine, group in _GROUPS.items()
     for option in group.names.values()
 }
 
 
-@_options.record(groups={"run": _RUN, **_OF_ENGINES})
+@_options.record(groups={"run": _RUN, **_GROUPS})
 class RunOptions:
     """Options of the workers, and of how tasks are started and ended.
 
@@ -53,7 +53,7 @@ class RunOptions:
 _TABLES = ("rule", "center", "resources", *ENGINES)
 
 
-class _Top:
+class _FileKeys:
     """Keys at the top of a run's file, beside those of `RunOptions`."""
 
     program: str
@@ -63,14 +63,14 @@ class _Top:
     environment: dict[str, str]
 
 
-class _Tasks:
+class _ResourceTables:
     """Tables of resources."""
 
     worker: dict[str, Any]
     center: dict[str, Any]
 
 
-def read(
+def engine_of_file(
     path: pathlib.Path,
     rule: RuleOptions,
     center: CenterOptions,
@@ -89,36 +89,36 @@ def read(
     Raises:
       InvalidArgumentError: the file is not valid, or the engine cannot run it.
     """
-    table = _options.loaded(path)
+    table = _options.load_toml(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
     if isinstance(tables["center"], str):  # the address of a center elsewhere
         table["center"], tables["center"] = tables["center"], {}
-    top = _options.taken(table, str(path), _Top, RunOptions)
+    values = _options.parse_table(table, str(path), _FileKeys, RunOptions)
 
-    def taken(name: str, kind: type) -> dict[str, Any]:
-        return _options.taken(tables[name], f"[{name}] of {path}", kind)
+    def parsed(name: str, kind: type) -> dict[str, Any]:
+        return _options.parse_table(tables[name], f"[{name}] of {path}", kind)
 
-    for name in top.keys() & _OWN.keys():
+    for name in values.keys() & _ENGINE_OF_OPTION.keys():
         raise errors.InvalidArgumentError(
-            f"{name} in {path} must be in its table [{_OWN[name]}]"
+            f"{name} in {path} must be in its table [{_ENGINE_OF_OPTION[name]}]"
         )
     return _engine(
         on,
-        _program(top, path),
-        _options.filled(rule, taken("rule", RuleOptions)),
-        _options.filled(center, taken("center", CenterOptions)),
-        _options.filled(options, top),
-        taken(on, ENGINES[on].Settings),
-        transports=top.get("transports"),
-        environment=top.get("environment", {}),
+        _program(values, path),
+        _options.with_defaults(rule, parsed("rule", RuleOptions)),
+        _options.with_defaults(center, parsed("center", CenterOptions)),
+        _options.with_defaults(options, values),
+        parsed(on, ENGINES[on].Settings),
+        transports=values.get("transports"),
+        environment=values.get("environment", {}),
         **{
-            f"{task}_resources": _resources(own, f"[resources.{task}] of {path}")
-            for task, own in taken("resources", _Tasks).items()
+            f"{task}_resources": _resources(table, f"[resources.{task}] of {path}")
+            for task, table in parsed("resources", _ResourceTables).items()
         },
     )
 
 
-def of_options(
+def engine_of_options(
     program: list[str],
     rule: RuleOptions,
     center: CenterOptions,
@@ -135,8 +135,9 @@ def of_options(
         raise errors.InvalidArgumentError(
             f"--config is for an embedded center, and --center is {options.center}"
         )
-    values = _options.read(config, RuleOptions, CenterOptions)
-    rule, center = _options.filled(rule, values), _options.filled(center, values)
+    values = _options.read_file(config, RuleOptions, CenterOptions)
+    rule = _options.with_defaults(rule, values)
+    center = _options.with_defaults(center, values)
     return _engine(on, program, rule, center, options, {})
 
 
@@ -157,10 +158,10 @@ def _engine(
     given["name"] = options.name or _name(program)
     given["center"] = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, given["center"])
-    for name in given.keys() & _OWN.keys():
-        if on != _OWN[name]:
+    for name in given.keys() & _ENGINE_OF_OPTION.keys():
+        if on != _ENGINE_OF_OPTION[name]:
             raise errors.InvalidArgumentError(
-                f"{_options.option(name)} is for --on {_OWN[name]}"
+                f"{_options.option(name)} is for --on {_ENGINE_OF_OPTION[name]}"
             )
         settings[name] = given.pop(name)
     run = Run(
@@ -174,15 +175,15 @@ def _engine(
     return ENGINES[on](run)
 
 
-def _program(top: dict[str, Any], path: pathlib.Path) -> list[str]:
-    program = [top["program"]] if "program" in top else []
-    module = ["-m", top["module"]] if "module" in top else []
+def _program(values: dict[str, Any], path: pathlib.Path) -> list[str]:
+    program = [values["program"]] if "program" in values else []
+    module = ["-m", values["module"]] if "module" in values else []
     if bool(program) == bool(module):
         raise errors.InvalidArgumentError(
             f"{path} must have a program or a module, which each worker runs, and not "
             "both"
         )
-    return [*program, *module, *top.get("arguments", ())]
+    return [*program, *module, *values.get("arguments", ())]
 
 
 def _name(program: list[str]) -> str:
@@ -195,7 +196,7 @@ def _name(program: list[str]) -> str:
 def _resources(table: dict[str, Any], where: str) -> Resources:
     if isinstance(table.get("memory"), str):
         table["memory"] = units.size(table["memory"], f"memory in {where}")
-    values = _options.taken(table, where, Resources)
+    values = _options.parse_table(table, where, Resources)
     for name, value in values.items():
         if value < (0 if name == "gpus" else 1):
             raise errors.InvalidArgumentError(
@@ -209,16 +210,16 @@ def _check(
 ) -> None:
     """Raise for wrong options, before anything is started."""
     if address is not None:
-        why = f"is for an embedded center, and --center is {address}"
-        _options.reject(rule, why)
-        _options.reject(center, why)
-        _options.reject(options, why, only=("center_restarts",))
+        reason = f"is for an embedded center, and --center is {address}"
+        _options.reject(rule, reason)
+        _options.reject(center, reason)
+        _options.reject(options, reason, only=("center_restarts",))
         return
-    why = (
+    reason = (
         "is for --center HOST:PORT: with an embedded center every worker gets a "
         "token of its own"
     )
-    _options.reject(options, why, only=("token_file",))
+    _options.reject(options, reason, only=("token_file",))
     if not _rules.is_given(rule):
         raise errors.InvalidArgumentError(
             "the embedded center has no rule: give --rule NAME or --rule-from "

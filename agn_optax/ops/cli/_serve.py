@@ -18,8 +18,8 @@ from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._notify import notify
 from agn_optax.ops.cli._rules import RuleOptions
 
-_ENDS = (signal.SIGINT, signal.SIGTERM)
-_LOOK = 0.2  # seconds between two checks for a signal
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL = 0.2  # seconds between two checks for a signal
 
 
 def serve(
@@ -36,62 +36,62 @@ def serve(
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
-    values = _options.read(config, RuleOptions, CenterOptions)
-    center = _options.filled(center, values)
-    made = _rules.make(_options.filled(rule, values))
+    values = _options.read_file(config, RuleOptions, CenterOptions)
+    center = _options.with_defaults(center, values)
+    center_rule = _rules.make(_options.with_defaults(rule, values))
     settings = _center_options.settings(center)
     if center.save is not None:
         _export.check(center.save)
     address = str(settings.get("address", ":0"))
-    # Workers that know a fixed address may call at once, so its token is left first.
+    # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
     token = ""
-    if _center_options.makes_token(center):
+    if _center_options.needs_token(center):
         token = service.tokens.for_center_at(address)
-    # A token that is pasted into a browser must allow no more than to observe.
-    shown = service.tokens.generated() if token and settings["page"] else ""
-    access = _center_options.access(center, token, shown)
+    # The token for a browser only allows to observe.
+    page_token = service.tokens.generated() if token and settings["page"] else ""
+    access = _center_options.access(center, token, page_token)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
     if not os.environ.get("JAX_PLATFORMS") and settings.get("device") in (None, "cpu"):
         # Leaves the memory of accelerators to the workers on this machine.
         jax.config.update("jax_platforms", "cpu")
     signals: list[int] = []
 
-    def note(signum: int, frame: FrameType | None) -> None:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
-    with handled(_ENDS, note), contextlib.ExitStack() as stack:
-        parent = _center_options.parent(center, made)
+    with handled(_SIGNALS, on_signal), contextlib.ExitStack() as stack:
+        parent = _center_options.parent(center, center_rule)
         settings["parent"] = stack.enter_context(parent)
         if token and is_fixed:
-            _leave(stack, address, token, stays=True)
-        server = stack.enter_context(service.serve(made, **settings))
+            _store_token(stack, address, token, stays=True)
+        server = stack.enter_context(service.serve(center_rule, **settings))
         if token and not is_fixed:
-            _leave(stack, server.address, token)
+            _store_token(stack, server.address, token)
         if center.address_file is not None:
             stack.enter_context(service.published(server.address, center.address_file))
         text = [
-            f"serving {made.name} at {server.address}",
+            f"serving {center_rule.name} at {server.address}",
             server.direct_address and f"direct connections at {server.direct_address}",
             token and f"token {token}",
             server.page_address and f"page at {server.page_address}",
-            shown and f"token of the page {shown}",
+            page_token and f"token of the page {page_token}",
         ]
         _options.report(
             json,
             "\n".join(line for line in text if line),
             event="serving",
-            rule=made.name,
+            rule=center_rule.name,
             address=server.address,
             direct_address=server.direct_address,
             token=token or None,
             page=server.page_address,
-            page_token=shown or None,
+            page_token=page_token or None,
         )
-        notify("READY=1", f"STATUS=serving {made.name} at {server.address}")
+        notify("READY=1", f"STATUS=serving {center_rule.name} at {server.address}")
         core = server.center.core
-        while not (signals or core.wait_until_closed(_LOOK)):
+        while not (signals or core.wait_until_closed(_POLL)):
             pass
         notify("STOPPING=1", "STATUS=draining")
         if signals:
@@ -109,10 +109,10 @@ def serve(
         raise typer.Exit(center.signal_exit_code)
 
 
-def _leave(
+def _store_token(
     stack: contextlib.ExitStack, address: str, token: str, *, stays: bool = False
 ) -> None:
-    """Leave a token for this user's programs, until the end or, if it stays, longer."""
+    """Store a token for this user's programs, until the end or, if it stays, longer."""
     try:
         stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:

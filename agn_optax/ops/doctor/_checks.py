@@ -28,20 +28,20 @@ from agn_optax.service import (
     wire,
 )
 
-_CLOCKS = 1.0  # seconds by which two clocks may differ
-_SLOW = 0.25  # seconds: a longer round trip makes every exchange noticeably slower
-_FIRST_WORD = 1.0  # seconds: with a longer round trip, workers hardly manage to join
-_ROUND_TRIPS = 5
-_UNLIKE = 3.0  # factor by which one direction may be slower than the other
-_FAST = 200e6  # bytes per second: at a higher rate, processors may be the bottleneck
+_MAX_CLOCK_DIFFERENCE = 1.0  # s
+_SLOW_ROUND_TRIP = 0.25  # s, above which every exchange is noticeably slower
+_MAX_ROUND_TRIP = 1.0  # s, above which workers hardly manage to join
+_SAMPLES = 5  # of round trips and clocks
+_MAX_ASYMMETRY = 3.0  # factor by which one direction may be slower than the other
+_FAST_RATE = 200e6  # bytes/s, above which processors may be the bottleneck
 # Variables that gRPC reads, in its order of preference, in lower case only.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _TRANSPORTS = ("memory", "socket", "grpc")
 
 Result = Literal["ok", "warning", "failed"]
-_Found = tuple[Result, str]
+_Outcome = tuple[Result, str]
 # Checks that all later ones depend on.
-_NEEDED = ("address", "connection", "encryption", "health", "description")
+_ESSENTIAL = ("address", "connection", "encryption", "health", "description")
 
 
 class Finding(NamedTuple):
@@ -49,27 +49,7 @@ class Finding(NamedTuple):
 
     check: str
     result: Result
-    said: str
-
-
-def _in_words(way: Way) -> str:
-    """Describe the rates and the round trip of a transport."""
-
-    def said(rate: float | None) -> str:
-        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
-
-    if way.transport == "memory":
-        return f"memory {said(way.up)} each way"
-    return (
-        f"{way.transport} {said(way.up)} up and {said(way.down)} down, "
-        f"{way.round_trip * 1e3:.2g} ms"
-    )
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
+    message: str
 
 
 @dataclasses.dataclass
@@ -91,7 +71,7 @@ class Checks:
     timeout: float
     tls: Tls | None
     _center: Any = dataclasses.field(init=False, default=None)
-    _described: Any = dataclasses.field(init=False, default=None)
+    _description: Any = dataclasses.field(init=False, default=None)
 
     def run(self) -> Iterator[Finding]:
         """Run all checks in the order of their definition, and yield each finding.
@@ -109,13 +89,13 @@ class Checks:
                 except errors.AgnOptaxError as error:
                     finding = Finding(name, "failed", str(error))
                 yield finding
-                if finding.result == "failed" and name in _NEEDED:
+                if finding.result == "failed" and name in _ESSENTIAL:
                     return
         finally:
             if self._center is not None:
                 self._center.close()
 
-    def _check_address(self) -> _Found:
+    def _check_address(self) -> _Outcome:
         if (file := publishing.path_of(self.address)) is not None:
             self.address = publishing.read(file)
         address.check(self.address)
@@ -128,10 +108,12 @@ class Checks:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             return "failed", f"{host} is not found: {error}"
-        numbers = dict.fromkeys(str(each[4][0]) for each in found)
-        return "ok", f"{self.address} is {', '.join(numbers)}, port {port}"
+        addresses = dict.fromkeys(
+            str(socket_address[0]) for *_, socket_address in found
+        )
+        return "ok", f"{self.address} is {', '.join(addresses)}, port {port}"
 
-    def _check_proxy(self) -> _Found:
+    def _check_proxy(self) -> _Outcome:
         variable = next((name for name in _PROXIES if os.environ.get(name)), None)
         is_local = address.is_local(self.address)
         if is_local or variable is None or proxy_bypass(self._host):
@@ -141,7 +123,7 @@ class Checks:
             f"it; add {self._host} to no_proxy, or unset {variable}"
         )
 
-    def _check_connection(self) -> _Found:
+    def _check_connection(self) -> _Outcome:
         try:
             seconds = _seconds(
                 lambda: handshake.connected(self.address, self.timeout).close()
@@ -153,109 +135,110 @@ class Checks:
             )
         return "ok", f"connected in {seconds * 1e3:.1f} ms"
 
-    def _check_encryption(self) -> _Found:
+    def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
-        if why := handshake.why_not(self.address, self.tls, self.timeout):
-            return "failed", why
+        if problem := handshake.why_not(self.address, self.tls, self.timeout):
+            return "failed", problem
         if self.tls is not None:
             return "ok", "TLS"
         if address.is_local(self.address):
             return "ok", "plain text, which does not leave this machine"
         return "warning", "plain text can be read and changed on the network"
 
-    def _check_health(self) -> _Found:
+    def _check_health(self) -> _Outcome:
         try:
-            said = self._center.health()
+            status = self._center.health()
         except errors.CenterUnreachableError as error:
             return "failed", f"it is no gRPC server, or rejects the call: {error}"
-        if said != "SERVING":
-            return "failed", f"the center is {said}: it is going down"
-        return "ok", said
+        if status != "SERVING":
+            return "failed", f"the center is {status}: it is draining"
+        return "ok", status
 
-    def _check_description(self) -> _Found:
-        said = self._described = self._center.describe()
-        return "ok", f"protocol {said.protocol}, {said.mode}"
+    def _check_description(self) -> _Outcome:
+        self._description = self._center.describe()
+        return "ok", f"protocol {self._description.protocol}, {self._description.mode}"
 
-    def _check_release(self) -> _Found:
-        said = self._described
-        if said.release != __version__:
+    def _check_release(self) -> _Outcome:
+        center = self._description
+        if center.release != __version__:
             return "warning", (
-                f"the center runs agn_optax {said.release}, and this end {__version__}"
+                f"the center runs agn_optax {center.release}, and this end "
+                f"{__version__}"
             )
-        words, there = f"agn_optax {__version__} at both ends", dict(said.versions)
+        text = f"agn_optax {__version__} at both ends"
         differences = [
-            f"{name} {there.get(name)} there and {here} here"
-            for name, here in versions.installed().items()
-            if there.get(name) != here
+            f"{name} {center.versions.get(name)} there and {version} here"
+            for name, version in versions.installed().items()
+            if center.versions.get(name) != version
         ]
         if not differences:
-            return "ok", words
+            return "ok", text
         return "warning", (
-            f"{words}, but {', '.join(differences)}: results may differ in the last "
+            f"{text}, but {', '.join(differences)}: results may differ in the last "
             "place, and equal rules seem different; install the same at both ends"
         )
 
-    def _check_round_trip(self) -> _Found:
-        times = [_seconds(self._center.status) for _ in range(_ROUND_TRIPS)]
+    def _check_round_trip(self) -> _Outcome:
+        times = [_seconds(self._center.status) for _ in range(_SAMPLES)]
         median = statistics.median(times)
-        said = f"{median * 1e3:.1f} ms"
-        if median > _FIRST_WORD:
+        text = f"{median * 1e3:.1f} ms"
+        if median > _MAX_ROUND_TRIP:
             return "failed", (
-                f"{said}: handshakes beside gRPC have a second, so workers hardly join;"
+                f"{text}: handshakes beside gRPC have a second, so workers hardly join;"
                 " find out what delays packets, or place the center nearer"
             )
-        if median > _SLOW:
-            return "warning", f"{said}: long periods or overlap=True hide it"
-        return "ok", said
+        if median > _SLOW_ROUND_TRIP:
+            return "warning", f"{text}: long periods or overlap=True hide it"
+        return "ok", text
 
-    def _check_clocks(self) -> _Found:
-        looks = []
-        for _ in range(_ROUND_TRIPS):
+    def _check_clocks(self) -> _Outcome:
+        samples = []
+        for _ in range(_SAMPLES):
             begin = time.time()
             clock = self._center.describe().clock
             end = time.time()
-            looks.append((end - begin, clock - (begin + end) / 2))
-        round_trip, ahead = min(looks)  # the shortest round trip is the most accurate
-        said = (
-            f"the center's clock is {abs(ahead):.3f} s "
-            f"{'ahead' if ahead > 0 else 'behind'}, give or take {round_trip / 2:.3f} s"
+            samples.append((end - begin, clock - (begin + end) / 2))
+        round_trip, offset = min(samples)  # the shortest round trip: the most accurate
+        text = (
+            f"the center's clock is {abs(offset):.3f} s "
+            f"{'ahead' if offset > 0 else 'behind'}, +-{round_trip / 2:.3f} s"
         )
-        if abs(ahead) - round_trip / 2 <= _CLOCKS:
-            return "ok", said
+        if abs(offset) - round_trip / 2 <= _MAX_CLOCK_DIFFERENCE:
+            return "ok", text
         return "warning", (
-            f"{said}: certificates may not be valid, and times in logs do not match; "
+            f"{text}: certificates may not be valid, and times in logs do not match; "
             "synchronize both with a time server (chrony, systemd-timesyncd)"
         )
 
-    def _check_schema(self) -> _Found:
-        if not self._described.HasField("schema"):
+    def _check_schema(self) -> _Outcome:
+        if not self._description.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
-        leaves = wire.from_bytes(self._described.schema).leaves
+        leaves = wire.from_bytes(self._description.schema).leaves
         size = sum(leaf.nbytes for leaf in leaves)
         return "ok", f"{len(leaves)} leaves, {units.in_bytes(size)}"
 
-    def _check_disk(self) -> _Found:
+    def _check_disk(self) -> _Outcome:
         status = self._center.status()
         degraded = "" if status["parent"] else status["degraded"]
         free, needed = status["disk_free"], status["disk_needed"]
         if free is None or needed is None:  # not known, or nothing is kept on disk
-            kept = degraded or "the center keeps everything that it is set to keep"
-            return "warning" if degraded else "ok", kept
-        room = (
+            text = degraded or "the center keeps everything that it is set to keep"
+            return "warning" if degraded else "ok", text
+        space = (
             f"{units.in_bytes(free)} are free, and the next snapshot with its journal "
             f"takes {units.in_bytes(needed)}"
         )
         if free < needed:
             return "failed", (
-                f"{room}: make room there, or the center stops. {degraded}".strip()
+                f"{space}: make room there, or the center stops. {degraded}".strip()
             )
         if degraded:
-            return "warning", f"{degraded} ({room})"
+            return "warning", f"{degraded} ({space})"
         if free < 2 * needed:
-            return "warning", f"{room}: make room before a second one is written"
-        return "ok", room
+            return "warning", f"{space}: make room before a second one is written"
+        return "ok", space
 
-    def _check_parent(self) -> _Found:
+    def _check_parent(self) -> _Outcome:
         """Check that a site of a tree has its parent."""
         status = self._center.status()
         if not status["parent"]:
@@ -264,9 +247,9 @@ class Checks:
             return "warning", degraded
         return "ok", f"the center is a site of {status['parent']}, connected to it"
 
-    def _check_rates(self) -> _Found:
+    def _check_rates(self) -> _Outcome:
         """Measure each transport, up and down, through the connections of exchanges."""
-        offers = {offer.transport: offer for offer in self._described.offers}
+        offers = {offer.transport: offer for offer in self._description.offers}
         ways: dict[str, Way] = {}  # in the order in which exchanges prefer them
         missing = []
         for name in _TRANSPORTS:
@@ -285,15 +268,15 @@ class Checks:
                     )
                 elif name != "memory" or address.is_local(self.address):
                     missing.append(str(error))
-        said = "; ".join([*map(_in_words, ways.values()), *missing])
+        text = "; ".join([*map(_described, ways.values()), *missing])
         way = ways.get("socket") or ways.get("grpc")
         if way is not None:
-            result, advice = self._judged(way)
+            result, advice = self._rate_problem(way)
             if result != "ok":
-                return result, f"{said}; {advice}"
-        return "warning" if missing else "ok", said
+                return result, f"{text}; {advice}"
+        return "warning" if missing else "ok", text
 
-    def _judged(self, way: Way) -> _Found:
+    def _rate_problem(self, way: Way) -> _Outcome:
         if way.up is None or way.down is None:
             which = "to the center" if way.up is None else "from the center"
             return "failed", (
@@ -308,7 +291,7 @@ class Checks:
                 f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
                 "below which both ends break transfers off"
             )
-        if fast > _UNLIKE * slow and slow < _FAST:
+        if fast > _MAX_ASYMMETRY * slow and slow < _FAST_RATE:
             return "warning", (
                 f"the way {which}, is {fast / slow:.1f} times slower than the other "
                 "one: check the speed and duplex that its network cards have "
@@ -316,11 +299,31 @@ class Checks:
             )
         return "ok", ""
 
-    def _check_rule(self) -> _Found:
+    def _check_rule(self) -> _Outcome:
         assert self.rule is not None
-        fingerprint.compare(self._described.rule, self.rule, self.address)
+        fingerprint.compare(self._description.rule, self.rule, self.address)
         return "ok", f"{self.rule.name} at both ends"
 
     @property
     def _host(self) -> str:
         return address.host(self.address)
+
+
+def _described(way: Way) -> str:
+    """Describe the rates and the round trip of a transport in words."""
+
+    def in_words(rate: float | None) -> str:
+        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
+
+    if way.transport == "memory":
+        return f"memory {in_words(way.up)} each way"
+    return (
+        f"{way.transport} {in_words(way.up)} up and {in_words(way.down)} down, "
+        f"{way.round_trip * 1e3:.2g} ms"
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin

@@ -10,8 +10,8 @@ imported `as` themselves are for the layers above.
 from agn_optax.ops.engines._engine import Engine
 from agn_optax.ops.engines._kubernetes import Kubernetes
 from agn_optax.ops.engines._local import Local
-from agn_optax.ops.engines._local import reached_at as reached_at
-from agn_optax.ops.engines._local import serving as serving
+from agn_optax.ops.engines._local import local_address as local_address
+from agn_optax.ops.engines._local import serving_event as serving_event
 from agn_optax.ops.engines._ray import Ray
 from agn_optax.ops.engines._run import Resources, Run
 from agn_optax.ops.engines._slurm import Slurm

@@ -17,12 +17,12 @@ from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._manifests import Manifest, Manifests
-from agn_optax.ops.engines._run import Run
+from agn_optax.ops.engines._run import Run, arguments
 
 SECRETS = "secrets.sh"
 _OPERATOR = "operator"
 # Options of `serve` that the manifests set: a pod's addresses and its key files.
-_OURS = (
+_SET_BY_MANIFESTS = (
     *("address", "direct_address", "health_address", "page_address", "address_file"),
     *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
 )
@@ -88,7 +88,7 @@ class Kubernetes(Engine):
         extras.require("kubernetes", "yaml")
         super().__init__(run)
         _check(run, self.settings)
-        self._made = Manifests(run, self.settings)
+        self._manifests = Manifests(run, self.settings)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -97,9 +97,9 @@ class Kubernetes(Engine):
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
-        secrets = {SECRETS: self._secrets()} if self._made.has_keys else {}
-        objects = self._made.files()
-        return secrets | {name: _yaml(made) for name, made in objects.items()}
+        secrets = {SECRETS: self._secrets()} if self._manifests.has_keys else {}
+        files = self._manifests.files()
+        return secrets | {name: _yaml(objects) for name, objects in files.items()}
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
@@ -133,16 +133,14 @@ class Kubernetes(Engine):
         return {"returncode": done.returncode, "folder": str(self.folder)}
 
     def _kubectl(self, verb: str, **options: str) -> str:
-        namespace = self.settings.namespace
-        given = {**({"namespace": namespace} if namespace else {}), **options}
-        return shlex.join(
-            ["kubectl", verb, *(f"--{name}={value}" for name, value in given.items())]
-        )
+        if self.settings.namespace:
+            options = {"namespace": self.settings.namespace, **options}
+        return shlex.join(["kubectl", verb, *arguments(options)])
 
     def _secrets(self) -> str:
         """Return a script that makes missing keys, and Secrets from all keys."""
-        made, workers = self._made, self.run.worker_names
-        hosts = " ".join(f"--host={host}" for host in made.hosts)
+        manifests, workers = self._manifests, self.run.worker_names
+        hosts = " ".join(f"--host={host}" for host in manifests.hosts)
         create = self._kubectl("create") + " secret generic"
         # Without --server-side, an annotation would hold the Secret's data once more.
         apply = self._kubectl("apply", filename="-") + " --server-side"
@@ -170,12 +168,12 @@ secret() {{
   {create} $name "$@" --dry-run=client --output=yaml |
     {apply}
 }}
-secret {made.center} ca.pem center.pem center.key tokens
+secret {manifests.center} ca.pem center.pem center.key tokens
 files=ca.pem
 for name in {" ".join(workers)}; do
   files="$files $name.pem $name.key $name.token"
 done
-secret {made.workers} $files
+secret {manifests.workers} $files
 """
 
 
@@ -197,7 +195,7 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
             "storage is where the center's pod mounts its claim, so it must be an "
             f"absolute path, got {str(run.storage)!r}"
         )
-    for name in _OURS:
+    for name in _SET_BY_MANIFESTS:
         if run.serve.get(name) is not None:
             reject(
                 f"{name.replace('_', '-')} of the center is set by the manifests, got "
@@ -227,11 +225,11 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
                 f"claims in [kubernetes] must have absolute paths, got {path!r} for "
                 f"{name}"
             )
-    for variable, where in settings.environment_secrets.items():
-        if not re.fullmatch(r"[^/]+/[^/]+", where):
+    for variable, secret in settings.environment_secrets.items():
+        if not re.fullmatch(r"[^/]+/[^/]+", secret):
             reject(
                 "environment-secrets in [kubernetes] must name a Secret and its key as "
-                f'"SECRET/KEY", got {where!r} for {variable}'
+                f'"SECRET/KEY", got {secret!r} for {variable}'
             )
         if variable in run.environment:
             reject(

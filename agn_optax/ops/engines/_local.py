@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agn_optax import errors
-from agn_optax._internal import check
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
-from agn_optax.ops.launch import Ended, Program
+from agn_optax.ops.launch import Outcome, Program
 from agn_optax.service import tokens
 
 CENTER = "center"
@@ -32,25 +31,19 @@ class LocalSettings:
     Attributes:
       restart_delay: seconds before a failed process is started again.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
-        last restart, or to let them ``"go on"``.
-
-    Raises:
-      InvalidArgumentError: a value is out of range.
+        last restart, or to let them ``"continue"``.
     """
 
     restart_delay: float = 1.0
     on_failure: str = "stop"
 
-    def __post_init__(self) -> None:
-        check.seconds(self.restart_delay, "restart_delay")
-
 
 class Local(Engine):
     """Processes of this machine.
 
-    Workers start once the center serves, and get its address. Each worker has a token
-    of its own, by which the center knows its name. Another token is left for this
-    user's programs that observe the center. No token is on a command line.
+    Workers start once the center serves, and get its address. Each worker has its own
+    token, by which the center knows the worker's name. Another token is stored for this
+    user's other programs, such as ``agn-optax watch``. No token is on a command line.
     """
 
     name = "local"
@@ -70,11 +63,11 @@ class Local(Engine):
             )
         # A token for each worker, one for this user's other programs, and one to paste
         # into a browser, which allows no more than to observe.
-        names = run.worker_names if run.is_closed else []
+        names = run.worker_names if run.uses_tokens else []
         self._tokens = {name: tokens.generated() for name in names}
         self._operator_token = tokens.generated()
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        self.page_token = tokens.generated() if run.is_closed and has_page else ""
+        self.page_token = tokens.generated() if run.uses_tokens and has_page else ""
 
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
@@ -84,83 +77,80 @@ class Local(Engine):
             run.worker_line(rank, sys.executable, **center)
             for rank in range(run.workers)
         ]
-        return (
-            [shlex.join(run.center_command(sys.executable)), *workers]
-            if run.has_center
-            else workers
-        )
+        if not run.has_center:
+            return workers
+        return [shlex.join(run.center_command(sys.executable)), *workers]
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Start all processes, and wait until they have ended."""
         run = self.run
         begin = time.monotonic()
-        with contextlib.ExitStack() as left:
+        with contextlib.ExitStack() as stored_token:
 
             def show(name: str, line: str) -> None:
-                if run.is_closed and name == CENTER and (event := serving(line)):
+                if (
+                    run.uses_tokens
+                    and name == CENTER
+                    and (event := serving_event(line))
+                ):
                     # A restarted center may listen at another port.
-                    left.close()
-                    with contextlib.suppress(OSError):  # then no program has a token
-                        address = reached_at(event)
+                    stored_token.close()
+                    with contextlib.suppress(OSError):  # then nothing is stored
+                        address = local_address(event)
                         token = tokens.left_here(address, self._operator_token)
-                        left.enter_context(token)
+                        stored_token.enter_context(token)
                 output(name, line)
 
-            ended = launch.run(
+            outcomes = launch.run(
                 [self._center()] if run.has_center else self._workers(),
                 output=show,
                 grace=run.stop_grace,
                 restart_delay=self.settings.restart_delay,
-                on_failure=cast(Any, self.settings.on_failure),  # `run` checks it
+                on_failure=cast(Any, self.settings.on_failure),  # checked by `run`
             )
-        code = exit_code(ended, run)
-        if run.has_center and (problem := _problem(*ended)):
+        code = exit_code(outcomes, run)
+        if run.has_center and (problem := _problem(*outcomes)):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
         return {
             "returncode": code,
             "seconds": time.monotonic() - begin,
-            "programs": [vars(program) for program in ended],
+            "programs": [vars(outcome) for outcome in outcomes],
         }
 
     def _center(self) -> Program:
         """Return the center's program, which the workers follow once it serves."""
         run = self.run
         if run.storage is not None:
-            _make(run.storage)
+            _make_folder(run.storage)
 
-        def workers(line: str) -> Sequence[Program]:
-            event = serving(line)
+        def start_workers(line: str) -> Sequence[Program]:
+            event = serving_event(line)
             if not event:
                 return ()
-            is_moving = run.storage is not None
-            address = f"file:{run.address_file}" if is_moving else reached_at(event)
+            # A restarted center may have another address, which is then in the file.
+            has_file = run.storage is not None
+            address = f"file:{run.address_file}" if has_file else local_address(event)
             return self._workers(AGN_OPTAX_CENTER=address)
 
         return Program(
             CENTER,
             run.center_command(sys.executable),
-            {tokens.TOKENS: self._callers()} if run.is_closed else {},
+            {tokens.TOKENS: self._callers()} if run.uses_tokens else {},
             restarts=run.center_restarts,
             waited_for=False,
-            followers=workers,
+            followers=start_workers,
         )
 
     def _workers(self, **variables: str) -> list[Program]:
-        run = self.run
-        made = []
+        run, command = self.run, self.run.worker_command(sys.executable)
+        programs = []
         for rank, name in enumerate(run.worker_names):
-            if run.is_closed:
+            if run.uses_tokens:
                 variables[tokens.TOKEN] = self._tokens[name]
-            made.append(
-                Program(
-                    name,
-                    run.worker_command(sys.executable),
-                    run.worker_environment(rank, **variables),
-                    restarts=run.restarts,
-                )
-            )
-        return made
+            environment = run.worker_environment(rank, **variables)
+            programs.append(Program(name, command, environment, run.restarts))
+        return programs
 
     def _callers(self) -> str:
         """Return the callers' lines: each worker, this user's programs, a browser."""
@@ -168,8 +158,8 @@ class Local(Engine):
         return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
 
 
-def _make(storage: pathlib.Path) -> None:
-    """Make the storage's folder if it does not exist.
+def _make_folder(storage: pathlib.Path) -> None:
+    """Make the storage if it does not exist.
 
     Raises:
       InvalidArgumentError: the folder cannot be made.
@@ -183,21 +173,21 @@ def _make(storage: pathlib.Path) -> None:
         ) from None
 
 
-def _problem(center: Ended, *workers: Ended) -> str:
-    """Return what was wrong with the end of a center; "" if nothing was."""
+def _problem(center: Outcome, *workers: Outcome) -> str:
+    """Describe how a center ended too early; return "" if it did not."""
     if not workers:
         return "the center ended before it served"
-    cut_off = [worker.name for worker in workers if worker.stopped]
-    if center.stopped or center.returncode or not cut_off:
+    interrupted = [worker.name for worker in workers if worker.stopped]
+    if center.stopped or center.returncode or not interrupted:
         return ""
     return (
-        f"failed: the center ended like a drained one, while {', '.join(cut_off)} "
-        "still worked with it"
+        f"failed: the center was drained while {', '.join(interrupted)} still worked "
+        "with it"
     )
 
 
-def serving(line: str) -> dict[str, Any]:
-    """Return the event that ``serve --json`` prints once it serves, if a line is it."""
+def serving_event(line: str) -> dict[str, Any]:
+    """Return the event that ``serve --json`` prints first; {} for another line."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -206,31 +196,31 @@ def serving(line: str) -> dict[str, Any]:
     return event if is_serving else {}
 
 
-def reached_at(event: Mapping[str, Any]) -> str:
-    """Return the address for this machine's workers, from the event of `serving`."""
+def local_address(event: Mapping[str, Any]) -> str:
+    """Return the center's address for this machine, from the event of `serve`."""
     # If the center listens at every address, loopback allows plain text.
     host, _, port = str(event["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def exit_code(ended: Sequence[Ended], run: Run) -> int:
+def exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
     """Return the exit code of the first program at fault, as a shell does; 0 if none.
 
     A center that was stopped is at fault, after all others, if it did not end as a
     drained center does: it failed in its last work, such as to save.
     """
-    at_fault = [program for program in ended if not program.stopped]
+    at_fault = [outcome for outcome in outcomes if not outcome.stopped]
     at_fault += [
-        program
-        for program in ended
-        if program.stopped and program.name == CENTER and not is_drained(program, run)
+        outcome
+        for outcome in outcomes
+        if outcome.stopped and outcome.name == CENTER and not is_drained(outcome, run)
     ]
-    codes = (program.returncode for program in at_fault if program.returncode)
+    codes = (outcome.returncode for outcome in at_fault if outcome.returncode)
     code = next(codes, 0)
     return code if code >= 0 else 128 - code
 
 
-def is_drained(center: Ended, run: Run) -> bool:
+def is_drained(center: Outcome, run: Run) -> bool:
     """Return whether SIGTERM drained a center, or ended it before it could drain."""
     codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     return center.returncode in (*codes, run.serve.get("signal_exit_code"))

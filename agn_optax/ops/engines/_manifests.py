@@ -23,29 +23,29 @@ Manifest = dict[str, Any]
 
 # Ports of the center's pod, which has addresses of its own and listens at all of them.
 PORT, DIRECT_PORT, HEALTH_PORT, PAGE_PORT = 5000, 5001, 5002, 8080
-_ANY = "0.0.0.0"  # noqa: S104 inside a pod
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 inside a pod
 # Mount paths in a pod.
 KEYS = pathlib.PurePosixPath("/etc/agn-optax")
 STORAGE = pathlib.PurePosixPath("/storage")
 _SCRATCH = "/tmp"  # noqa: S108 private to a pod
 _USER = 1000  # user and group of all pods
 _MARGIN = 15.0  # seconds for the work before and after a drain
-_MOST = 2**31 - 1  # failures: a backoff limit that is never reached
-_ENDED_BY_SIGNAL = (
-    143  # exit code of a center that was told to end: a shell's for SIGTERM
-)
+_UNLIMITED = 2**31 - 1  # failures: a backoff limit that is never reached
+_EXIT_AFTER_SIGTERM = 143  # as in a shell
 # Default requests of a center: a pod without requests is evicted first when a node runs
 # short.
-_LEAST = {"cpu": "1", "memory": "2Gi"}
+_DEFAULT_REQUESTS = {"cpu": "1", "memory": "2Gi"}
 
-_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
-_SET = "metadata.annotations['jobset.sigs.k8s.io/{}']"
+_INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_FAILURES_ANNOTATION = (
+    "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
+)
+_JOBSET_ANNOTATION = "metadata.annotations['jobset.sigs.k8s.io/{}']"
 _RANK = "$(AGN_OPTAX_RANK)"
 
-# The center may start after its workers, or be away when a worker is restarted. Waiting
-# here is no failure; the number of failures of a worker is limited.
-_WAIT = """\
+# The center may start after its workers, or be down when a worker is restarted. Without
+# this, the worker would fail, and the number of failures is limited.
+_WAIT_FOR_CENTER = """\
 import os, socket, time
 host, port = os.environ["AGN_OPTAX_CENTER"].rsplit(":", 1)
 while True:
@@ -77,28 +77,29 @@ class Manifests:
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
         self._run, self._settings = run, settings
         self.is_encrypted = run.has_center and not run.is_insecure
-        self.has_keys = self.is_encrypted or run.is_closed
+        self.has_keys = self.is_encrypted or run.uses_tokens
         self.center, self.workers = f"{run.name}-center", f"{run.name}-workers"
         names = [self.center, f"{self.center}-0-0.{run.name}"]
-        space = settings.namespace
-        full = [f"{name}.{space}.svc" for name in names] if space else []
-        self.hosts = [*names, *full, "localhost"]
+        namespace = settings.namespace
+        full_names = [f"{name}.{namespace}.svc" for name in names] if namespace else []
+        self.hosts = [*names, *full_names, "localhost"]
 
     def files(self) -> dict[str, list[Manifest]]:
         """Return the objects of each file, by the file's name."""
         has_center = self._run.has_center
-        made = {"storage.yaml": [self._claim()]} if has_center else {}
+        files = {"storage.yaml": [self._storage_claim()]} if has_center else {}
+        environment = self._worker_environment()
         if self._settings.jobset:
-            return made | {"jobset.yaml": [self._environment(), self._job_set()]}
+            return files | {"jobset.yaml": [environment, self._job_set()]}
         if has_center:
-            made["center.yaml"] = [self._service(), self._stateful_set()]
-        return made | {"workers.yaml": [self._environment(), self._job()]}
+            files["center.yaml"] = [self._service(), self._stateful_set()]
+        return files | {"workers.yaml": [environment, self._job()]}
 
-    def _claim(self) -> Manifest:
+    def _storage_claim(self) -> Manifest:
         """Return the claim of the center's journal, which outlives the run."""
         spec = {
             "accessModes": ["ReadWriteOnce"],
-            **_given(storageClassName=self._settings.storage_class),
+            **_present(storageClassName=self._settings.storage_class),
             "resources": {"requests": {"storage": self._settings.storage_size}},
         }
         name = self.center
@@ -144,17 +145,17 @@ class Manifests:
             "replicas": 1,
             "serviceName": self.center,
             "selector": {"matchLabels": self._labels("center")},
-            "template": self._center_pod(self._serve()),
+            "template": self._center_pod(self._serve_command()),
         }
         return self._object("apps/v1", "StatefulSet", self.center, "center", spec=spec)
 
     def _center_job(self) -> Manifest:
         # A pod that exits with 0 is complete and is not replaced. A center that is told
         # to end, such as one that is moved, must exit with another code.
-        command = self._serve(signal_exit_code=_ENDED_BY_SIGNAL)
+        command = self._serve_command(signal_exit_code=_EXIT_AFTER_SIGTERM)
         return {
-            **_JOB,
-            "backoffLimit": _MOST,
+            **_JOB_SPEC,
+            "backoffLimit": _UNLIMITED,
             "completions": 1,
             "parallelism": 1,
             "template": self._center_pod(command, restartPolicy="Never"),
@@ -162,15 +163,15 @@ class Manifests:
 
     def _center_pod(self, command: Sequence[str], **more: Any) -> Manifest:
         storage = self._run.storage or STORAGE
-        volumes = [_claimed("storage", self.center)]
+        volumes = [_claim_volume("storage", self.center)]
         mounts = [_mount("storage", storage)]
         if self.has_keys:
             # Mounted as a whole, because only then are changes for new workers seen.
-            volumes.append(_secret("keys", self.center))
+            volumes.append(_secret_volume("keys", self.center))
             mounts.append(_mount("keys", KEYS, readOnly=True))
         container = {
             "name": "center",
-            "command": _verbatim(command),
+            "command": _escaped(command),
             "env": [_variable("HOME", _SCRATCH), _variable("PYTHONUNBUFFERED", "1")],
             "ports": [
                 {"name": name, "containerPort": port, "protocol": "TCP"}
@@ -180,7 +181,7 @@ class Manifests:
             "startupProbe": _probe(periodSeconds=5, failureThreshold=360),
             "readinessProbe": _probe(periodSeconds=10, failureThreshold=3),
             "livenessProbe": _probe(periodSeconds=20, failureThreshold=6),
-            **self._resources(self._run.center_resources, _LEAST),
+            **self._resources(self._run.center_resources, _DEFAULT_REQUESTS),
         }
         return self._pod(
             "center",
@@ -193,15 +194,15 @@ class Manifests:
             **more,
         )
 
-    def _serve(self, **more: Any) -> list[str]:
+    def _serve_command(self, **more: Any) -> list[str]:
         ports = self._ports()
-        options = {"address": f"{_ANY}:{PORT}"}
+        options = {"address": f"{_ALL_ADDRESSES}:{PORT}"}
         if "direct" in ports:
-            options["direct_address"] = f"{_ANY}:{DIRECT_PORT}"
+            options["direct_address"] = f"{_ALL_ADDRESSES}:{DIRECT_PORT}"
         if "page" in ports:
-            options["page_address"] = f"{_ANY}:{PAGE_PORT}"
-        options["health_address"] = f"{_ANY}:{HEALTH_PORT}"
-        if self._run.is_closed:
+            options["page_address"] = f"{_ALL_ADDRESSES}:{PAGE_PORT}"
+        options["health_address"] = f"{_ALL_ADDRESSES}:{HEALTH_PORT}"
+        if self._run.uses_tokens:
             options["tokens"] = f"{KEYS}/tokens"
         if self.is_encrypted:
             options |= {
@@ -210,8 +211,10 @@ class Manifests:
                 "tls_client_ca": f"{KEYS}/ca.pem",
             }
         storage = pathlib.Path(self._run.storage or STORAGE)
-        durable = dataclasses.replace(self._run, storage=storage).durable()
-        return self._run.serve_command(**options, **durable, **more)
+        durability_options = dataclasses.replace(
+            self._run, storage=storage
+        ).durability_options()
+        return self._run.serve_command(**options, **durability_options, **more)
 
     def _ports(self) -> dict[str, int]:
         """Return the ports that others connect to, by name."""
@@ -222,7 +225,7 @@ class Manifests:
 
     # The workers.
 
-    def _environment(self) -> Manifest:
+    def _worker_environment(self) -> Manifest:
         """Return the workers' common environment as a ConfigMap.
 
         Unlike the environment in a pod's template, it can be changed.
@@ -237,91 +240,97 @@ class Manifests:
         return self._object("v1", "ConfigMap", self.workers, "worker", data=data)
 
     def _job(self) -> Manifest:
+        spec = self._worker_job()
+        name = self.workers
         return self._object(
-            *("batch/v1", "Job", self.workers, "worker"),
-            is_queued=True,
-            spec=self._worker_job(),
+            "batch/v1", "Job", name, "worker", is_queued=True, spec=spec
         )
 
     def _worker_job(self) -> Manifest:
         """Return a Job of all workers; of one worker, in a JobSet."""
-        run, is_set = self._run, self._settings.jobset
-        processes, seconds = (
-            run.worker_resources.processes,
-            run.worker_resources.seconds,
-        )
-        pods = processes if is_set else run.workers
+        run, needs = self._run, self._run.worker_resources
+        pods = needs.processes if self._settings.jobset else run.workers
         return {
-            **_JOB,
+            **_JOB_SPEC,
             "completions": pods,
             "parallelism": pods,
             # Counted for each worker alone: the others go on when one has failed.
             "backoffLimitPerIndex": run.restarts,
             # The other processes of a worker cannot go on without one.
-            **({"maxFailedIndexes": 0} if processes > 1 else {}),
-            **(
-                {} if seconds is None else {"activeDeadlineSeconds": math.ceil(seconds)}
+            **({"maxFailedIndexes": 0} if needs.processes > 1 else {}),
+            **_present(
+                activeDeadlineSeconds=needs.seconds and math.ceil(needs.seconds)
             ),
             "template": self._worker_pod(),
         }
 
     def _worker_pod(self) -> Manifest:
         run, settings = self._run, self._settings
-        volumes, mounts, variables = self._own_keys()
-        volumes += [_claimed(name, name) for name in settings.claims]
+        volumes, mounts, variables = self._worker_keys()
+        volumes += [_claim_volume(name, name) for name in settings.claims]
         mounts += [_mount(name, path) for name, path in settings.claims.items()]
-        rank = _SET.format("job-index") if settings.jobset else _INDEX
-        fields = {"AGN_OPTAX_RANK": rank, "AGN_OPTAX_RESTARTS": _FAILURES}
+        rank = (
+            _JOBSET_ANNOTATION.format("job-index")
+            if settings.jobset
+            else _INDEX_ANNOTATION
+        )
+        fields = {"AGN_OPTAX_RANK": rank, "AGN_OPTAX_RESTARTS": _FAILURES_ANNOTATION}
         if settings.jobset:
             fields |= {
-                "JOBSET_NAME": _SET.format("jobset-name"),
-                "REPLICATED_JOB_NAME": _SET.format("replicatedjob-name"),
+                "JOBSET_NAME": _JOBSET_ANNOTATION.format("jobset-name"),
+                "REPLICATED_JOB_NAME": _JOBSET_ANNOTATION.format("replicatedjob-name"),
                 "JOB_INDEX": rank,
             }
-        for variable, where in settings.environment_secrets.items():
-            name, _, key = where.partition("/")
+        for variable, secret in settings.environment_secrets.items():
+            name, _, key = secret.partition("/")
             source = {"secretKeyRef": {"name": name, "key": key}}
             variables.append({"name": variable, "valueFrom": source})
         common = {"envFrom": [{"configMapRef": {"name": self.workers}}]}
         container = {
             "name": "worker",
-            "command": _verbatim(run.worker_command("python")),
+            "command": _escaped(run.worker_command("python")),
             **common,
             "env": [
-                *(_from_field(name, path) for name, path in fields.items()),
+                *(
+                    {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+                    for name, path in fields.items()
+                ),
                 _variable("AGN_OPTAX_WORKER", run.worker_name(_RANK)),
                 *variables,
             ],
             **self._resources(run.worker_resources),
         }
-        waits = {"name": "center-is-there", "command": ["python", "-c", _WAIT]}
+        wait = {
+            "name": "wait-for-center",
+            "command": ["python", "-c", _WAIT_FOR_CENTER],
+        }
         return self._pod(
             *("worker", container, volumes, mounts, run.stop_grace),
             restartPolicy="Never",
-            initContainers=[self._secured(waits | common)] if run.has_center else [],
+            initContainers=[self._secured(wait | common)] if run.has_center else [],
             nodeSelector=settings.node_selector,
             tolerations=settings.tolerations,
         )
 
-    def _own_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
+    def _worker_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
         """Return volumes, mounts and variables by which a worker sees only its keys."""
         secret = self.workers if self.has_keys else self._settings.secret
         if secret is None:
             return [], [], []
-        own = self._run.worker_name(_RANK)
-        keys = {"token": (f"{own}.token", tokens.TOKEN_FILE)}
+        worker = self._run.worker_name(_RANK)
+        keys = {"token": (f"{worker}.token", tokens.TOKEN_FILE)}
         if self.is_encrypted or not self._run.has_center:
             keys |= {
                 "ca.pem": ("ca.pem", "AGN_OPTAX_TLS_CA"),
-                "certificate.pem": (f"{own}.pem", "AGN_OPTAX_TLS_CERTIFICATE"),
-                "key.pem": (f"{own}.key", "AGN_OPTAX_TLS_KEY"),
+                "certificate.pem": (f"{worker}.pem", "AGN_OPTAX_TLS_CERTIFICATE"),
+                "key.pem": (f"{worker}.key", "AGN_OPTAX_TLS_KEY"),
             }
         mounts, variables = [], []
         for name, (key, variable) in keys.items():
             path = KEYS / name
             mounts.append(_mount("keys", path, subPathExpr=key, readOnly=True))
             variables.append(_variable(variable, str(path)))
-        return [_secret("keys", secret)], mounts, variables
+        return [_secret_volume("keys", secret)], mounts, variables
 
     # Common parts.
 
@@ -343,8 +352,8 @@ class Manifests:
             "shareProcessNamespace": True,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,  # no variables of other Services
-            **_given(serviceAccountName=account),
-            **_given(imagePullSecrets=[{"name": pull}] if pull else None),
+            **_present(serviceAccountName=account),
+            **_present(imagePullSecrets=[{"name": pull}] if pull else None),
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": _USER,
@@ -370,20 +379,19 @@ class Manifests:
         }
 
     def _resources(
-        self, needed: Resources, least: Mapping[str, str] | None = None
+        self, needed: Resources, defaults: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Return requests and limits; cores have no limit, memory and devices have.
+        """Return requests and limits: memory and devices are limited, cores are not.
 
-        ``least`` has the default requests.
+        ``defaults`` has the default requests.
         """
-        firm = {"memory": needed.memory, self._settings.gpu: needed.gpus}
-        limits = {name: str(value) for name, value in firm.items() if value}
+        limited = {"memory": needed.memory, self._settings.gpu: needed.gpus}
+        limits = {name: str(value) for name, value in limited.items() if value}
         cores = {} if needed.cpus is None else {"cpu": str(needed.cpus)}
-        requests = {**(least or {}), **cores, **limits}
+        requests = {**(defaults or {}), **cores, **limits}
         if not requests:
             return {}
-        limited = {"limits": limits} if limits else {}
-        return {"resources": {"requests": requests, **limited}}
+        return {"resources": {"requests": requests, **_present(limits=limits or None)}}
 
     def _object(
         self,
@@ -396,10 +404,10 @@ class Manifests:
         **content: Any,
     ) -> Manifest:
         queue = self._settings.queue if is_queued else None
-        labels = _given(**{"kueue.x-k8s.io/queue-name": queue})
+        labels = _present(**{"kueue.x-k8s.io/queue-name": queue})
         metadata = {
             "name": name,
-            **_given(namespace=self._settings.namespace),
+            **_present(namespace=self._settings.namespace),
             "labels": self._labels(component) | labels,
         }
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
@@ -408,11 +416,11 @@ class Manifests:
         return {
             "app.kubernetes.io/name": "agn-optax",
             "app.kubernetes.io/instance": self._run.name,
-            **_given(**{"app.kubernetes.io/component": component}),
+            **_present(**{"app.kubernetes.io/component": component}),
         }
 
 
-_JOB: Manifest = {
+_JOB_SPEC: Manifest = {
     "completionMode": "Indexed",
     # A pod that is evicted or preempted, as when its node is drained, has not failed.
     "podFailurePolicy": {
@@ -427,7 +435,7 @@ _JOB: Manifest = {
 }
 
 
-def _given(**fields: Any) -> dict[str, Any]:
+def _present(**fields: Any) -> dict[str, Any]:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -436,15 +444,11 @@ def _variable(name: str, value: str) -> Manifest:
     return {"name": name, "value": value}
 
 
-def _from_field(name: str, path: str) -> Manifest:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _claimed(name: str, claim: str) -> Manifest:
+def _claim_volume(name: str, claim: str) -> Manifest:
     return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
 
 
-def _secret(name: str, secret: str) -> Manifest:
+def _secret_volume(name: str, secret: str) -> Manifest:
     return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 
@@ -456,6 +460,6 @@ def _probe(**times: int) -> Manifest:
     return {"grpc": {"port": HEALTH_PORT}, "timeoutSeconds": 10, **times}
 
 
-def _verbatim(command: Iterable[str]) -> list[str]:
+def _escaped(command: Iterable[str]) -> list[str]:
     """Return a command escaped so that Kubernetes leaves ``$(NAME)`` and $$ as is."""
     return [word.replace("$", "$$") for word in command]

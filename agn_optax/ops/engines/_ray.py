@@ -15,8 +15,6 @@ from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Resources, Run
 
-_ON_FAILURE = dict.fromkeys(("stop", "go on"))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaySettings:
@@ -29,18 +27,18 @@ class RaySettings:
       namespace: namespace of the actors.
       runtime_env: Ray's runtime environment of the actors, in terms of JSON:
         ``{"working_dir": "."}`` uploads the folder with the program.
-      center_needs: Ray's custom resources that the center needs, beside cores and
-        memory, such as ``{"on_demand": 0.01}``.
-      worker_needs: custom resources that a worker needs, such as ``{"TPU": 4}``.
+      center_custom_resources: Ray's custom resources that the center needs, beside
+        cores and memory, such as ``{"on_demand": 0.01}``.
+      worker_custom_resources: the same for a worker, such as ``{"TPU": 4}``.
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
-        last restart, or to let them ``"go on"``.
+        last restart, or to let them ``"continue"``.
     """
 
     address: str | None = None
     namespace: str = "agn_optax"
     runtime_env: dict[str, Any] = dataclasses.field(default_factory=dict)
-    center_needs: dict[str, float] = dataclasses.field(default_factory=dict)
-    worker_needs: dict[str, float] = dataclasses.field(default_factory=dict)
+    center_custom_resources: dict[str, float] = dataclasses.field(default_factory=dict)
+    worker_custom_resources: dict[str, float] = dataclasses.field(default_factory=dict)
     on_failure: str = "stop"
 
 
@@ -60,13 +58,15 @@ class Ray(Engine):
         super().__init__(run)
         extras.require("ray", "ray")
         settings = self.settings
-        check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
-        for name, value in (settings.center_needs | settings.worker_needs).items():
+        check.one_of(settings.on_failure, "on-failure in [ray]", ("stop", "continue"))
+        for name, value in (
+            settings.center_custom_resources | settings.worker_custom_resources
+        ).items():
             if value <= 0 or name in ("CPU", "GPU", "memory"):
                 raise errors.InvalidArgumentError(
-                    "center-needs and worker-needs in [ray] are positive amounts of "
-                    f"custom resources, got {name} = {value:g}; cpus, gpus and memory "
-                    "are in [resources.worker] and [resources.center]"
+                    "custom resources in [ray] must be positive, and not CPU, GPU or "
+                    f"memory, got {name} = {value:g}; cpus, gpus and memory are in "
+                    "[resources.worker] and [resources.center]"
                 )
         if run.worker_resources.processes > 1:
             raise errors.InvalidArgumentError(
@@ -95,17 +95,19 @@ class Ray(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands of all actors with their environment, center first."""
-        run, lines, center = self.run, list[str](), dict[str, str]()
+        run = self.run
+        lines: list[str] = []
+        center: dict[str, str] = {}
         if run.has_center:
             center["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
             command = run.center_command(address="NODE:0")
             lines += [
-                f"# actor {run.name}-{CENTER}, with {self._center_needs()}",
+                f"# actor {run.name}-{CENTER}, with {self._center_resources()}",
                 shlex.join(command),
             ]
         for rank, name in enumerate(run.worker_names):
             lines += [
-                f"# actor {run.name}-{name}, with {self._worker_needs()}",
+                f"# actor {run.name}-{name}, with {self._worker_resources()}",
                 run.worker_line(rank, "python", **center),
             ]
         return lines
@@ -146,8 +148,8 @@ class Ray(Engine):
             self.run,
             output,
             settings,
-            center=self._center_needs(),
-            worker=self._worker_needs(),
+            center=self._center_resources(),
+            worker=self._worker_resources(),
         )
         try:
             return driver.run()
@@ -155,13 +157,17 @@ class Ray(Engine):
             if is_ours:
                 ray.shutdown()
 
-    def _center_needs(self) -> dict[str, float]:
+    def _center_resources(self) -> dict[str, float]:
         """Return the resources of the center, by Ray's names."""
-        return _bundle(self.run.center_resources) | self.settings.center_needs
+        return (
+            _bundle(self.run.center_resources) | self.settings.center_custom_resources
+        )
 
-    def _worker_needs(self) -> dict[str, float]:
+    def _worker_resources(self) -> dict[str, float]:
         """Return the resources of a worker, by Ray's names."""
-        return _bundle(self.run.worker_resources) | self.settings.worker_needs
+        return (
+            _bundle(self.run.worker_resources) | self.settings.worker_custom_resources
+        )
 
 
 def _bundle(needs: Resources) -> dict[str, float]:

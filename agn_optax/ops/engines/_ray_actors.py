@@ -8,6 +8,7 @@ on another node, the driver starts its program again.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import hmac
 import itertools
@@ -21,13 +22,13 @@ from agn_optax._internal import in_background, write_whole
 from agn_optax.ops import launch
 from agn_optax.ops.engines._local import CENTER
 from agn_optax.ops.engines._run import Run
-from agn_optax.ops.launch import Ended, Program
+from agn_optax.ops.launch import Outcome, Program
 from agn_optax.service import tokens
 
-_LINES = 10_000  # lines of output that are kept for the driver
+_MAX_LINES = 10_000  # lines of output that are kept for the driver
 
 
-class ActorPlace(NamedTuple):
+class ActorLocation(NamedTuple):
     """The node and the process of an actor."""
 
     node: str  # Ray's id of the node
@@ -36,17 +37,17 @@ class ActorPlace(NamedTuple):
 
 
 class NewOutput(NamedTuple):
-    """The output of a program since the last look.
+    """The output of a program since the last call of `new_output`.
 
     Attributes:
       session: id of the program's session, new at each start; "" before the first one.
       lines: the new lines.
-      ended: how the program ended; None while it runs.
+      outcome: the program's outcome; None while it runs.
     """
 
     session: str
     lines: list[str]
-    ended: Ended | None
+    outcome: Outcome | None
 
 
 class Supervisor:
@@ -54,21 +55,21 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_MAX_LINES)
         self._session = ""
-        self._ended: Ended | None = None
+        self._outcome: Outcome | None = None
         self._stopping = threading.Event()
 
-    def where(self) -> ActorPlace:
+    def location(self) -> ActorLocation:
         """Return the node and the process of this actor."""
         import ray  # noqa: PLC0415 only inside an actor
 
         context = ray.get_runtime_context()
-        return ActorPlace(
+        return ActorLocation(
             context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
         )
 
-    def look(self, seconds: float) -> NewOutput:
+    def new_output(self, seconds: float) -> NewOutput:
         """Return the new lines; wait for some, or for the program's end.
 
         Args:
@@ -78,7 +79,7 @@ class Supervisor:
             self._news.wait_for(lambda: self._lines or not self._is_running, seconds)
             lines = list(self._lines)
             self._lines.clear()
-            return NewOutput(self._session, lines, self._ended)
+            return NewOutput(self._session, lines, self._outcome)
 
     def stop(self) -> None:
         """Have the program end, as SIGTERM does."""
@@ -86,7 +87,7 @@ class Supervisor:
 
     @property
     def _is_running(self) -> bool:
-        return bool(self._session) and self._ended is None
+        return bool(self._session) and self._outcome is None
 
     def _begin(self, program: Program, grace: float) -> str:
         """Start a program once the last one has ended, and return its session id."""
@@ -94,22 +95,23 @@ class Supervisor:
             self._stopping.set()
             self._news.wait_for(lambda: not self._is_running)
             self._stopping = stopping = threading.Event()
-            self._session, self._ended = os.urandom(8).hex(), None
-        in_background(
-            lambda: self._run(program, grace, stopping), program.name, lasting=True
-        )
+            self._session, self._outcome = os.urandom(8).hex(), None
+        run = functools.partial(self._run_program, program, grace, stopping)
+        in_background(run, program.name, lasting=True)
         return self._session
 
-    def _run(self, program: Program, grace: float, stopping: threading.Event) -> None:
+    def _run_program(
+        self, program: Program, grace: float, stopping: threading.Event
+    ) -> None:
         try:
-            (ended,) = launch.run(
+            (outcome,) = launch.run(
                 [program], output=self._emit, grace=grace, until=stopping
             )
         except errors.InvalidArgumentError as error:  # the program cannot be started
             self._emit(program.name, f"agn-optax: {error}")
-            ended = Ended(program.name, 127, 0, 0.0, stopped=False)
+            outcome = Outcome(program.name, 127, 0, 0.0, stopped=False)
         with self._news:
-            self._ended = ended
+            self._outcome = outcome
             self._news.notify_all()
 
     def _emit(self, name: str, line: str) -> None:
@@ -127,7 +129,7 @@ class CenterActor(Supervisor):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self._run_of = run
+        self._run = run
 
     def start(self, restarts: int) -> str:
         """Start the center's program, and return its session id.
@@ -135,15 +137,15 @@ class CenterActor(Supervisor):
         Args:
           restarts: number of starts before.
         """
-        run = self._run_of
+        run = self._run
         run.address_file.parent.mkdir(parents=True, exist_ok=True)
         if restarts:
             self._set_aside()
-        command = run.center_command(sys.executable, f"{self.where().host}:0")
+        command = run.center_command(sys.executable, f"{self.location().host}:0")
         environment = {}
-        if run.is_closed:
-            own = {name: _token(run, name) for name in run.worker_names}
-            environment[tokens.TOKENS] = run.callers(own, _key(run))
+        if run.uses_tokens:
+            workers = {name: _token(run, name) for name in run.worker_names}
+            environment[tokens.TOKENS] = run.callers(workers, _operator_token(run))
         return self._begin(Program(CENTER, command, environment), run.stop_grace)
 
     def _set_aside(self) -> None:
@@ -153,7 +155,7 @@ class CenterActor(Supervisor):
         drains its center, and a drained center saves. Nothing else can have saved there
         since the run began.
         """
-        save = self._run_of.serve.get("save")
+        save = self._run.serve.get("save")
         if save is None or not save.exists():
             return
         names = (save.with_name(f"{save.name}-{n}") for n in itertools.count(1))
@@ -172,7 +174,7 @@ class WorkerActor(Supervisor):
 
     def __init__(self, run: Run, rank: int) -> None:
         super().__init__()
-        self._run_of, self._rank = run, rank
+        self._run, self._rank = run, rank
 
     def start(self, restarts: int) -> str:
         """Start the worker's program, and return its session id.
@@ -180,18 +182,18 @@ class WorkerActor(Supervisor):
         Args:
           restarts: number of starts before.
         """
-        run, name = self._run_of, self._run_of.worker_name(self._rank)
+        run, name = self._run, self._run.worker_name(self._rank)
         variables = {"AGN_OPTAX_RESTARTS": str(restarts)}
         if run.has_center:
             variables["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
-        if run.is_closed:
+        if run.uses_tokens:
             variables[tokens.TOKEN] = _token(run, name)
         environment = run.worker_environment(self._rank, **variables)
         program = Program(name, run.worker_command(sys.executable), environment)
         return self._begin(program, run.stop_grace)
 
 
-def _key(run: Run) -> str:
+def _operator_token(run: Run) -> str:
     """Return the operator's token, kept on disk, from which workers' tokens derive."""
     path = run.address_file.with_name("keys") / "operator.token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -202,4 +204,6 @@ def _key(run: Run) -> str:
 
 def _token(run: Run, name: str) -> str:
     """Return the token of a worker."""
-    return hmac.new(_key(run).encode(), name.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(
+        _operator_token(run).encode(), name.encode(), hashlib.sha256
+    ).hexdigest()

@@ -24,17 +24,18 @@ from ray.exceptions import RayError
 from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.engines._engine import Output
-from agn_optax.ops.engines._local import CENTER, exit_code, is_drained, serving
+from agn_optax.ops.engines._local import CENTER, exit_code, is_drained, serving_event
 from agn_optax.ops.engines._ray_actors import CenterActor, NewOutput, WorkerActor
 from agn_optax.ops.engines._run import Run
-from agn_optax.ops.launch import Ended
+from agn_optax.ops.launch import Outcome
 
 if TYPE_CHECKING:
     from agn_optax.ops.engines._ray import RaySettings
 
-_LOOK = 5.0  # seconds that an actor waits for new output
+_POLL = 5.0  # seconds that an actor waits for new output
 _PAUSE = 1.0  # seconds before a retry
-_SOON, _SELDOM = 10.0, 600.0  # seconds until a report of waiting: at first, at most
+# Seconds until an actor that waits for a node is reported: at first, and at most.
+_FIRST_REPORT, _MAX_REPORT_INTERVAL = 10.0, 600.0
 _REMOVAL = 30.0  # seconds within which Ray removes the actors of a killed driver
 _MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
 # Seconds within which a center that was lost with its node releases the journal.
@@ -70,7 +71,7 @@ class Driver:
         self._serving = asyncio.Event()
         self._signals: list[int] = []
         self._is_ending = False
-        self._is_broken = False  # failed, apart from the workers' and center's codes
+        self._has_failed = False  # beside failures that exit codes of programs show
 
     def run(self) -> dict[str, Any]:
         """Carry out the run, in any thread; signals are handled in the main thread.
@@ -95,7 +96,7 @@ class Driver:
             nonlocal main
             main = asyncio.current_task()
             if not self._signals:
-                await self._all()
+                await self._run_tasks()
 
         with handled(_SIGNALS if is_main else (), interrupt):
             try:
@@ -103,23 +104,23 @@ class Driver:
             except asyncio.CancelledError:  # by a signal
                 pass
             except RayError as error:
-                self._say("ray", str(error))
-                self._is_broken = True
+                self._log("ray", str(error))
+                self._has_failed = True
             finally:
                 self._remove()
         seconds = time.monotonic() - begin
-        ended = [
-            task.ended or Ended(task.name, 0, task.restarts, seconds, stopped=True)
+        outcomes = [
+            task.outcome or Outcome(task.name, 0, task.restarts, seconds, stopped=True)
             for task in [*self._workers, *self._center]
         ]
-        code = exit_code(ended, self._run) or int(self._is_broken)
+        code = exit_code(outcomes, self._run) or int(self._has_failed)
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
             "seconds": seconds,
-            "programs": [vars(outcome) for outcome in ended],
+            "programs": [vars(outcome) for outcome in outcomes],
         }
 
-    async def _all(self) -> None:
+    async def _run_tasks(self) -> None:
         try:
             await self._until_over()
         finally:
@@ -138,23 +139,23 @@ class Driver:
             center = await self._started(CENTER, CenterActor, needs, run)
             self._center = [center]
             served = asyncio.create_task(self._serving.wait())
-            await _first({served, center.loop})
+            await _first_done({served, center.loop})
             if not self._serving.is_set():
                 center.loop.result()  # raises its error
-                self._is_broken = True
+                self._has_failed = True
                 return
         for rank, name in enumerate(run.worker_names):
             needs = self._worker_needs
             worker = await self._started(name, WorkerActor, needs, run, rank)
             self._workers.append(worker)
-        left = {worker.loop for worker in self._workers}
+        running = {worker.loop for worker in self._workers}
         centers = {center.loop for center in self._center}
-        while left:
-            done = await _first(left | centers)
-            left -= done
+        while running:
+            done = await _first_done(running | centers)
+            running -= done
             codes = [loop.result().returncode for loop in done]
             if done & centers:
-                self._is_broken = True
+                self._has_failed = True
                 return
             if any(codes) and self._settings.on_failure == "stop":
                 return
@@ -165,8 +166,8 @@ class Driver:
         self, name: str, kind: type, needs: dict[str, float], *arguments: Any
     ) -> _Task:
         """Make an actor that Ray restarts, and run its program."""
-        own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-        given = {own[key]: value for key, value in needs.items() if key in own}
+        builtin = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        resources = {builtin[key]: v for key, v in needs.items() if key in builtin}
         actors: Any = ray.remote(kind).options(
             name=f"{self._run.name}-{name}",
             namespace=self._settings.namespace,
@@ -174,15 +175,15 @@ class Driver:
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=_THREADS,
-            resources={key: value for key, value in needs.items() if key not in own},
-            **{"num_cpus": 0, **given},
+            resources={key: v for key, v in needs.items() if key not in builtin},
+            **{"num_cpus": 0, **resources},
         )
         task = _Task(name, needs, lambda: actors.remote(*arguments))
-        task.actor = await self._made(task)
-        task.loop = asyncio.create_task(self._tend(task))
+        task.actor = await self._make_actor(task)
+        task.loop = asyncio.create_task(self._keep_running(task))
         return task
 
-    async def _made(self, task: _Task) -> Any:
+    async def _make_actor(self, task: _Task) -> Any:
         """Make an actor of a task; wait while Ray removes a former one of its name."""
         until = time.monotonic() + _REMOVAL
         while True:
@@ -195,7 +196,7 @@ class Driver:
                     ) from None
             await asyncio.sleep(_PAUSE)
 
-    async def _tend(self, task: _Task) -> Ended:
+    async def _keep_running(self, task: _Task) -> Outcome:
         """Run a program until it has ended for good.
 
         The center also goes on after it was drained: the driver did not drain it, and
@@ -203,82 +204,84 @@ class Driver:
         center may still hold the journal, so failures of the next one do not count.
         """
         run, is_center = self._run, task.name == CENTER
-        most = run.center_restarts if is_center else run.restarts
+        max_failures = run.center_restarts if is_center else run.restarts
         begin, failures, lost_at = time.monotonic(), 0, -math.inf
         while not self._is_ending:
-            place = await self._answered(task, task.actor.where.remote())
-            self._say(task.name, f"starts on {place.host}")
-            ended = await self._session(task)
+            location = await self._reply(task, task.actor.location.remote())
+            self._log(task.name, f"starts on {location.host}")
+            outcome = await self._run_program(task)
             has_served = self._serving.is_set()
             if is_center:
                 self._serving.clear()
-            if ended is None:
+            if outcome is None:
                 lost_at = time.monotonic()
-                self._say(task.name, "its actor or node was lost; it starts again")
-            elif self._is_ending or (not ended.returncode and not is_center):
-                return self._final(task, ended, begin)
-            elif is_center and is_drained(ended, run):
-                self._say(CENTER, "drained before the run's end; it serves again")
+                self._log(task.name, "its actor or node was lost; it starts again")
+            elif self._is_ending or (not outcome.returncode and not is_center):
+                return self._final(task, outcome, begin)
+            elif is_center and is_drained(outcome, run):
+                self._log(CENTER, "drained before the run's end; it serves again")
             elif (
                 is_center and not has_served and time.monotonic() < lost_at + _HANDOVER
             ):
-                self._say(CENTER, "starts again")
+                self._log(CENTER, "starts again")
             else:
                 failures += 1
-                if failures > most:
-                    return self._final(task, ended, begin)
-                self._say(task.name, f"starts again ({failures} of {most})")
+                if failures > max_failures:
+                    return self._final(task, outcome, begin)
+                self._log(task.name, f"starts again ({failures} of {max_failures})")
             task.restarts += 1
             await asyncio.sleep(_PAUSE)
-            if ended is None and not is_center:
+            if outcome is None and not is_center:
                 await self._leave_room(task)
         seconds = time.monotonic() - begin
-        return Ended(task.name, 0, task.restarts, seconds, stopped=True)
+        return Outcome(task.name, 0, task.restarts, seconds, stopped=True)
 
     async def _leave_room(self, task: _Task) -> None:
-        """End a restarted actor until the center, if also lost, has found room."""
+        """End a restarted actor until the center, if lost too, has found a node."""
         for center in self._center:
-            is_back = asyncio.ensure_future(center.actor.where.remote())
-            if not (await asyncio.wait([is_back], timeout=_SOON))[0]:
+            is_back = asyncio.ensure_future(center.actor.location.remote())
+            if not (await asyncio.wait([is_back], timeout=_FIRST_REPORT))[0]:
                 ray.kill(task.actor)
                 await is_back
-                task.actor = await self._made(task)
+                task.actor = await self._make_actor(task)
 
-    async def _session(self, task: _Task) -> Ended | None:
+    async def _run_program(self, task: _Task) -> Outcome | None:
         """Run a program once, and show its output; None if it was lost."""
         session = await task.actor.start.remote(task.restarts)
         task.is_running = True
         try:
             while True:
-                new: NewOutput = await self._answered(
-                    task, task.actor.look.remote(_LOOK)
+                new: NewOutput = await self._reply(
+                    task, task.actor.new_output.remote(_POLL)
                 )
                 if new.session != session:
                     return None
                 for line in new.lines:
                     self._output(task.name, line)
-                    if task.name == CENTER and serving(line):
+                    if task.name == CENTER and serving_event(line):
                         self._serving.set()
-                if new.ended is not None:
-                    return new.ended
+                if new.outcome is not None:
+                    return new.outcome
         finally:
             task.is_running = False
 
-    def _final(self, task: _Task, ended: Ended, begin: float) -> Ended:
+    def _final(self, task: _Task, outcome: Outcome, begin: float) -> Outcome:
         """Return a program's final outcome, and release its resources for others."""
         with contextlib.suppress(RayError):
             ray.kill(task.actor)
         seconds = time.monotonic() - begin
-        task.ended = dataclasses.replace(ended, restarts=task.restarts, seconds=seconds)
-        return task.ended
+        task.outcome = dataclasses.replace(
+            outcome, restarts=task.restarts, seconds=seconds
+        )
+        return task.outcome
 
-    async def _answered(self, task: _Task, call: Awaitable[Any]) -> Any:
-        """Return the answer of an actor; report when it waits long for room."""
+    async def _reply(self, task: _Task, call: Awaitable[Any]) -> Any:
+        """Return an actor's reply; report if the actor waits long for a node."""
         answer = asyncio.ensure_future(call)
-        pause = _SOON
+        pause = _FIRST_REPORT
         while not (await asyncio.wait([answer], timeout=pause))[0]:
-            self._say(task.name, f"waits for a node with {_described(task.needs)}")
-            pause = min(2 * pause, _SELDOM)
+            self._log(task.name, f"waits for a node with {_described(task.needs)}")
+            pause = min(2 * pause, _MAX_REPORT_INTERVAL)
         return answer.result()
 
     # The end.
@@ -295,17 +298,17 @@ class Driver:
     def _remove(self) -> None:
         """Remove the run from the cluster; the files in its storage stay."""
         for task in [*self._workers, *self._center]:
-            if task.ended is None:
+            if task.outcome is None:
                 with contextlib.suppress(RayError):
                     ray.kill(task.actor)
 
-    def _say(self, name: str, event: str) -> None:
+    def _log(self, name: str, event: str) -> None:
         self._output(name, f"agn-optax: {event}")
 
 
 @dataclasses.dataclass
 class _Task:
-    """The driver's record of the center or a worker.
+    """The center or a worker, as the driver knows it.
 
     Attributes:
       name: name of the task.
@@ -314,7 +317,7 @@ class _Task:
       actor: the actor that runs its program.
       restarts: number of starts so far, without the first.
       is_running: whether its program runs.
-      ended: final outcome of the program; None before.
+      outcome: final outcome of the program; None before its end.
       loop: the loop that keeps the program running.
     """
 
@@ -324,12 +327,12 @@ class _Task:
     actor: Any = None
     restarts: int = 0
     is_running: bool = False
-    ended: Ended | None = None
-    loop: asyncio.Task[Ended] = dataclasses.field(init=False)
+    outcome: Outcome | None = None
+    loop: asyncio.Task[Outcome] = dataclasses.field(init=False)
 
 
-async def _first(loops: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
-    """Return those that are done, once one is."""
+async def _first_done(loops: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Wait until one of the tasks is done, and return those that are."""
     return (await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED))[0]
 
 

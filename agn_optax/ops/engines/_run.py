@@ -108,19 +108,13 @@ class Run:
             raise errors.InvalidArgumentError(
                 "nothing to run: give a program, or a module"
             )
-        if self.workers < 1:
-            raise errors.InvalidArgumentError(
-                f"workers must be positive, got {self.workers}"
-            )
-        check.whole_number(self.restarts, "restarts", least=0, optional=False)
-        check.whole_number(
-            self.center_restarts, "center_restarts", least=0, optional=False
-        )
+        for name, least in (("workers", 1), ("restarts", 0), ("center_restarts", 0)):
+            check.whole_number(getattr(self, name), name, least=least, optional=False)
         check.seconds(self.stop_grace, "stop_grace")
-        room = self.serve.get("max_workers")
-        if room is not None and room < self.workers:
+        limit = self.serve.get("max_workers")
+        if limit is not None and limit < self.workers:
             raise errors.InvalidArgumentError(
-                f"max-workers of the center is {room}, and there are {self.workers} "
+                f"max-workers of the center is {limit}, and there are {self.workers} "
                 "workers"
             )
         if self.center is not None:
@@ -140,7 +134,7 @@ class Run:
         return bool(self.serve.get("insecure"))
 
     @property
-    def is_closed(self) -> bool:
+    def uses_tokens(self) -> bool:
         """True if the run's own center requires tokens."""
         return self.has_center and not self.serve.get("open")
 
@@ -159,17 +153,19 @@ class Run:
         """Return the name of a worker by its rank, or an engine's variable for it."""
         return f"worker-{rank}"
 
-    def callers(self, own: Mapping[str, str], operator: str) -> str:
+    def callers(self, worker_tokens: Mapping[str, str], operator: str) -> str:
         """Return lines with the callers of the run's own center, as in its tokens file.
 
         Args:
-          own: token of each worker by name, of which the first may be the chief.
-          operator: token of this user's other programs, which may do everything.
+          worker_tokens: tokens by names of workers; the first worker may be the chief.
+          operator: token of the user's other programs, which may do everything.
         """
-        roles = ["chief", *["worker"] * (len(own) - 1)]
-        lines = [*zip(roles, own, own.values(), strict=True)]
-        lines.append(("chief,operator", "*", operator))
-        return "\n".join(map(" ".join, lines))
+        roles = ["chief", *["worker"] * (len(worker_tokens) - 1)]
+        lines = [
+            f"{role} {name} {token}"
+            for role, (name, token) in zip(roles, worker_tokens.items(), strict=True)
+        ]
+        return "\n".join([*lines, f"chief,operator * {operator}"])
 
     def serve_command(self, python: str = "python", **options: Any) -> list[str]:
         """Return the command that serves the center.
@@ -186,19 +182,21 @@ class Run:
     def center_command(
         self, python: str = "python", address: str | None = None, **options: Any
     ) -> list[str]:
-        """Return the command of a center that prints where it serves, in its storage.
+        """Return the command of a center that prints its address as JSON.
 
         Args:
           python: the interpreter on the center's machine.
           address: the address to serve at, if the run has none.
           **options: options of ``serve`` from the engine, which override the run's.
         """
-        own = {} if address is None else {"address": self.serve.get("address", address)}
+        settings: dict[str, Any] = {"json": True}
+        if address is not None:
+            settings["address"] = self.serve.get("address", address)
         if self.storage is not None:
-            own |= {"address_file": self.address_file, **self.durable()}
-        return self.serve_command(python, json=True, **own, **options)
+            settings |= {"address_file": self.address_file, **self.durability_options()}
+        return self.serve_command(python, **settings, **options)
 
-    def durable(self) -> dict[str, Any]:
+    def durability_options(self) -> dict[str, Any]:
         """Return the options of ``serve`` by which a center outlives its process."""
         if self.storage is None or {"journal", "snapshots"} & set(self.serve):
             return {}
@@ -208,21 +206,21 @@ class Run:
         """Return the command of every worker."""
         return [python, *self.program]
 
-    def worker_line(self, rank: int, python: str, **more: str) -> str:
+    def worker_line(self, rank: int, python: str, **variables: str) -> str:
         """Return environment and command of a worker as a line of a shell."""
-        environment = self.worker_environment(rank, **more).items()
-        variables = [f"{name}={shlex.quote(text)}" for name, text in environment]
-        return " ".join([*variables, shlex.join(self.worker_command(python))])
+        environment = self.worker_environment(rank, **variables).items()
+        words = [f"{name}={shlex.quote(text)}" for name, text in environment]
+        return " ".join([*words, shlex.join(self.worker_command(python))])
 
-    def worker_environment(self, rank: int | str, **more: str) -> dict[str, str]:
+    def worker_environment(self, rank: int | str, **variables: str) -> dict[str, str]:
         """Return the environment of a worker, without the run's own center's address.
 
         Args:
           rank: rank of the worker, or the engine's variable for it, such as
             ``$SLURM_ARRAY_TASK_ID``.
-          **more: variables that only the engine knows.
+          **variables: variables that only the engine knows.
         """
-        made = {
+        environment = {
             **self.environment,
             "AGN_OPTAX_RANK": str(rank),
             "AGN_OPTAX_WORKERS": str(self.workers),
@@ -230,29 +228,29 @@ class Run:
             "AGN_OPTAX_PROCESSES": str(self.worker_resources.processes),
         }
         if self.tls_ca is not None:
-            made[TLS_CA] = str(self.tls_ca)
+            environment[TLS_CA] = str(self.tls_ca)
         if self.is_insecure:
-            made[INSECURE] = "1"
+            environment[INSECURE] = "1"
         if self.center is not None:
-            made["AGN_OPTAX_CENTER"] = self.center
+            environment["AGN_OPTAX_CENTER"] = self.center
         if self.token_file is not None:
-            made[tokens.TOKEN_FILE] = str(self.token_file)
+            environment[tokens.TOKEN_FILE] = str(self.token_file)
         if self.rule:
-            made[RULE] = json.dumps(dict(self.rule))
+            environment[RULE] = json.dumps(dict(self.rule))
         if self.transports is not None:
-            made["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
-        return {**made, **more}
+            environment["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
+        return {**environment, **variables}
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
     """Return options by name as a command line; None leaves an option out."""
-    made = []
+    words = []
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
         if value is True:
-            made.append(option)
+            words.append(option)
         elif value is False:
-            made.append(option.replace("--", "--no-", 1))
+            words.append(option.replace("--", "--no-", 1))
         elif value is not None:
-            made.append(f"{option}={value}")
-    return made
+            words.append(f"{option}={value}")
+    return words

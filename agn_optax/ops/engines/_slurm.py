@@ -27,26 +27,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import write_whole
+from agn_optax._internal import check, write_whole
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Resources, Run, arguments
 from agn_optax.service import tokens
 
 _INDEX = "$SLURM_ARRAY_TASK_ID"
-_EVERYWHERE = "0.0.0.0:0"
-_MARGIN = 10  # seconds between the end of a task's grace and its time limit
-_LOOK = 2.0  # seconds between two looks at the queue
+_ANY_ADDRESS = "0.0.0.0:0"
+_END_MARGIN = 10  # seconds between the end of a task's grace and its time limit
+_POLL = 2.0  # seconds between two calls of squeue
 # Variables of the submitting process that jobs must not inherit; scripts set their own.
-_OWN = re.compile(r"AGN_OPTAX_|SLURM_(?!CONF$)")
+_NOT_INHERITED = re.compile(r"AGN_OPTAX_|SLURM_(?!CONF$)")
 
 # In the last task of an array, SLURM_JOB_ID is the id of the whole array, and a command
 # that names it would act on all tasks.
 _TASK = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
 _JOB = '"$SLURM_JOB_ID"'
-_TELL_PROCESS = 'kill -TERM "$task"'
-_TELL_STEPS = 'scancel --signal=TERM "$job"'  # SIGTERM to srun would kill its tasks
+_SIGNAL_PROCESS = 'kill -TERM "$task"'
+_SIGNAL_STEPS = 'scancel --signal=TERM "$job"'  # SIGTERM to srun would kill its tasks
 
-_PREPARES = """\
+_PREPARE_SCRIPT = """\
 #!/bin/bash
 # Makes the folders of {name} and a token for each caller of its center. Keeps existing
 # tokens, and removes the states of an earlier run.
@@ -54,13 +54,13 @@ set -eu
 mkdir -p {folder}
 cd {folder}
 mkdir -p logs states failures"""
-_WAITS = """\
+_WAIT_FOR_ADDRESS = """\
 # Wait for the center's address; it has none while in the queue.
-for ((i = 0; i < {patience}; i++)); do
+for ((i = 0; i < {address_timeout}; i++)); do
     [ -s {address} ] && break
     sleep 1
 done"""
-_TOKENS = """\
+_MAKE_TOKENS = """\
 mkdir -p -m 700 keys
 umask 077
 roles() {{
@@ -77,7 +77,7 @@ roles | while read -r role name; do
     echo "$role $name $(cat "keys/$name.token")"
 done > keys/new-tokens
 mv keys/new-tokens keys/tokens"""
-_BEGINS = """\
+_BEGIN = """\
 # The state of this task is in a file: the job, an exit code and a reason.
 job={job}
 storage={storage}
@@ -89,26 +89,26 @@ if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
     exit 0
 fi
 became 1 "began on $SLURMD_NODENAME\""""
-_SETS_UP = """\
+_SETUP = """\
 # A line of setup that fails ends the task, which is then not queued again. Commands in
 # a sourced file may fail, as long as the file returns 0.
 setup_failed() {{
     [ "$2" -gt 1 ] && return
     reason="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
     echo "$reason" >&2
-    {fails}
+    {on_failure}
     exit "$1"
 }}
 trap 'setup_failed $? ${{#BASH_SOURCE[@]}}' ERR
 {setup}
 trap - ERR
 set +eu"""
-_RUNS = """\
+_RUN_TASK = """\
 # The end of a job (scancel, preemption) signals script and task. A time limit signals
 # the script alone, which then signals the task.
 ending= limit=
 trap 'ending=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
-trap 'limit=1; {tell}' USR1
+trap 'limit=1; {signal_task}' USR1
 {command} &
 task=$!
 while kill -0 "$task" 2>/dev/null; do wait "$task"; done
@@ -119,20 +119,20 @@ code=$?
 # failed, or has work left at its time limit, the job queues itself again.
 reason="exit code $code on $SLURMD_NODENAME"
 failures=$storage/failures/$job
-if [ "$code" -eq 0 ]{unless}; then
+if [ "$code" -eq 0 ]{and_if}; then
     became 0 done
 elif [ "$ending" ]; then
     became "$code" "$reason, when told to end"
 elif [ "$limit" ]; then
     became "$code" "$reason, at its time limit"
-    {goes_on} && scontrol requeue "$job"
+    {requeue_at_limit} && scontrol requeue "$job"
 else
     became "$code" "$reason"
     echo "$reason" >> "$failures"
     [ "$(wc -l < "$failures")" -le {restarts} ] && scontrol requeue "$job"
 fi
 exit $code"""
-_DRAINED = """\
+_DRAIN_CENTER = """\
 while true; do
     # If SLURM does not answer, the center may still be in the queue.
     jobs=$(squeue --noheader --me --format=%A) &&
@@ -167,10 +167,10 @@ class SlurmSettings:
       setup: lines of bash that run before everything else, such as
         ``["module load cuda"]``. A line that fails ends its task.
       python: the interpreter on the nodes; by default the one that runs here.
-      at_once: maximum number of workers that run at a time; None for no maximum.
-      goes_on: whether a worker is queued again at its time limit. Its program must then
-        continue from a checkpoint of its own. A center is always queued again.
-      patience: seconds that a worker waits for the center's address.
+      max_running: maximum number of workers that run at a time; None for no maximum.
+      requeue_at_limit: whether a worker is queued again at its time limit. Its program
+        must then continue from its own checkpoint. A center is always queued again.
+      address_timeout: seconds that a worker waits for the center's address.
       wait: return only when the run is over, with the exit code of the first task that
         failed; without it, as soon as the jobs are submitted.
     """
@@ -184,9 +184,9 @@ class SlurmSettings:
     worker_options: list[str] = dataclasses.field(default_factory=list)
     setup: list[str] = dataclasses.field(default_factory=list)
     python: str = sys.executable
-    at_once: int | None = None
-    goes_on: bool = False
-    patience: int = 600
+    max_running: int | None = None
+    requeue_at_limit: bool = False
+    address_timeout: int = 600
     wait: bool = False
 
 
@@ -223,12 +223,9 @@ class Slurm(Engine):
                 "jobs of SLURM need storage, a folder on a disk that all nodes share: "
                 "scripts, tokens, the center's address and its journal are there"
             )
-        for name in ("at_once", "patience"):
-            value = getattr(self.settings, name)
-            if value is not None and value < 1:
-                raise errors.InvalidArgumentError(
-                    f"{name.replace('_', '-')} in [slurm] must be positive, got {value}"
-                )
+        for name in ("max_running", "address_timeout"):
+            argument = f"{name.replace('_', '-')} in [slurm]"
+            check.whole_number(getattr(self.settings, name), argument, least=1)
         for name in ("address_file", "journal", "tokens"):
             if run.has_center and name in run.serve:
                 raise errors.InvalidArgumentError(
@@ -247,15 +244,15 @@ class Slurm(Engine):
 
     def files(self) -> Mapping[str, str]:
         """Return the scripts; of a run in the queue, those that change as it grows."""
-        there = self._there().workers
-        made = {"prepare.sh": self._prepare(there), "workers.sh": self._workers()}
-        if there or not self.run.has_center:
-            return made
-        return {**made, "center.sh": self._center(), "end.sh": self._end()}
+        queued = self._jobs_in_queue().workers
+        scripts = {"prepare.sh": self._prepare(queued), "workers.sh": self._workers()}
+        if queued or not self.run.has_center:
+            return scripts
+        return {**scripts, "center.sh": self._center(), "end.sh": self._end()}
 
     def commands(self) -> list[str]:
         """Return the commands that submit the jobs, or a queued run's new workers."""
-        commands = self._commands(self._there())
+        commands = self._commands(self._jobs_in_queue())
         return [f"{job}=$({line})" if job else line for job, line in commands]
 
     def launch(self, output: Output) -> dict[str, Any]:
@@ -270,31 +267,31 @@ class Slurm(Engine):
                 "--on slurm needs SLURM's commands on this machine, and there is no "
                 "sbatch; --dry-run prints what would be submitted"
             )
-        jobs = self._there()
+        jobs = self._jobs_in_queue()
         commands = self._commands(jobs)
         files = self.files()
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_whole(self._folder / name, text, 0o644)
-        made: dict[str, str] = {}
+        ids: dict[str, str] = {}
         try:
             for job, line in commands:
-                printed = _called(line, self._folder, made)
+                printed = _output_of(line, self._folder, ids)
                 if job:
-                    made[job] = printed.partition(";")[0]  # without the cluster
-                    output(job, f"job {made[job]}")
+                    ids[job] = printed.partition(";")[0]  # without the cluster
+                    output(job, f"job {ids[job]}")
         except errors.InvalidArgumentError:
             with contextlib.suppress(errors.InvalidArgumentError):
-                if made:
-                    _called(shlex.join(["scancel", *made.values()]))
+                if ids:
+                    _output_of(shlex.join(["scancel", *ids.values()]))
             raise
-        jobs.center = made.get("center", jobs.center)
-        jobs.end = made.get("end", jobs.end)
-        jobs.arrays.append(made["workers"])
+        jobs.center = ids.get("center", jobs.center)
+        jobs.end = ids.get("end", jobs.end)
+        jobs.arrays.append(ids["workers"])
         jobs.workers = self.run.workers
         record = json.dumps(dataclasses.asdict(jobs))
         write_whole(self._folder / "jobs.json", record + "\n", 0o644)
-        summary = {"returncode": 0, "jobs": made, "storage": str(self._folder)}
+        summary = {"returncode": 0, "jobs": ids, "storage": str(self._folder)}
         return summary | (self._wait(output) if self.settings.wait else {})
 
     def _wait(self, output: Output) -> dict[str, Any]:
@@ -307,7 +304,7 @@ class Slurm(Engine):
         output("end", f"agn-optax: waits for the jobs; scancel {ids} ends them")
         is_over = False
         while not is_over:
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
             # If SLURM does not answer, the state of the queue is unknown.
             with contextlib.suppress(errors.InvalidArgumentError):
                 is_over = not self._jobs().ids & _queued()
@@ -319,31 +316,31 @@ class Slurm(Engine):
         )
         failed = {}
         for line in done.stdout.splitlines():
-            what, _, problem = line.partition(": ")
-            if what == "failed":
+            kind, _, problem = line.partition(": ")
+            if kind == "failed":
                 name, _, failed[name] = problem.partition(": ")
                 output(name, f"agn-optax: failed: {failed[name]}")
         return {"returncode": done.returncode, "failed": failed}
 
-    def _commands(self, there: _Jobs) -> list[tuple[str, str]]:
-        """Return the commands that submit what is not in the queue.
+    def _commands(self, queued: _Jobs) -> list[tuple[str, str]]:
+        """Return the commands that submit the jobs that are not in the queue.
 
         Each has the name of the job whose id it prints, or "". In later commands, a
         variable of this name stands for the id.
         """
         last = self.run.workers - 1
-        if there.workers > last:
+        if queued.workers > last:
             raise errors.InvalidArgumentError(
-                f"the run in {self._folder} has {there.workers} workers in the queue "
-                f"(jobs {', '.join(there.arrays)}): a larger --workers adds some, and "
+                f"the run in {self._folder} has {queued.workers} workers in the queue "
+                f"(jobs {', '.join(queued.arrays)}): a larger --workers adds some, and "
                 "scancel ends them"
             )
-        at_once = self.settings.at_once
-        most = "" if at_once is None else f"%{at_once}"
+        max_running = self.settings.max_running
+        limit = "" if max_running is None else f"%{max_running}"
         sbatch = "sbatch --parsable"
         prepare = ("", "bash prepare.sh")
-        array = f"{sbatch} --array={there.workers}-{last}{most}"
-        if self.run.has_center and not there.workers:
+        array = f"{sbatch} --array={queued.workers}-{last}{limit}"
+        if self.run.has_center and not queued.workers:
             ends = '--dependency=afterany:"$workers"'
             return [
                 prepare,
@@ -351,12 +348,12 @@ class Slurm(Engine):
                 ("workers", f'{array} --dependency=after:"$center" workers.sh'),
                 ("end", f'{sbatch} {ends} end.sh "$center"'),
             ]
-        made = [prepare, ("workers", f"{array} workers.sh")]
-        if there.end:
-            arrays = ":".join([*there.arrays, '"$workers"'])
+        commands = [prepare, ("workers", f"{array} workers.sh")]
+        if queued.end:
+            arrays = ":".join([*queued.arrays, '"$workers"'])
             after = f"Dependency=afterany:{arrays}"
-            made.append(("", f"scontrol update JobId={there.end} {after}"))
-        return made
+            commands.append(("", f"scontrol update JobId={queued.end} {after}"))
+        return commands
 
     def _jobs(self) -> _Jobs:
         """Return the jobs that were submitted last."""
@@ -365,7 +362,7 @@ class Slurm(Engine):
         except FileNotFoundError:
             return _Jobs()
 
-    def _there(self) -> _Jobs:
+    def _jobs_in_queue(self) -> _Jobs:
         """Return the jobs of this run if it is in the queue; else none.
 
         A run is in the queue as long as its center is, or without a center a worker.
@@ -375,107 +372,112 @@ class Slurm(Engine):
             return _Jobs()
         queued = _queued()
         jobs.arrays = [array for array in jobs.arrays if array in queued]
-        is_there = jobs.center in queued if self.run.has_center else jobs.arrays
-        return jobs if is_there else _Jobs()
+        is_queued = jobs.center in queued if self.run.has_center else jobs.arrays
+        return jobs if is_queued else _Jobs()
 
-    def _prepare(self, there: int) -> str:
+    def _prepare(self, queued: int) -> str:
         """Return the script that makes folders, tokens and first states.
 
-        The first ``there`` workers have their states already.
+        The first ``queued`` workers are in the queue, and have their states already.
         """
         run = self.run
-        blocks = [_PREPARES.format(name=run.name, folder=_quoted(str(self._folder)))]
-        if not there:
+        blocks = [
+            _PREPARE_SCRIPT.format(name=run.name, folder=_quoted(str(self._folder)))
+        ]
+        if not queued:
             blocks.append("rm -f states/* failures/*")
         blocks.append(
-            f"for ((i = {there}; i < {run.workers}; i++)); do\n"
+            f"for ((i = {queued}; i < {run.workers}; i++)); do\n"
             '    echo "- 1 did not begin" > "states/worker-$i"\n'
             "done"
         )
-        if run.is_closed:
-            blocks.append(_TOKENS.format(chief=run.worker_name(0), workers=run.workers))
-        return _blocks(*blocks)
+        if run.uses_tokens:
+            blocks.append(
+                _MAKE_TOKENS.format(chief=run.worker_name(0), workers=run.workers)
+            )
+        return _joined(*blocks)
 
     def _center(self) -> str:
         run = self.run
-        given = {"tokens": self._keys / "tokens"} if run.is_closed else {}
-        command = run.center_command(self.settings.python, _EVERYWHERE, **given)
-        leaves = shlex.join(["rm", "-f", str(run.address_file)])
-        return _blocks(
-            self._head(
+        options = {"tokens": self._keys / "tokens"} if run.uses_tokens else {}
+        command = run.center_command(self.settings.python, _ANY_ADDRESS, **options)
+        remove_address = shlex.join(["rm", "-f", str(run.address_file)])
+        return _joined(
+            self._header(
                 f"The center of {run.name}, which may be queued again on any node.",
                 "center",
                 run.center_resources,
             ),
             self._begin(_JOB, "center"),
-            self._set_up(),
+            self._setup(),
             "# Until the center serves again, workers find no address and wait.\n"
-            f"trap {shlex.quote(leaves)} EXIT",
-            _RUNS.format(
+            f"trap {shlex.quote(remove_address)} EXIT",
+            _RUN_TASK.format(
                 command=shlex.join(command),
-                tell=_TELL_PROCESS,
+                signal_task=_SIGNAL_PROCESS,
                 # A center that is told to end drains, but is done only if an operator
                 # has drained it.
-                unless=' && [ -z "$ending$limit" ]',
-                goes_on="true",
+                and_if=' && [ -z "$ending$limit" ]',
+                requeue_at_limit="true",
                 restarts=run.center_restarts,
             ),
         )
 
     def _workers(self) -> str:
         run, settings = self.run, self.settings
-        more, waits = {}, ""
+        variables, wait = {}, ""
         if run.has_center:
-            more["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
-            waits = _WAITS.format(
-                patience=settings.patience, address=_quoted(str(run.address_file))
+            variables["AGN_OPTAX_CENTER"] = f"file:{run.address_file}"
+            wait = _WAIT_FOR_ADDRESS.format(
+                address_timeout=settings.address_timeout,
+                address=_quoted(str(run.address_file)),
             )
-        if run.is_closed:
+        if run.uses_tokens:
             token = self._keys / f"{run.worker_name(_INDEX)}.token"
-            more[tokens.TOKEN_FILE] = str(token)
-        environment = run.worker_environment(_INDEX, **more).items()
+            variables[tokens.TOKEN_FILE] = str(token)
+        environment = run.worker_environment(_INDEX, **variables).items()
         exports = [f"export {name}={_quoted(v, _INDEX)}" for name, v in environment]
         needs, command = run.worker_resources, run.worker_command(settings.python)
         if needs.processes > 1:
             # Steps do not inherit the number of cores of their task.
             cpus = [] if needs.cpus is None else [f"--cpus-per-task={needs.cpus}"]
             command = ["srun", "--kill-on-bad-exit=1", *cpus, *command]
-        return _blocks(
-            self._head(
+        return _joined(
+            self._header(
                 f"A worker of {run.name} in each task of the array.", "workers", needs
             ),
             self._begin(_TASK, run.worker_name(_INDEX)),
-            self._set_up(),
+            self._setup(),
             "\n".join(exports),
-            waits,
-            _RUNS.format(
+            wait,
+            _RUN_TASK.format(
                 command=shlex.join(command),
-                tell=_TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
-                unless="",
-                goes_on="true" if settings.goes_on else "false",
+                signal_task=_SIGNAL_PROCESS if needs.processes == 1 else _SIGNAL_STEPS,
+                and_if="",
+                requeue_at_limit="true" if settings.requeue_at_limit else "false",
                 restarts=run.restarts,
             ),
         )
 
     def _end(self) -> str:
         run = self.run
-        given: dict[str, Any] = {"insecure": run.is_insecure or None}
-        if run.is_closed:
-            given["token_file"] = self._keys / "operator.token"
+        options: dict[str, Any] = {"insecure": run.is_insecure or None}
+        if run.uses_tokens:
+            options["token_file"] = self._keys / "operator.token"
         if run.tls_ca is not None:
-            given["tls_ca"] = run.tls_ca.absolute()
+            options["tls_ca"] = run.tls_ca.absolute()
         command = [self.settings.python, "-m", "agn_optax.ops.cli", "drain"]
-        drain = shlex.join([*command, f"file:{run.address_file}", *arguments(given)])
-        return _blocks(
-            self._head(
+        drain = shlex.join([*command, f"file:{run.address_file}", *arguments(options)])
+        return _joined(
+            self._header(
                 f"Ends the center of {run.name}, job $1, after all workers.",
                 "end",
                 Resources(),
             ),
             "center=$1",
             # If setup fails, the center cannot be drained from here, but by SIGTERM.
-            self._set_up('scancel --full --signal=TERM "$center"'),
-            _DRAINED.format(drain=drain),
+            self._setup('scancel --full --signal=TERM "$center"'),
+            _DRAIN_CENTER.format(drain=drain),
             self._outcome(),
         )
 
@@ -486,25 +488,25 @@ class Slurm(Engine):
     def _begin(self, job: str, name: str) -> str:
         """Return the lines that name the task, and end it if it is done."""
         storage, name = _quoted(str(self._folder)), _quoted(name, _INDEX)
-        return _BEGINS.format(job=job, storage=storage, name=name)
+        return _BEGIN.format(job=job, storage=storage, name=name)
 
-    def _set_up(self, fails: str = 'became "$1" "$reason"') -> str:
-        """Return the lines of setup, after a failure of which ``fails`` runs."""
+    def _setup(self, on_failure: str = 'became "$1" "$reason"') -> str:
+        """Return the lines of setup, after a failure of which ``on_failure`` runs."""
         setup = "\n".join(self.settings.setup)
-        return _SETS_UP.format(setup=setup, fails=fails) if setup else ""
+        return _SETUP.format(setup=setup, on_failure=on_failure) if setup else ""
 
-    def _head(self, what: str, job: str, needs: Resources) -> str:
-        """Return the head of a script: options of sbatch, of which later ones win."""
+    def _header(self, summary: str, job: str, needs: Resources) -> str:
+        """Return the head of a script: options of sbatch, where later options win."""
         settings = self.settings
         is_array = job == "workers"
         log = "worker-%a" if is_array else job
-        asked: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "job_name": f"{self.run.name}-{job}",
             "chdir": pathlib.Path.cwd(),
             "output": self._folder / "logs" / f"{log}.log",
             "open_mode": "append",
             "requeue": True,
-            "signal": f"B:USR1@{math.ceil(self.run.stop_grace) + _MARGIN}",
+            "signal": f"B:USR1@{math.ceil(self.run.stop_grace) + _END_MARGIN}",
             "partition": settings.partition,
             "account": settings.account,
             "qos": settings.qos,
@@ -516,18 +518,18 @@ class Slurm(Engine):
             "gpus_per_node": needs.gpus,
             "time": None if needs.seconds is None else _minutes(needs.seconds),
         }
-        own = settings.worker_options if is_array else settings.center_options
-        options = [*map(_quoted, arguments(asked)), *settings.options, *own]
-        lines = ["#!/bin/bash", f"# {what}"]
+        job_options = settings.worker_options if is_array else settings.center_options
+        options = [*map(_quoted, arguments(requested)), *settings.options, *job_options]
+        lines = ["#!/bin/bash", f"# {summary}"]
         return "\n".join([*lines, *(f"#SBATCH {option}" for option in options)])
 
 
 def _queued() -> set[str]:
-    """Return the ids of this user's jobs in the queue; for tasks, their array's id."""
-    return set(_called("squeue --noheader --me --format=%F").split())
+    """Return the ids of this user's jobs in the queue; an array has one id."""
+    return set(_output_of("squeue --noheader --me --format=%F").split())
 
 
-def _called(
+def _output_of(
     line: str,
     folder: pathlib.Path | None = None,
     variables: Mapping[str, str] | None = None,
@@ -542,7 +544,9 @@ def _called(
     Raises:
       InvalidArgumentError: the command fails.
     """
-    inherited = {name: v for name, v in os.environ.items() if not _OWN.match(name)}
+    inherited = {
+        name: v for name, v in os.environ.items() if not _NOT_INHERITED.match(name)
+    }
     result = subprocess.run(  # noqa: S603 the commands of --dry-run
         ["/bin/bash", "-c", line],
         cwd=folder,
@@ -557,8 +561,8 @@ def _called(
     return result.stdout.strip()
 
 
-def _blocks(*blocks: str) -> str:
-    """Return a script of blocks of lines, without empty ones, a blank line between."""
+def _joined(*blocks: str) -> str:
+    """Return a script of the blocks that are not empty, with blank lines between."""
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -568,8 +572,8 @@ def _quoted(text: str, *variables: str) -> str:
         return shlex.quote(text)
     parts = re.split("(" + "|".join(map(re.escape, variables)) + ")", text)
     # Parts with an odd index are variables.
-    made = [f'"{p}"' if i % 2 else p and shlex.quote(p) for i, p in enumerate(parts)]
-    return "".join(made) or "''"
+    quoted = [f'"{p}"' if i % 2 else p and shlex.quote(p) for i, p in enumerate(parts)]
+    return "".join(quoted) or "''"
 
 
 def _minutes(seconds: float) -> str:

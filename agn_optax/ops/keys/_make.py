@@ -16,7 +16,7 @@ from cryptography.x509 import oid
 from agn_optax import errors
 from agn_optax.service import tokens
 
-_SINCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
+_CLOCK_TOLERANCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
 
 
 def make(
@@ -42,7 +42,7 @@ def make(
             authority.write("tokens", line.encode(), adds=True)
             authority.write(f"{name}.token", f"{token}\n".encode())
             authority.issue(name, role=role)
-    return list(dict.fromkeys(authority.made))
+    return list(dict.fromkeys(authority.written))
 
 
 def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> None:
@@ -78,13 +78,13 @@ class _Authority:
       days: number of days for which certificates are valid.
 
     Attributes:
-      made: paths of the files that were written, in order.
+      written: paths of the files that were written, in order.
     """
 
     def __init__(self, directory: pathlib.Path, days: int) -> None:
         self._directory = directory
         self._days = datetime.timedelta(days=days)
-        self.made: list[pathlib.Path] = []
+        self.written: list[pathlib.Path] = []
         pem, key = directory / "ca.pem", directory / "ca.key"
         if pem.exists() and key.exists():
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
@@ -121,7 +121,7 @@ class _Authority:
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if adds else os.O_EXCL)
         with os.fdopen(os.open(path, flags, mode), "wb") as file:
             file.write(content)
-        self.made.append(path)
+        self.written.append(path)
 
     def _sign(
         self,
@@ -135,13 +135,16 @@ class _Authority:
         """Write a key and its certificate, which the authority signs."""
         now = datetime.datetime.now(datetime.UTC)
         public, authority = key.public_key(), self._key.public_key()
-        never = ("content_commitment", "key_encipherment", "data_encipherment")
-        more = ("key_agreement", "encipher_only", "decipher_only")
         usage = x509.KeyUsage(
             digital_signature=True,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
             key_cert_sign=is_ca,
             crl_sign=is_ca,
-            **dict.fromkeys((*never, *more), False),
+            encipher_only=False,
+            decipher_only=False,
         )
         builder = (
             x509.CertificateBuilder()
@@ -149,7 +152,7 @@ class _Authority:
             .issuer_name(self._subject)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _SINCE)
+            .not_valid_before(now - _CLOCK_TOLERANCE)
             .not_valid_after(now + valid)
             .add_extension(x509.BasicConstraints(is_ca, None), critical=True)
             .add_extension(usage, critical=True)

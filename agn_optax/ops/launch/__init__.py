@@ -6,6 +6,6 @@ the launcher is killed.
 """
 
 from agn_optax.ops.launch._launch import run
-from agn_optax.ops.launch._program import Ended, Program
+from agn_optax.ops.launch._program import Outcome, Program
 
-__all__ = ["Ended", "Program", "run"]
+__all__ = ["Outcome", "Program", "run"]

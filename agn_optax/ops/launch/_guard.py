@@ -34,11 +34,11 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Add a group; call this as soon as the group exists."""
-        self._tell(f"+{group}\n")
+        self._write(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Remove a group; call this before the system can reuse the group's number."""
-        self._tell(f"-{group}\n")
+        self._write(f"-{group}\n")
 
     def close(self) -> None:
         """End the guard without killing any group."""
@@ -46,7 +46,7 @@ class Guard:
         with self._process:  # closes the pipe and waits
             pass
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard was ended
             self._process.stdin.write(line.encode())

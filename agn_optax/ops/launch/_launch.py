@@ -1,7 +1,7 @@
 """Several programs side by side on one machine, which end together.
 
 `run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
-reads their output, and ends them.
+reads their output, and ends them. This needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from agn_optax import errors
 from agn_optax._signals import handled
 from agn_optax.ops.launch._guard import Guard
 from agn_optax.ops.launch._process import Process
-from agn_optax.ops.launch._program import Ended, Program
+from agn_optax.ops.launch._program import Outcome, Program
 
 # Signals by which a terminal, a shell or a scheduler ends the launcher. Programs are in
 # sessions of their own, and receive these signals only if they are forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-OnFailure = Literal["stop", "go on"]
-_LOOK = 0.02  # seconds, at most, until an end, a signal or a deadline is noticed
+OnFailure = Literal["stop", "continue"]
+_POLL_INTERVAL = (
+    0.02  # seconds, at most, until an end, a signal or a deadline is noticed
+)
 
 
 def run(
@@ -39,7 +41,7 @@ def run(
     restart_delay: float = 1.0,
     on_failure: OnFailure = "stop",
     until: threading.Event | None = None,
-) -> list[Ended]:
+) -> list[Outcome]:
     r"""Run programs side by side until they have ended, and leave none behind.
 
     A program that fails is started again after ``restart_delay``, up to its number of
@@ -74,7 +76,7 @@ def run(
       grace: seconds from the first signal to SIGKILL.
       restart_delay: seconds before a program that failed is started again.
       on_failure: what to do with the others when a program that is waited for has
-        failed after its last restart: ``"stop"`` them, or let them ``"go on"`` until
+        failed after its last restart: ``"stop"`` them, or let them ``"continue"`` until
         they end by themselves.
       until: an event that another thread sets to end all programs, as a signal would.
 
@@ -117,52 +119,13 @@ def run(
         with handled(_FORWARDED if is_main else (), supervisor.on_signal):
             return supervisor.run(programs)
     finally:
-        # Also if something else was raised: the reader of the lines may have been
-        # interrupted as well, so that writing them failed.
+        # Even if something else was raised: the signal may also have ended the reader
+        # of the lines, so that writing them failed.
         if supervisor.signals:
             signum = supervisor.signals[0]
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + signum)
-
-
-@dataclasses.dataclass
-class _Course:
-    """The state of one program, which runs, is to start (again), or has ended."""
-
-    program: Program
-    began: float
-    start_at: float
-    followers: Callable[[str], Sequence[Program]] | None  # None once they were added
-    process: Process | None = None
-    seconds: float = 0.0
-    returncode: int = 0
-    restarts: int = -1  # 0 after the first start
-    is_ending: bool = False  # whether it was told to end
-    again_at: float = math.inf  # time of a second SIGTERM
-    stopped: bool = False
-
-    @property
-    def going_on(self) -> bool:
-        return self.process is not None or self.start_at < math.inf
-
-    @property
-    def waited_for(self) -> bool:
-        return self.program.waited_for or self.followers is not None
-
-    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
-        """Prevent further starts, and end the program within the grace if it runs."""
-        self.is_ending = True
-        if twice:
-            self.again_at = time.monotonic() + grace / 2
-        if self.process is not None:
-            self.stopped = self.stopped or not self.process.exited
-            self.process.signal(signum)
-            deadline = time.monotonic() + grace
-            self.process.deadline = min(self.process.deadline, deadline)
-        elif self.going_on:
-            self.stopped = True
-            self.start_at = math.inf
 
 
 @dataclasses.dataclass
@@ -179,10 +142,10 @@ class _Supervisor:
     until: threading.Event | None = None
     signals: list[int] = dataclasses.field(default_factory=list)
     _forwarded: int = 0  # number of signals that were forwarded
-    _courses: list[_Course] = dataclasses.field(default_factory=list)
+    _states: list[_ProgramState] = dataclasses.field(default_factory=list)
     _stopping: bool = False
 
-    def run(self, programs: Sequence[Program]) -> list[Ended]:
+    def run(self, programs: Sequence[Program]) -> list[Outcome]:
         """Run all programs to their end, whatever is raised meanwhile."""
         self._add(programs)
         with (
@@ -198,14 +161,18 @@ class _Supervisor:
                 self._loop()
                 raise
             finally:
-                for course in self._courses:
-                    if course.process is not None:  # only if the lines above raised
-                        self._close(course, course.process)
+                for state in self._states:
+                    if state.process is not None:  # only if the lines above raised
+                        self._close(state, state.process)
         return [
-            Ended(
-                c.program.name, c.returncode, max(0, c.restarts), c.seconds, c.stopped
+            Outcome(
+                state.program.name,
+                returncode=state.returncode,
+                restarts=max(0, state.restarts),
+                seconds=state.seconds,
+                stopped=state.stopped,
             )
-            for c in self._courses
+            for state in self._states
         ]
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -214,8 +181,8 @@ class _Supervisor:
 
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
-        self._courses += [
-            _Course(program, now, now, program.followers) for program in programs
+        self._states += [
+            _ProgramState(program, now, now, program.followers) for program in programs
         ]
 
     def _loop(self) -> None:
@@ -224,117 +191,163 @@ class _Supervisor:
                 self._forwarded += 1
                 # SIGINT would have every Python program print a traceback.
                 signum = signal.SIGTERM if signum == signal.SIGINT else signum
-                self._stop(signum, everybody=self._forwarded > 1)
+                self._stop(signum, everything=self._forwarded > 1)
             if self.until is not None and self.until.is_set():
                 self.until = None
                 self._stop(signal.SIGTERM)
-            for course in self._courses:
-                self._tend(course, time.monotonic())
-            going_on = [course for course in self._courses if course.going_on]
-            if not going_on:
+            for state in self._states:
+                self._update(state, time.monotonic())
+            active = [state for state in self._states if state.is_active]
+            if not active:
                 return
-            self._stopping |= not any(course.waited_for for course in going_on)
-            if self._stopping and not any(c.program.waited_for for c in going_on):
-                for course in going_on:
-                    if not course.is_ending:
-                        course.end(signal.SIGTERM, self.grace)
-            for key, _ in self._selector.select(_LOOK):
+            self._stopping |= not any(state.waited_for for state in active)
+            if self._stopping and not any(s.program.waited_for for s in active):
+                for state in active:
+                    if not state.is_stopping:
+                        state.end(signal.SIGTERM, self.grace)
+            for key, _ in self._selector.select(_POLL_INTERVAL):
                 self._read(key.data, key.data.process)
 
-    def _tend(self, course: _Course, now: float) -> None:
-        process = course.process
+    def _update(self, state: _ProgramState, now: float) -> None:
+        process = state.process
         if process is None:
-            if now >= course.start_at:
-                self._start(course)
-                if course.restarts:
-                    number = f"{course.restarts} of {course.program.restarts}"
-                    cause = _describe(course.returncode).removeprefix("killed by ")
-                    self._say(course, f"restarted ({number}) after {cause}")
+            if now >= state.start_at:
+                self._start(state)
+                if state.restarts:
+                    number = f"{state.restarts} of {state.program.restarts}"
+                    cause = _describe(state.returncode).removeprefix("killed by ")
+                    self._log(state, f"restarted ({number}) after {cause}")
             return
         exited = process.exited  # read once, because it may change at any time
         if exited and not process.at_end and process.deadline == math.inf:
             process.signal(signal.SIGTERM)  # the rest of its group
             process.deadline = now + self.grace
-        if now >= course.again_at and not exited:
-            course.again_at = math.inf
+        if now >= state.second_signal_at and not exited:
+            state.second_signal_at = math.inf
             process.signal(signal.SIGTERM)
         if now >= process.deadline and not process.killed:
             process.signal(signal.SIGKILL)
-            self._say(
-                course, f"killed processes that had not ended within {self.grace:g} s"
+            self._log(
+                state, f"killed processes that had not ended within {self.grace:g} s"
             )
         if exited and (process.at_end or process.killed):
-            self._end(course, process, now)
+            self._end(state, process, now)
 
-    def _start(self, course: _Course) -> None:
-        course.start_at = math.inf
-        course.restarts += 1
-        program = course.program
+    def _start(self, state: _ProgramState) -> None:
+        state.start_at = math.inf
+        state.restarts += 1
+        program = state.program
         environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            "AGN_OPTAX_RESTARTS": str(course.restarts),
+            "AGN_OPTAX_RESTARTS": str(state.restarts),
             **program.environment,
         }
         try:
-            course.process = Process(program.command, environment)
+            state.process = Process(program.command, environment)
         except (OSError, ValueError) as error:
             raise errors.InvalidArgumentError(
                 f"{program.name!r} cannot be started: {error}; its command is "
                 f"{list(program.command)}"
             ) from error
-        self._guard.add(course.process.group)
-        self._selector.register(course.process.output, selectors.EVENT_READ, course)
+        self._guard.add(state.process.group)
+        self._selector.register(state.process.output, selectors.EVENT_READ, state)
 
-    def _end(self, course: _Course, process: Process, now: float) -> None:
+    def _end(self, state: _ProgramState, process: Process, now: float) -> None:
         if not process.at_end:
-            self._read(course, process, last=True)
-        self._close(course, process)
-        course.seconds = now - course.began
-        has_failed = course.returncode != 0
+            self._read(state, process, last=True)
+        self._close(state, process)
+        state.seconds = now - state.began
+        has_failed = state.returncode != 0
         if has_failed:
-            self._say(course, _describe(course.returncode))
+            self._log(state, _describe(state.returncode))
         if self._stopping:
             return
-        if has_failed and course.restarts < course.program.restarts:
-            course.start_at = now + self.restart_delay
-        elif not course.program.waited_for:
-            if any(c.program.waited_for and c.going_on for c in self._courses):
-                self._say(course, "has ended, so the other programs are ended")
+        if has_failed and state.restarts < state.program.restarts:
+            state.start_at = now + self.restart_delay
+        elif not state.program.waited_for:
+            if any(s.program.waited_for and s.is_active for s in self._states):
+                self._log(state, "has ended, so the other programs are ended")
             self._stop(signal.SIGTERM, twice=True)
         elif has_failed and self.on_failure == "stop":
             self._stop(signal.SIGTERM)
 
-    def _close(self, course: _Course, process: Process) -> None:
+    def _close(self, state: _ProgramState, process: Process) -> None:
         if process.output in self._selector.get_map():
             self._selector.unregister(process.output)
         self._guard.remove(process.group)
-        course.returncode = process.close()
-        course.process = None
+        state.returncode = process.close()
+        state.process = None
 
     def _stop(
-        self, signum: int, *, everybody: bool = False, twice: bool = False
+        self, signum: int, *, everything: bool = False, twice: bool = False
     ) -> None:
         """End the programs that are waited for; the others are ended after them."""
         self._stopping = True
-        for course in self._courses:
-            if course.program.waited_for or everybody:
-                course.end(signum, self.grace, twice=twice)
+        for state in self._states:
+            if state.program.waited_for or everything:
+                state.end(signum, self.grace, twice=twice)
 
-    def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
+    def _read(
+        self, state: _ProgramState, process: Process, *, last: bool = False
+    ) -> None:
         lines = process.read(last=last)
         if process.at_end:
             self._selector.unregister(process.output)
         for line in lines:  # last, because `output` may raise
-            self.output(course.program.name, line)
-            if course.followers is None or self._stopping:
+            self.output(state.program.name, line)
+            if state.followers is None or self._stopping:
                 continue
-            if programs := course.followers(line):
-                course.followers = None
+            if programs := state.followers(line):
+                state.followers = None
                 self._add(programs)
 
-    def _say(self, course: _Course, event: str) -> None:
-        self.output(course.program.name, f"agn-optax: {event}")
+    def _log(self, state: _ProgramState, event: str) -> None:
+        self.output(state.program.name, f"agn-optax: {event}")
+
+
+@dataclasses.dataclass
+class _ProgramState:
+    """The state of one program, which runs, is to start (again), or has ended.
+
+    Times are those of `time.monotonic`.
+    """
+
+    program: Program
+    began: float
+    start_at: float  # infinite if no start is due
+    followers: Callable[[str], Sequence[Program]] | None  # None once they were added
+    process: Process | None = None
+    seconds: float = 0.0
+    returncode: int = 0
+    restarts: int = -1  # 0 after the first start
+    is_stopping: bool = False  # whether it was signaled to end, or must not start
+    second_signal_at: float = math.inf  # time of a second SIGTERM
+    stopped: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """True if the program runs, or is to start."""
+        return self.process is not None or self.start_at < math.inf
+
+    @property
+    def waited_for(self) -> bool:
+        """True if the run goes on until this program has ended, or has followers."""
+        return self.program.waited_for or self.followers is not None
+
+    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
+        """Prevent further starts, and end the program within the grace if it runs."""
+        self.is_stopping = True
+        if twice:
+            self.second_signal_at = time.monotonic() + grace / 2
+        if self.process is not None:
+            self.stopped = self.stopped or not self.process.exited
+            self.process.signal(signum)
+            deadline = time.monotonic() + grace
+            self.process.deadline = min(self.process.deadline, deadline)
+        elif self.is_active:
+            self.stopped = True
+            self.start_at = math.inf
 
 
 def _describe(returncode: int) -> str:

@@ -53,7 +53,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class Outcome:
     """The outcome of one program.
 
     Attributes:

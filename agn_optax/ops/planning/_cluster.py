@@ -64,7 +64,7 @@ class Disk:
 
     Example:
       >>> from agn_optax import planning
-      >>> planning.Disk(bandwidth=1e9, sync=0.005).journal(snapshot=4e9, message=4e9)
+      >>> planning.Disk(bandwidth=1e9).journal_size(snapshot=4e9, message=4e9)
       16000000000.0
     """
 
@@ -77,8 +77,8 @@ class Disk:
         _positive(self, "size", optional=True)
         check.rate(self.sync, "sync", low=0.0, high=math.inf)
 
-    def journal(self, snapshot: float, message: float) -> float:
-        """Return the journal's maximum bytes, for a snapshot and a message in bytes."""
+    def journal_size(self, snapshot: float, message: float) -> float:
+        """Return the journal's maximum bytes; snapshot and message are in bytes."""
         size = self.size or max(JOURNAL_SIZE, SNAPSHOTS * snapshot)
         return min(size, RECORDS * max(1.0, message))
 

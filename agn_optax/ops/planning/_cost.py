@@ -56,12 +56,12 @@ class Level(NamedTuple):
     bottleneck: str  # what keeps the period from being shorter
 
 
-class Kept(NamedTuple):
+class JournalCost(NamedTuple):
     """The costs of a center's journal, for each of the center's hosts."""
 
     written: float  # bytes per second, with the snapshots that replace the journal
     snapshot: int  # bytes of a snapshot
-    journal: int  # maximum bytes of the journal
+    size: int  # maximum bytes of the journal
     read: float  # seconds to read snapshot and journal after a restart
     replay: float  # seconds to apply the messages in the journal
     rejoin: float  # seconds until all workers have joined again and sent again
@@ -117,6 +117,6 @@ class Cost(NamedTuple):
     # "arithmetic", "codec", "journal", or "nothing"
     hosts: int = 0  # number of hosts of all centers
     levels: tuple[Level, ...] = ()  # from the centers with workers to the root
-    kept: Kept | None = None  # for a center that keeps a journal
+    journal: JournalCost | None = None  # for a center that keeps a journal
     remedies: Remedies | None = None  # what would help
     coding: Coding | None = None  # for a rule with a codec

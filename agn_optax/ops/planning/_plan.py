@@ -92,48 +92,49 @@ def plan(
     )
     # The state has the anchor if a penalty reads it. The worker keeps the snapshot if
     # the rule reads the anchor otherwise, or if answers are differences from it.
-    follows = rule.codec.answer_codec is not None
-    held = follows or (rule.needs_anchor and rule.penalty is None)
-    anchors = held + (rule.penalty is not None)
+    needs_snapshot = rule.codec.answer_codec is not None or (
+        rule.needs_anchor and rule.penalty is None
+    )
+    anchors = needs_snapshot + (rule.penalty is not None)
     center = _cast(params, center_dtype)
     children = cluster.centers[0][1]
     work = _work(rule, center, params, children)
     message = work.message
-    took = _times.times(work, cluster, *_times.lowest(cluster))
-    longest = took.longest(children)
-    hidden = _hiding(took, cluster)
-    asked, period = period, hidden if period is None else period
+    times = _times.exchange_times(work, cluster, *_times.worker_link(cluster))
+    longest = times.longest(children)
+    hidden = _hiding(times, cluster)
+    given_period, period = period, hidden if period is None else period
     steps = period * cluster.step_time
-    limit = _times.bottleneck(took, children, hidden, asked)
+    limit = _times.bottleneck(times, children, hidden, given_period)
     place, interval = cluster.centers[0], max(steps, longest)
-    lowest = _times.level(work, took, place, period, interval, limit)
+    lowest = _times.level(work, times, place, period, interval, limit)
     # In place of the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
     narrow = _work(halved, center, params, children)
     of_root = work
     if len(cluster.centers) > 1:
         # A center is a worker of its parent, and has parameters of the center's dtype.
-        most = max(sites for _, sites in cluster.centers[1:])
-        of_root = _work(rule, center, center, most)
-    levels = _times.above(lowest, of_root, cluster)
+        children_above = max(sites for _, sites in cluster.centers[1:])
+        of_root = _work(rule, center, center, children_above)
+    levels = _times.tree_levels(lowest, of_root, cluster)
     coding = None
     if not rule.codec.is_identity or rule.codec.answers is not None:
         plain = _work(_plain(rule), center, params, children)
-        below = _times.pays_below(work, plain, cluster)
+        below = _times.codec_pays_below(work, plain, cluster)
         coding = Coding(plain.message, *_times.coding(work, cluster), below)
-    kept = None
+    journal = None
     if cluster.disk is not None:
-        kept = _times.kept(of_root, cluster, levels[-1], cluster.disk)
+        journal = _times.journal_cost(of_root, cluster, levels[-1], cluster.disk)
     return Cost(
         rule=rule.name,
         message=message,
         answer=work.answer,
-        exchange=took.alone,
-        service=took.occupied,
+        exchange=times.alone,
+        service=times.occupied,
         applied=work.applied,
         hidden_period=hidden,
         period=period,
-        utilization=steps / max(steps + took.alone, children * took.occupied),
+        utilization=steps / max(steps + times.alone, children * times.occupied),
         utilization_overlapping=steps / max(steps, longest),
         worker=WorkerMemory(
             params=trees.nbytes(params),
@@ -153,8 +154,8 @@ def plan(
         bottleneck=lowest.bottleneck,
         hosts=cluster.shards * sum(count for count, _ in cluster.centers),
         levels=levels,
-        kept=kept,
-        remedies=_remedies(work, narrow, took, cluster, asked),
+        journal=journal,
+        remedies=_remedies(work, narrow, times, cluster, given_period),
         coding=coding,
     )
 
@@ -194,19 +195,21 @@ def _plain(rule: Rule) -> Rule:
     return dataclasses.replace(rule, codec=codecs.identity())
 
 
-def _hiding(took: Times, cluster: Cluster) -> int:
+def _hiding(times: Times, cluster: Cluster) -> int:
     """Return the number of local steps that hide an exchange."""
-    longest = took.longest(cluster.centers[0][1])
+    longest = times.longest(cluster.centers[0][1])
     return max(1, math.ceil(longest / cluster.step_time))
 
 
 def _remedies(
-    work: Work, narrow: Work, took: Times, cluster: Cluster, asked: int | None
+    work: Work, narrow: Work, times: Times, cluster: Cluster, given_period: int | None
 ) -> Remedies:
     """Return what would help, each by itself; ``narrow`` is the work with 16 bits."""
-    hidden = _hiding(took, cluster)
-    half = _hiding(_times.times(narrow, cluster, *_times.lowest(cluster)), cluster)
-    alone = took.alone if asked is None else asked * cluster.step_time
+    hidden = _hiding(times, cluster)
+    half = _hiding(
+        _times.exchange_times(narrow, cluster, *_times.worker_link(cluster)), cluster
+    )
+    alone = times.alone if given_period is None else given_period * cluster.step_time
     target = max(alone, cluster.step_time)
     return Remedies(
         period=hidden,

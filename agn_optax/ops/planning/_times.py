@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from agn_optax.ops.planning._cluster import Cluster, Disk, Tree
-from agn_optax.ops.planning._cost import Kept, Level
+from agn_optax.ops.planning._cost import JournalCost, Level
 
 _MOST_SHARDS = 1 << 20
 
@@ -61,7 +61,9 @@ class Times(NamedTuple):
         return max(parts, key=lambda name: parts[name])
 
 
-def times(work: Work, cluster: Cluster, link: LinkRates, disk: Disk | None) -> Times:
+def exchange_times(
+    work: Work, cluster: Cluster, link: LinkRates, disk: Disk | None
+) -> Times:
     """Return the times of an exchange over a link; ``disk`` is that of a journal."""
     machine, k = cluster.machine, cluster.shards
     both = work.message + work.answer
@@ -87,7 +89,7 @@ def times(work: Work, cluster: Cluster, link: LinkRates, disk: Disk | None) -> T
     }
     if disk is not None:
         exchange["journal"] = disk.sync + work.message / (k * disk.bandwidth)
-        service["journal"] = written(work, k, disk) / disk.bandwidth
+        service["journal"] = bytes_written(work, k, disk) / disk.bandwidth
     return Times(exchange, service)
 
 
@@ -98,7 +100,7 @@ def coding(work: Work, cluster: Cluster) -> tuple[float, float]:
     return work.coded / machine.encode_rate, decoded / machine.decode_rate
 
 
-def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
+def codec_pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
     """Return the bytes per second of a link below which a codec pays.
 
     ``plain`` is the work without the codec. None means over every link.
@@ -107,23 +109,23 @@ def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
     if saved <= 0:
         return 0.0
 
-    def beside_link(work: Work) -> float:
-        took = times(work, cluster, *lowest(cluster)).exchange
-        return sum(took[name] for name in took if not name.endswith("link"))
+    def without_links(work: Work) -> float:
+        times = exchange_times(work, cluster, *worker_link(cluster)).exchange
+        return sum(times[name] for name in times if not name.endswith("link"))
 
-    more = beside_link(work) - beside_link(plain)
-    return saved / more if more > 0 else None
+    added = without_links(work) - without_links(plain)
+    return saved / added if added > 0 else None
 
 
-def written(work: Work, shards: int, disk: Disk) -> float:
+def bytes_written(work: Work, shards: int, disk: Disk) -> float:
     """Return the bytes that a host writes for an exchange, snapshots included."""
     message, snapshot = work.message / shards, work.snapshot / shards
-    return message * (1 + snapshot / disk.journal(snapshot, message))
+    return message * (1 + snapshot / disk.journal_size(snapshot, message))
 
 
 def level(
     work: Work,
-    took: Times,
+    times: Times,
     place: tuple[int, int],
     period: int,
     interval: float,
@@ -137,22 +139,24 @@ def level(
         children=children,
         period=period,
         interval=interval,
-        exchange=took.alone,
+        exchange=times.alone,
         exchanges=rate,
         received=rate * work.message,
         sent=rate * work.answer,
-        load=rate * took.occupied,
+        load=rate * times.occupied,
         bottleneck=limit,
     )
 
 
-def bottleneck(took: Times, children: int, hidden: int, asked: int | None) -> str:
+def bottleneck(
+    times: Times, children: int, hidden: int, given_period: int | None
+) -> str:
     """Return what keeps the period from being shorter, or a given one from hiding."""
-    is_free = hidden == 1 if asked is None else asked >= hidden
-    return "nothing" if is_free else took.bottleneck(children)
+    is_free = hidden == 1 if given_period is None else given_period >= hidden
+    return "nothing" if is_free else times.bottleneck(children)
 
 
-def above(lowest: Level, up: Work, cluster: Cluster) -> tuple[Level, ...]:
+def tree_levels(lowest: Level, up: Work, cluster: Cluster) -> tuple[Level, ...]:
     """Return all levels of a tree, whose upper centers have centers below them."""
     tree = cluster.tree
     levels = [lowest]
@@ -161,25 +165,27 @@ def above(lowest: Level, up: Work, cluster: Cluster) -> tuple[Level, ...]:
         latency = cluster.latency if tree.latency is None else tree.latency
         link = LinkRates(wide, wide, latency)
         for place in cluster.centers[1:]:
-            took = times(up, cluster, link, cluster.disk if place[0] == 1 else None)
+            times = exchange_times(
+                up, cluster, link, cluster.disk if place[0] == 1 else None
+            )
             rate = levels[-1].exchanges  # per second, at each child
-            hidden = max(1, math.ceil(took.longest(place[1]) * rate))
+            hidden = max(1, math.ceil(times.longest(place[1]) * rate))
             period = max(hidden, tree.period or 1)
-            limit = bottleneck(took, place[1], hidden, tree.period)
-            levels.append(level(up, took, place, period, period / rate, limit))
+            limit = bottleneck(times, place[1], hidden, tree.period)
+            levels.append(level(up, times, place, period, period / rate, limit))
     return tuple(levels)
 
 
-def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
+def journal_cost(work: Work, cluster: Cluster, root: Level, disk: Disk) -> JournalCost:
     """Return the costs of the root's journal, for each of its hosts."""
     k, machine = cluster.shards, cluster.machine
     message, snapshot = work.message / k, work.snapshot / k
-    journal = disk.journal(snapshot, message)
+    journal = disk.journal_size(snapshot, message)
     apply = (work.applied / machine.apply_rate + work.coded / machine.decode_rate) / k
-    return Kept(
-        written=root.exchanges * written(work, k, disk),
+    return JournalCost(
+        written=root.exchanges * bytes_written(work, k, disk),
         snapshot=math.ceil(snapshot),
-        journal=math.ceil(journal),
+        size=math.ceil(journal),
         read=(snapshot + journal) / disk.bandwidth,
         replay=journal / max(1.0, message) * apply,
         rejoin=root.children * machine.overhead + root.load * root.interval,
@@ -212,12 +218,12 @@ def depth(work: Work, cluster: Cluster, target: float) -> int | None:
     return None
 
 
-def lowest(cluster: Cluster) -> tuple[LinkRates, Disk | None]:
+def worker_link(cluster: Cluster) -> tuple[LinkRates, Disk | None]:
     """Return the link between workers and their centers, and these centers' disk."""
     link = LinkRates(cluster.bandwidth, cluster.shared, cluster.latency)
     return link, cluster.disk if len(cluster.centers) == 1 else None
 
 
 def _fits(work: Work, cluster: Cluster, target: float) -> bool:
-    occupied = times(work, cluster, *lowest(cluster)).occupied
+    occupied = exchange_times(work, cluster, *worker_link(cluster)).occupied
     return cluster.centers[0][1] * occupied <= target

@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from agn_optax.service import address as addresses
 
-MOST_HEAD = 16 << 10  # bytes of a request
+MAX_HEAD = 16 << 10  # bytes of a request
 _CHUNK = 4 << 10  # bytes
 _BLANK = b"\r\n\r\n"
 
@@ -34,12 +34,14 @@ class RejectedRequestError(Exception):
     """A rejected request.
 
     Args:
-      why: text of the response.
+      problem: text of the response.
       status: status of the response.
     """
 
-    def __init__(self, why: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        super().__init__(why)
+    def __init__(
+        self, problem: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    ) -> None:
+        super().__init__(problem)
         self.status = status
 
 
@@ -68,13 +70,13 @@ def receive(recv: Callable[[int], bytes]) -> bytes:
       The received bytes; b"" if the connection ended before that.
     """
     received = bytearray()
-    while len(received) <= MOST_HEAD:
-        more = recv(_CHUNK)
-        if not more:
+    while len(received) <= MAX_HEAD:
+        chunk = recv(_CHUNK)
+        if not chunk:
             return b""
-        new = max(0, len(received) - len(_BLANK))  # a blank line may come in two parts
-        received += more
-        if received.find(_BLANK, new) >= 0 or _BARE_NEWLINE.search(received, new):
+        start = max(0, len(received) - len(_BLANK))  # a blank line may be in two chunks
+        received += chunk
+        if received.find(_BLANK, start) >= 0 or _BARE_NEWLINE.search(received, start):
             break
     return bytes(received)
 
@@ -92,20 +94,20 @@ def parse(received: bytes, *, is_local: bool) -> Request:
       RejectedRequestError: the bytes are not a request, or the request is rejected.
     """
     head, blank, rest = received.partition(_BLANK)
-    if len(received) > MOST_HEAD:
+    if len(received) > MAX_HEAD:
         too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-        if b"\r\n" not in received[:MOST_HEAD]:
+        if b"\r\n" not in received[:MAX_HEAD]:
             too_large = HTTPStatus.REQUEST_URI_TOO_LONG
-        why = f"a request must have at most {MOST_HEAD} bytes"
-        raise RejectedRequestError(why, too_large)
+        problem = f"a request must have at most {MAX_HEAD} bytes"
+        raise RejectedRequestError(problem, too_large)
     line, *lines = head.split(b"\r\n")
-    found = _LINE.fullmatch(line)
-    if found is None:
+    match = _LINE.fullmatch(line)
+    if match is None:
         raise RejectedRequestError("this is not an HTTP request")
-    method, target, version = (each.decode("ascii") for each in found.groups())
+    method, target, version = (group.decode("ascii") for group in match.groups())
     if version not in ("1.0", "1.1"):
-        why = "this server speaks HTTP/1.1"
-        raise RejectedRequestError(why, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+        problem = "this server speaks HTTP/1.1"
+        raise RejectedRequestError(problem, HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
     fields = _fields_of(lines)
     _check_host(fields.get("host", ""), is_local)
     if method not in _METHODS:
@@ -127,10 +129,10 @@ def is_loopback(host: str) -> bool:
 def _fields_of(lines: list[bytes]) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in lines:
-        found = _FIELD.fullmatch(line)
-        if found is None:
+        match = _FIELD.fullmatch(line)
+        if match is None:
             raise RejectedRequestError("a line is not a header field")
-        name, value = (each.decode("latin-1") for each in found.groups())
+        name, value = (group.decode("latin-1") for group in match.groups())
         name, value = name.lower(), value.strip(_BLANKS)
         if name in fields and name in _ONCE:
             raise RejectedRequestError(f"there is more than one header field {name}")

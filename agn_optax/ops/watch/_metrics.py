@@ -43,11 +43,11 @@ def exposition(view: dict[str, Any]) -> bytes:
     from prometheus_client import generate_latest  # noqa: PLC0415 only with an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
 
-    class Seen(Collector):
+    class ViewCollector(Collector):
         def collect(self) -> Iterable[Any]:
             return _families(view)
 
-    return generate_latest(Seen())
+    return generate_latest(ViewCollector())
 
 
 def _families(view: dict[str, Any]) -> Iterator[Any]:
@@ -59,13 +59,13 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     )
 
     def family(name: str, text: str, rows: Iterable[Any], *labels: str) -> Any:
-        """Return a metric with rows of label values and a number; None is left out."""
+        """Return a metric; a row has label values and a number, and None skips it."""
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        made = kind(f"agn_optax_{name}", text, labels=labels)
+        metric = kind(f"agn_optax_{name}", text, labels=labels)
         for *values, number in rows:
             if number is not None:
-                made.add_metric(values, float(number))
-        return made
+                metric.add_metric(values, float(number))
+        return metric
 
     info = InfoMetricFamily("agn_optax_center", "Settings of the center")
     settings = ("release", "rule", "mode", "parent")
@@ -73,7 +73,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     yield info
     for name, key, text in _CENTER:
         yield family(name, text, [(view[key],)])
-    text = "1 if less is on disk than was asked for, or the parent is lost, else 0"
+    text = "1 if less is on disk than was asked for, or if the parent is lost; else 0"
     yield family("degraded", text, [(bool(view["degraded"]),)])
     text = "Rejected messages, by the message limit"
     yield family("rejected_total", text, sorted(view["rejected"].items()), "by")
@@ -86,7 +86,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
     yield staleness
 
-    workers = [worker for worker in view["workers"] if not worker["gone"]]
+    workers = [worker for worker in view["workers"] if not worker["end_reason"]]
     for name, key, text in _WORKER:
         rows = [(worker["name"], worker[key]) for worker in workers]
         yield family(f"worker_{name}", text, rows, "worker")
@@ -103,7 +103,7 @@ def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
     """Return cumulative counts; their bounds are also bounds of the view's bins."""
     bins = staleness["bins"]
     counts = [
-        (str(float(most)), sum(b["count"] for b in bins if b["to"] <= most))
-        for most in [(1 << n) - 1 for n in range(11)]
+        (str(float(bound)), sum(b["count"] for b in bins if b["to"] <= bound))
+        for bound in [(1 << n) - 1 for n in range(11)]
     ]
     return [*counts, ("+Inf", staleness["count"])]

@@ -12,7 +12,6 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -23,87 +22,34 @@ from agn_optax.center import Answer, Recent
 from agn_optax.service import EVERYBODY, Servicer
 from agn_optax.service import messages as pb
 
-MOST_POINTS = 600  # points of a series
-MOST_CURVES = 256  # series of reported numbers, for all workers together
-MOST_EVENTS = 200
-MOST_GONE = 32  # workers that have gone most recently, which are still shown
-_MOST_INBOX = 1 << 16  # entries of the inbox
-_LOOK = 1.0  # seconds between two updates
-_SAME = 60.0  # seconds within which a repeated event only increases a count
-_LONGEST = 500  # characters of an event's text
-# Fields of the status that the view has as they are, of the center and of a worker.
+MAX_POINTS = 600  # points of a series
+MAX_CURVES = 256  # reported numbers of all workers together, a `Series` each
+MAX_EVENTS = 200
+MAX_ENDED = 32  # workers whose sessions ended last, which are still shown
+_MAX_INBOX = 1 << 16  # entries of the inbox
+_INTERVAL = 1.0  # seconds between two updates
+_REPEAT_WINDOW = 60.0  # seconds within which a repeated event only increases its count
+_MAX_TEXT = 500  # characters of an event's text
+# Fields of the status that the view copies, of the center and of a worker.
 _TRAFFIC = ("bytes_received", "bytes_sent")
-_OF_CENTER = (
+_CENTER_FIELDS = (
     *("rule", "mode", "parameters", "parameter_bytes", "parent", "direct_address"),
     *("degraded", *_TRAFFIC),
 )
-_OF_WORKER = (
+_WORKER_FIELDS = (
     *("name", "connected", "waits", "seen", "dropped", "rejected", "period"),
     *("transport", *_TRAFFIC),
 )
 _BITS = 5  # leading bits of a staleness that select its bin: 16 bins from 32 to 63, ...
 
 
-class Series:
-    """A time series with a bounded number of points.
-
-    When the series is full, every second point is dropped, and points are added half as
-    often from then on. The points always cover the whole run evenly.
-
-    Args:
-      width: number of values of a point.
-      most: maximum number of points.
-    """
-
-    def __init__(self, width: int = 1, most: int = MOST_POINTS) -> None:
-        self._most = most
-        self._columns = [array("d") for _ in range(1 + width)]
-        self._interval = 0.0  # minimum number of seconds between two points
-        self._newest: tuple[float, ...] | None = None  # if it came too soon for a point
-
-    def add(self, now: float, *values: float) -> None:
-        """Add the values at a time, in seconds."""
-        times = self._columns[0]
-        if times and now - times[-1] < self._interval - _LOOK / 2:
-            self._newest = now, *values
-            return
-        if len(times) >= self._most:
-            self._columns = [column[::2] for column in self._columns]
-            self._interval = 2 * max(self._interval, _LOOK)
-        for column, value in zip(self._columns, (now, *values), strict=True):
-            column.append(value)
-        self._newest = None
-
-    def columns(self) -> list[list[float]]:
-        """Return the times and each of the values, always including the newest ones."""
-        if self._newest is None:
-            return [list(column) for column in self._columns]
-        ends = zip(self._columns, self._newest, strict=True)
-        return [[*column, newest] for column, newest in ends]
-
-
-@dataclasses.dataclass
-class _Known:
-    """A worker that is joined or was."""
-
-    status: pb.WorkerStatus  # its last status while it was joined
-    joined: float  # seconds since the epoch
-    session_id: str = ""  # session id; "" if unknown
-    is_new: bool = True  # whether it joined since the last update
-    gone: str = ""  # "left" or "given up"; "" while it is joined
-    sequence: int = 0  # sequence number of its last exchange
-    exchanges: int = 0  # applied exchanges of all its sessions at this service
-    steps: int = 0  # local steps of these
-    has_exchanged: bool = False  # since the last update
-    why: str = ""  # why its last rejected message was rejected
-    curves: dict[str, Series] = dataclasses.field(default_factory=dict)
-
-
 class Monitor:
     """The recent history of a service, as its page and its metrics show it.
 
     Everything is bounded: the points of a series, and the numbers of curves, events and
-    workers that have gone.
+    ended workers.
+
+    The servicer reports events only if its attribute `on_event` is set to `record`.
 
     Args:
       servicer: the servicer of the center.
@@ -111,74 +57,66 @@ class Monitor:
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
-        self._looking = threading.Lock()  # serializes updates: times must not decrease
+        self._update_lock = threading.Lock()  # orders updates: times must not decrease
         self._lock = threading.Lock()
-        self._inbox: deque[tuple[Any, ...]] = deque(maxlen=_MOST_INBOX)
-        self._started, self._began = time.time(), time.monotonic()
-        self._workers: dict[str, _Known] = {}
+        self._inbox: deque[tuple[Any, ...]] = deque(maxlen=_MAX_INBOX)
+        self._started_at = time.time()
+        self._started_monotonic = time.monotonic()
+        self._workers: dict[str, _WorkerHistory] = {}  # those that ended last come last
         self._events: list[dict[str, Any]] = []
         self._kinds: Counter[str] = Counter()  # events by kind since the start
         self._bins: Counter[int] = Counter()  # exchanges by first staleness of the bin
-        self._staleness = 0  # sum of the staleness of all exchanges
+        self._staleness_sum = 0  # of all exchanges
         self._exchanges = 0
-        self._totals, self._recent = Series(2), Recent(self._began, 2)
+        self._totals, self._recent = Series(2), Recent(self._started_monotonic, 2)
         self._totals.add(0.0, 0, 0)
-        self._left_out = False  # whether MOST_CURVES was ever reached
+        self._has_more_curves = False  # whether a curve was dropped
         self._draining = False
-        self._said = servicer.status(pb.StatusRequest(), EVERYBODY)
+        self._status = servicer.status(pb.StatusRequest(), EVERYBODY)
         self._saved = servicer.core.saved_version
-        self._end = threading.Event()
+        self._closed = threading.Event()
         self._thread: Future[None] | None = None
         found = servicer.core.found
-        self._happened(
-            self._started,
-            "restarted" if found else "started",
-            text=found or "the center has started",
-        )
-        servicer.tell = self.tell
+        kind = "restarted" if found else "started"
+        text = found or "the center has started"
+        self._add_event(self._started_at, kind, text=text)
 
     def start(self) -> None:
         """Update now, and once a second until `close`."""
-        self.look()
+        self.update()
         self._thread = keep_running(self._run, "agn-optax monitor")
 
     def close(self, timeout: float) -> None:
         """Stop updating."""
-        self._end.set()
+        self._closed.set()
         if self._thread is not None:
             wait([self._thread], timeout)
 
-    def tell(self, *said: Any) -> None:
-        """Record an event in the inbox: its kind and its details."""
-        self._inbox.append((time.time(), *said))
+    def record(self, *event: Any) -> None:
+        """Append an event to the inbox: its kind and its details."""
+        self._inbox.append((time.time(), *event))
 
     def drain(self) -> None:
         """Record that the service is about to end."""
         with self._lock:
             self._draining = True
-            self._happened(time.time(), "draining", text="the center is going down")
+            self._add_event(time.time(), "draining", text="the center is draining")
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Process the inbox and the current status of the service."""
-        takes: dict[str, Callable[..., None]] = {
-            "joined": self._joined,
-            "left": self._left,
-            "exchange": self._exchanged,
-            "rejected": self._rejected,
-        }
-        with self._looking:
-            # The status may wait for the center's lock; views must not wait for that.
-            said = self._servicer.status(pb.StatusRequest(), EVERYBODY)
+        with self._update_lock:
+            # Not with `_lock`: this may wait for the center, and `view` must not.
+            status = self._servicer.status(pb.StatusRequest(), EVERYBODY)
             saved = self._servicer.core.saved_version
             with self._lock:
                 while self._inbox:
                     at, kind, *details = self._inbox.popleft()
-                    takes[kind](at, *details)
-                self._compare(said, time.time())
+                    getattr(self, f"_on_{kind}")(at, *details)
+                self._compare(status, time.time())
                 if saved != self._saved:
                     self._saved = saved
                     text = f"a snapshot of version {saved} was written"
-                    self._happened(time.time(), "snapshot", text=text)
+                    self._add_event(time.time(), "snapshot", text=text)
 
     def view(self) -> dict[str, Any]:
         """Return the whole history as JSON values; nonfinite numbers become None.
@@ -194,177 +132,177 @@ class Monitor:
             return self._view()
 
     def _run(self) -> None:
-        while not self._end.wait(_LOOK):
-            self.look()
+        while not self._closed.wait(_INTERVAL):
+            self.update()
 
-    # Events that calls report.
+    # Events that calls report, each handled by the method with its kind in the name.
 
-    def _joined(
+    def _on_joined(
         self, at: float, name: str, session_id: str, is_back: bool, transport: str
     ) -> None:
-        known = self._workers.get(name)
-        if known is None:
-            known = self._workers[name] = _Known(pb.WorkerStatus(name=name), at)
-        elif not (known.gone or known.session_id):
-            # A status showed the worker before this event was processed. If it was
-            # connected then, its join has already been recorded.
-            known.session_id = session_id
-            if known.status.connected:
+        worker = self._workers.get(name)
+        if worker is None:
+            worker = _WorkerHistory(pb.WorkerStatus(name=name), at)
+            self._workers[name] = worker
+        elif not (worker.end_reason or worker.session_id):
+            # A status has already shown this worker. If the status said connected, the
+            # join is recorded.
+            worker.session_id = session_id
+            if worker.status.connected:
                 return
-        is_other = known.session_id != session_id
-        if is_other:
-            known.sequence, known.joined = 0, at
-        text = "is back" if is_back and not known.gone else "joined"
-        if is_other and known.session_id and not known.gone:
+        is_other_session = worker.session_id != session_id
+        if is_other_session:
+            worker.sequence, worker.joined = 0, at
+        kind, text = "joined", "joined"
+        if is_other_session and worker.session_id and not worker.end_reason:
             text = "joined again, with a new session"
+        elif is_back and not worker.end_reason:
+            kind, text = "back", "is back"
         if transport:
             text += f", by {transport}"
-        known.session_id, known.gone, known.is_new = session_id, "", True
-        known.status.connected = True
-        kind = "back" if text.startswith("is back") else "joined"
-        self._happened(at, kind, name, text)
+        worker.session_id, worker.end_reason, worker.is_new = session_id, "", True
+        worker.status.connected = True
+        self._add_event(at, kind, name, text)
 
-    def _left(self, at: float, name: str, session_id: str) -> None:
-        known = self._workers.get(name)
-        if known is None or known.gone or known.session_id not in ("", session_id):
+    def _on_left(self, at: float, name: str, session_id: str) -> None:
+        worker = self._workers.get(name)
+        if (
+            worker is None
+            or worker.end_reason
+            or worker.session_id not in ("", session_id)
+        ):
             return
-        self._went(known, "left")
-        self._happened(at, "left", name, "left")
+        self._end(worker, "left")
+        self._add_event(at, "left", name, "left")
 
-    def _exchanged(
+    def _on_exchange(
         self, at: float, name: str, session_id: str, steps: int, answer: Answer
     ) -> None:
-        known = self._workers.get(name)
-        if known is not None:
-            if session_id == known.session_id:
-                if answer.sequence <= known.sequence:
+        worker = self._workers.get(name)
+        if worker is not None:
+            if session_id == worker.session_id:
+                if answer.sequence <= worker.sequence:
                     return  # a repeated exchange, answered again
-                known.sequence = answer.sequence
-            known.has_exchanged = True
-            known.steps += steps
-            known.exchanges += answer.applied
-            known.why = answer.rejected or known.why
+                worker.sequence = answer.sequence
+            worker.has_exchanged = True
+            worker.steps += steps
+            worker.exchanges += answer.applied
+            worker.rejection = answer.rejected or worker.rejection
         if answer.applied:
             self._exchanges += 1
-            self._staleness += answer.staleness
+            self._staleness_sum += answer.staleness
             self._bins[_bin(answer.staleness)] += 1
 
-    def _rejected(self, at: float, name: str, error: Exception, host: str) -> None:
-        if isinstance(error, errors.CenterClosedError):
-            return  # every call ends so once the center is closed
-        who = "" if name else f"a caller at {host} "
-        self._happened(at, "rejected", name, f"{who}was rejected: {error}"[:_LONGEST])
+    def _on_rejected(self, at: float, name: str, error: Exception, host: str) -> None:
+        # Once the center is closed, every call ends with this error.
+        if not isinstance(error, errors.CenterClosedError):
+            caller = "" if name else f"a caller at {host} "
+            text = f"{caller}was rejected: {error}"[:_MAX_TEXT]
+            self._add_event(at, "call rejected", name, text)
 
     # Changes between two statuses.
 
-    def _compare(self, said: pb.StatusReply, at: float) -> None:
-        now = time.monotonic()
-        there = {worker.name: worker for worker in said.workers}
-        for name, status in there.items():
-            known = self._workers.get(name)
-            if known is None:  # joined in this process, or before a restart
-                joined = at - status.joined
-                known = self._workers[name] = _Known(status, joined, is_new=False)
-                if status.connected:
-                    self._happened(at, "joined", name, "joined")
-            elif known.gone and not known.is_new:
-                known.gone, known.session_id, known.joined = "", "", at
-                self._happened(at, "joined", name, "joined")
-            if not known.gone:
-                self._see(known, status, at)
-        for name, known in list(self._workers.items()):
-            if name not in there and not (known.gone or known.is_new):
-                self._went(known, "given up")
-                self._happened(
-                    at,
-                    "given up",
-                    name,
-                    f"was given up: it was not back within {self._lease:g} s",
-                )
-            known.is_new = False
-        self._forget()
-        if said.HasField("version") and not self._said.HasField("version"):
-            text = f"the center has its first parameters, {said.parameters:,} numbers"
-            self._happened(at, "initialized", text=text)
-        if said.degraded and said.degraded != self._said.degraded:
-            self._happened(at, "degraded", text=said.degraded[:_LONGEST])
-        elif self._said.degraded and not said.degraded:
-            self._happened(at, "well", text="no longer degraded")
-        self._said = said
-        sent = said.bytes_received + said.bytes_sent
-        self._totals.add(now - self._began, self._exchanges, sent)
-        before = self._recent.totals
-        grown = self._exchanges - before[0], sent - before[1]
-        if any(grown):
-            self._recent.add(now, *grown)
+    def _compare(self, status: pb.StatusReply, at: float) -> None:
+        """Record what has changed since the last status."""
+        for worker_status in status.workers:
+            self._compare_worker(worker_status, at)
+        registered = {worker_status.name for worker_status in status.workers}
+        for name, worker in list(self._workers.items()):
+            if name not in registered and not (worker.end_reason or worker.is_new):
+                self._end(worker, "lease expired")
+                text = f"did not return within {self._lease:g} s: its lease expired"
+                self._add_event(at, "lease expired", name, text)
+            worker.is_new = False
+        ended = [name for name, worker in self._workers.items() if worker.end_reason]
+        for name in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._workers[name]
+        before, self._status = self._status, status
+        if status.HasField("version") and not before.HasField("version"):
+            text = f"the center has its first parameters, {status.parameters:,} numbers"
+            self._add_event(at, "initialized", text=text)
+        if status.degraded and status.degraded != before.degraded:
+            self._add_event(at, "degraded", text=status.degraded[:_MAX_TEXT])
+        elif before.degraded and not status.degraded:
+            self._add_event(at, "recovered", text="no longer degraded")
+        now, traffic = time.monotonic(), status.bytes_received + status.bytes_sent
+        self._totals.add(now - self._started_monotonic, self._exchanges, traffic)
+        exchanges_before, traffic_before = self._recent.totals
+        added = self._exchanges - exchanges_before, traffic - traffic_before
+        if any(added):
+            self._recent.add(now, *added)
 
-    def _see(self, known: _Known, status: pb.WorkerStatus, at: float) -> None:
-        """Update a joined worker from its status."""
+    def _compare_worker(self, status: pb.WorkerStatus, at: float) -> None:
         name, now = status.name, time.monotonic()
-        if known.is_new:  # it may have joined after the status was made
+        worker = self._workers.get(name)
+        if worker is None:  # e.g. it joined in this process, or before a restart
+            worker = _WorkerHistory(status, at - status.joined, is_new=False)
+            self._workers[name] = worker
+            if status.connected:
+                self._add_event(at, "joined", name, "joined")
+        elif worker.end_reason and worker.is_new:
+            return  # it joined and left since the last update
+        elif worker.end_reason:
+            worker.end_reason, worker.session_id, worker.joined = "", "", at
+            self._add_event(at, "joined", name, "joined")
+        if worker.is_new:  # it may have joined after the status was made
             status.connected = True
-        if known.status.connected and not status.connected:
+        if worker.status.connected and not status.connected:
             text = f"lost its connection; it has {self._lease:g} s to return"
-            self._happened(at, "lost", name, text)
-        if (more := status.rejected - known.status.rejected) > 0:
-            why = f": {known.why}" if known.why else ""
-            text = f"sent a message that was rejected{why}"[:_LONGEST]
-            self._happened(at, "message", name, text, more)
+            self._add_event(at, "lost", name, text)
+        if (count := status.rejected - worker.status.rejected) > 0:
+            reason = f": {worker.rejection}" if worker.rejection else ""
+            text = f"sent a message that was rejected{reason}"[:_MAX_TEXT]
+            self._add_event(at, "message rejected", name, text, count)
         reported = dict(status.reported)
-        if known.has_exchanged or reported != dict(known.status.reported):
+        if worker.has_exchanged or reported != dict(worker.status.reported):
             for label, value in reported.items():
-                if (series := self._curve(known, label)) is not None:
-                    series.add(now - self._began, value)
-        known.status, known.has_exchanged = status, False
+                if (series := self._curve(worker, label)) is not None:
+                    series.add(now - self._started_monotonic, value)
+        worker.status, worker.has_exchanged = status, False
 
     @property
     def _lease(self) -> float:
         return self._servicer.limits.lease
 
-    def _went(self, known: _Known, how: str) -> None:
-        """Mark a worker as gone, and make it the most recent of the gone ones."""
-        known.gone = how
-        known.status.connected = known.status.waits = False
-        for each in ("exchanges_per_second", "steps_per_second", "stalled"):
-            known.status.ClearField(each)
-        for series in known.curves.values():  # NaN shows as a gap
-            series.add(time.monotonic() - self._began, math.nan)
-        name = known.status.name
+    def _end(self, worker: _WorkerHistory, reason: str) -> None:
+        """Mark a worker as ended, and move it behind all other workers."""
+        worker.end_reason = reason
+        worker.status.connected = worker.status.waits = False
+        for field in ("exchanges_per_second", "steps_per_second", "stalled"):
+            worker.status.ClearField(field)
+        for series in worker.curves.values():  # NaN shows as a gap
+            series.add(time.monotonic() - self._started_monotonic, math.nan)
+        name = worker.status.name
         self._workers[name] = self._workers.pop(name)
 
-    def _curve(self, known: _Known, label: str) -> Series | None:
-        """Return the series of a number that a worker reports; None if out of room."""
-        if (series := known.curves.get(label)) is not None:
+    def _curve(self, worker: _WorkerHistory, label: str) -> Series | None:
+        """Return the series of a reported number; None if there are too many series."""
+        if (series := worker.curves.get(label)) is not None:
             return series
-        everybody = self._workers.values()
-        if sum(len(each.curves) for each in everybody) >= MOST_CURVES:
-            gone = next((each for each in everybody if each.gone and each.curves), None)
-            if gone is None:
-                self._left_out = True
+        workers = self._workers.values()
+        if sum(len(other.curves) for other in workers) >= MAX_CURVES:
+            ended = next((w for w in workers if w.end_reason and w.curves), None)
+            if ended is None:
+                self._has_more_curves = True
                 return None
-            gone.curves.clear()
-        return known.curves.setdefault(label, Series())
+            ended.curves.clear()
+        return worker.curves.setdefault(label, Series())
 
-    def _forget(self) -> None:
-        gone = [name for name, known in self._workers.items() if known.gone]
-        for name in gone[: max(0, len(gone) - MOST_GONE)]:
-            del self._workers[name]
-
-    def _happened(
+    def _add_event(
         self, at: float, kind: str, worker: str = "", text: str = "", count: int = 1
     ) -> None:
-        """Record an event; the same one within a minute only increases a count.
+        """Record an event; the same event within a minute only increases a count.
 
         If there are too many events, the oldest one of the most frequent kind is
         dropped. A flood of one kind, such as failed authentications, therefore does not
         displace the events of other kinds.
         """
         self._kinds[kind] += count
-        is_single = kind in ("joined", "back", "lost", "left", "given up")
+        is_single = kind in ("joined", "back", "lost", "left", "lease expired")
         for event in [] if is_single else reversed(self._events):
-            if at - event["time"] > _SAME:
+            if at - event["time"] > _REPEAT_WINDOW:
                 break
-            is_same = kind == "rejected" or event["text"] == text
+            is_same = kind == "call rejected" or event["text"] == text
             if is_same and (event["kind"], event["worker"]) == (kind, worker):
                 event["count"] += count
                 event["time"], event["text"] = at, text
@@ -372,78 +310,136 @@ class Monitor:
         number = self._events[-1]["number"] + 1 if self._events else 1
         event = {"number": number, "time": at, "kind": kind, "worker": worker}
         self._events.append({**event, "text": text, "count": count})
-        if len(self._events) > MOST_EVENTS:
-            ((most, _),) = Counter(each["kind"] for each in self._events).most_common(1)
-            oldest = next(each for each in self._events if each["kind"] == most)
+        if len(self._events) > MAX_EVENTS:
+            kinds = Counter(event["kind"] for event in self._events)
+            ((frequent, _),) = kinds.most_common(1)
+            oldest = next(e for e in self._events if e["kind"] == frequent)
             self._events.remove(oldest)
 
     # The view.
 
     def _view(self) -> dict[str, Any]:
-        now, said = time.monotonic(), self._said
+        now, status = time.monotonic(), self._status
         times, exchanges, sent = self._totals.columns()
         rates = self._recent.rates(now) or (None, None)
         workers = sorted(self._workers.items())
         return {
             "release": __version__,
             "time": time.time(),
-            "started": self._started,
-            "uptime": now - self._began,
+            "started": self._started_at,
+            "uptime": now - self._started_monotonic,
             "draining": self._draining,
-            "center": said.center,
-            "version": said.version if said.HasField("version") else None,
-            "address": said.listens_at,
-            "rejected": dict(said.rejected),
-            **{name: getattr(said, name) for name in _OF_CENTER},
+            "center": status.center,
+            "version": status.version if status.HasField("version") else None,
+            "address": status.listens_at,
+            "rejected": dict(status.rejected),
+            **{name: getattr(status, name) for name in _CENTER_FIELDS},
             "exchanges": self._exchanges,
-            "exchanges_per_second": _plain(rates[0]),
-            "bytes_per_second": _plain(rates[1]),
+            "exchanges_per_second": _rounded(rates[0]),
+            "bytes_per_second": _rounded(rates[1]),
             "series": {
-                "time": _plains(times[1:]),
-                "exchanges_per_second": _growth(times, exchanges),
-                "bytes_per_second": _growth(times, sent),
+                "time": _all_rounded(times[1:]),
+                "exchanges_per_second": _rates(times, exchanges),
+                "bytes_per_second": _rates(times, sent),
             },
             "staleness": {
                 "count": self._exchanges,
-                "sum": self._staleness,
+                "sum": self._staleness_sum,
                 "bins": [
                     {"from": first, "to": _bin_end(first), "count": count}
                     for first, count in sorted(self._bins.items())
                 ],
             },
-            "workers": [_shown(known) for _, known in workers],
+            "workers": [_worker_view(worker) for _, worker in workers],
             "curves": [
                 {
                     "name": label,
                     "worker": name,
-                    "time": _plains(series.columns()[0]),
-                    "value": _plains(series.columns()[1]),
+                    "time": _all_rounded(series.columns()[0]),
+                    "value": _all_rounded(series.columns()[1]),
                 }
-                for name, known in workers
-                for label, series in sorted(known.curves.items())
+                for name, worker in workers
+                for label, series in sorted(worker.curves.items())
             ],
-            "curves_left_out": self._left_out,
+            "has_more_curves": self._has_more_curves,
             "events": [dict(event) for event in self._events],
             "event_counts": dict(self._kinds),
         }
 
 
-def _shown(known: _Known) -> dict[str, Any]:
+@dataclasses.dataclass
+class _WorkerHistory:
+    """A worker that is or was registered."""
+
+    status: pb.WorkerStatus  # its last status before its session ended
+    joined: float  # seconds since the epoch
+    session_id: str = ""  # "" if unknown
+    is_new: bool = True  # whether it joined since the last update
+    end_reason: str = ""  # "left" or "lease expired"; "" while it is registered
+    sequence: int = 0  # sequence number of its last exchange
+    exchanges: int = 0  # applied exchanges of all its sessions at this service
+    steps: int = 0  # local steps of all its messages, even dropped and rejected ones
+    has_exchanged: bool = False  # since the last update
+    rejection: str = ""  # why its last rejected message was rejected
+    curves: dict[str, Series] = dataclasses.field(default_factory=dict)
+
+
+class Series:
+    """A time series with a bounded number of points.
+
+    When the series is full, every second point is dropped, and points are added half as
+    often from then on. The points always cover the whole run evenly.
+
+    Args:
+      width: number of values of a point.
+      max_points: maximum number of points.
+    """
+
+    def __init__(self, width: int = 1, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
+        self._columns = [array("d") for _ in range(1 + width)]
+        self._interval = 0.0  # minimum number of seconds between two points
+        self._newest: tuple[float, ...] | None = None  # if too soon for a point
+
+    def add(self, now: float, *values: float) -> None:
+        """Add the values at a time, in seconds."""
+        times = self._columns[0]
+        if times and now - times[-1] < self._interval - _INTERVAL / 2:
+            self._newest = now, *values
+            return
+        if len(times) >= self._max_points:
+            self._columns = [column[::2] for column in self._columns]
+            self._interval = 2 * max(self._interval, _INTERVAL)
+        for column, value in zip(self._columns, (now, *values), strict=True):
+            column.append(value)
+        self._newest = None
+
+    def columns(self) -> list[list[float]]:
+        """Return the times and each of the values, always including the newest ones."""
+        if self._newest is None:
+            return [list(column) for column in self._columns]
+        pairs = zip(self._columns, self._newest, strict=True)
+        return [[*column, newest] for column, newest in pairs]
+
+
+def _worker_view(worker: _WorkerHistory) -> dict[str, Any]:
     """Return a worker as JSON values."""
-    status = known.status
+    status = worker.status
     numbers = {
-        name: _plain(getattr(status, name)) if status.HasField(name) else None
+        name: _rounded(getattr(status, name)) if status.HasField(name) else None
         for name in ("norm", "exchanges_per_second", "steps_per_second", "stalled")
     }
     return {
-        **{name: getattr(status, name) for name in _OF_WORKER},
+        **{name: getattr(status, name) for name in _WORKER_FIELDS},
         **numbers,
         "staleness": status.staleness if status.HasField("staleness") else None,
-        "gone": known.gone,
-        "joined": known.joined,
-        "exchanges": known.exchanges,
-        "steps": known.steps,
-        "reported": {n: _plain(value) for n, value in sorted(status.reported.items())},
+        "end_reason": worker.end_reason,
+        "joined": worker.joined,
+        "exchanges": worker.exchanges,
+        "steps": worker.steps,
+        "reported": {
+            n: _rounded(value) for n, value in sorted(status.reported.items())
+        },
     }
 
 
@@ -457,18 +453,18 @@ def _bin_end(first: int) -> int:
     return first + (1 << max(0, first.bit_length() - _BITS)) - 1
 
 
-def _plain(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     """Return a number rounded to six digits; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
 
 
-def _plains(values: list[float]) -> list[float | None]:
-    return [_plain(value) for value in values]
+def _all_rounded(values: list[float]) -> list[float | None]:
+    return [_rounded(value) for value in values]
 
 
-def _growth(times: list[float], totals: list[float]) -> list[float | None]:
-    """Return the growth per second of a total, up to each time except the first."""
+def _rates(times: list[float], totals: list[float]) -> list[float | None]:
+    """Return the growth of a total per second, up to each time except the first."""
     spans = zip(times, times[1:], totals, totals[1:], strict=False)
-    return [_plain((b - a) / max(t - s, 1e-9)) for s, t, a, b in spans]
+    return [_rounded((b - a) / max(t - s, 1e-9)) for s, t, a, b in spans]

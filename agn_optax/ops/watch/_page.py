@@ -34,12 +34,12 @@ from agn_optax.service import address as addresses
 _log = logging.getLogger("agn_optax")
 
 # Limits of the resources that clients of the page can use.
-_MOST_CONNECTIONS = 32  # at a time; one more closes the oldest
-_PATIENCE = 10.0  # timeout in s of a request, and of stalled sending
-_FRESH = 0.5  # s for which all clients get the same content
-_SHARE = 0.05  # maximum share of the time that is spent on making the content
-_LINGERING = 1.0  # s for a client that is still sending to receive the response
-_MOST_UNREAD = 1 << 20  # bytes that are received and discarded meanwhile
+_MAX_CONNECTIONS = 32  # at a time; one more closes the oldest
+_TIMEOUT = 10.0  # timeout in s of a request, and of stalled sending
+_CACHED_FOR = 0.5  # s for which all clients get the same content, at least
+_MAX_CPU_SHARE = 0.05  # maximum share of the time that is spent on making the content
+_LINGER = 1.0  # s in which a client that is still sending can receive the response
+_MAX_UNREAD = 1 << 20  # bytes that are received and discarded meanwhile
 
 _TEXT, _HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 _HEADERS = {
@@ -52,7 +52,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+_EMPTY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Page(Listener):
@@ -79,17 +79,17 @@ class Page(Listener):
         html = pathlib.Path(__file__).with_name("page.html").read_bytes()
         self._html, self._policy = html, _policy(html.decode())
         as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-        self._state = _Made(lambda: as_json(self.monitor.view()).encode())
-        self._metrics = _Made(lambda: _metrics.exposition(self.monitor.view()))
+        self._state = _Cached(lambda: as_json(self.monitor.view()).encode())
+        self._metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.serving_context()
-        self._listening = sockets.listening_at(address)
-        port = self._listening.getsockname()[1]
+        self._socket = sockets.listening_at(address)
+        port = self._socket.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
         scheme = "http" if tls is None else "https"
         servicer.page_address = f"{scheme}://{self.address}/"
-        self._places = threading.Semaphore(_MOST_CONNECTIONS)
+        self._slots = threading.Semaphore(_MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._open: dict[int, socket.socket] = {}  # by number, the oldest first
+        self._connections: dict[int, socket.socket] = {}  # by id, the oldest first
         self._closed = False
 
     def start(self) -> None:
@@ -102,19 +102,19 @@ class Page(Listener):
     def close(self, timeout: float) -> None:
         with self._lock:
             self._closed = True
-            ends = list(self._open.values())
-        for end in (self._listening, *ends):
-            sockets.shut(end)
+            connections = list(self._connections.values())
+        for connection in (self._socket, *connections):
+            sockets.shut(connection)
         self.monitor.close(timeout)
         self._threads.wait(timeout)
-        self._listening.close()
+        self._socket.close()
 
     def _response(self, request: _http.Request, client: _Client) -> _Response:
         if request.path not in ("/state.json", "/metrics"):  # no authentication needed
             self._admit_host(client.host)
             if request.path != "/":
-                why = "try /, /state.json, /metrics"
-                raise _http.RejectedRequestError(why, HTTPStatus.NOT_FOUND)
+                problem = "try /, /state.json, /metrics"
+                raise _http.RejectedRequestError(problem, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
         self.servicer.admit(caller, "Status")
@@ -132,10 +132,10 @@ class Page(Listener):
           NotAllowedError: the caller is unknown.
         """
         certificate = b""
-        if isinstance(client.end, ssl.SSLSocket):
-            certificate = client.end.getpeercert(binary_form=True) or b""
-        is_closed = self.servicer.door.access is not None
-        if is_closed and not (authorization or certificate):
+        if isinstance(client.connection, ssl.SSLSocket):
+            certificate = client.connection.getpeercert(binary_form=True) or b""
+        needs_token = self.servicer.door.access is not None
+        if needs_token and not (authorization or certificate):
             self._admit_host(client.host)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
@@ -151,10 +151,10 @@ class Page(Listener):
         self.servicer.admit_host(host)
         self.servicer.came_in(host)
 
-    def _answer(self, client: _Client) -> None:
+    def _respond(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""
-        with self._under_way(client.end, 0):
-            received = _http.receive(client.end.recv)
+        with self._under_way(client.connection, 0):
+            received = _http.receive(client.connection.recv)
         if not received:
             return
         has_body = True
@@ -166,7 +166,7 @@ class Page(Listener):
             response = _failure(error)
         headers = {
             **_HEADERS,
-            **_BESIDE.get(response.status, {}),
+            **_ERROR_HEADERS.get(response.status, {}),
             "Content-Security-Policy": response.policy,
             "Date": formatdate(usegmt=True),
             "Content-Type": response.kind,
@@ -175,81 +175,83 @@ class Page(Listener):
         lines = [f"HTTP/1.1 {response.status.value} {response.status.phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join((*lines, "", "")).encode("ascii")
-        with self._under_way(client.end, len(response.body)):
-            client.end.sendall(head + response.body * has_body)
+        with self._under_way(client.connection, len(response.body)):
+            client.connection.sendall(head + response.body * has_body)
         # Closing a socket with unread bytes resets the connection, and the client may
         # then never see the response.
-        with self._under_way(client.end, 0, _LINGERING):
-            client.end.shutdown(socket.SHUT_WR)
-            left = _MOST_UNREAD
-            while left > 0 and (unread := client.end.recv(1 << 16)):
+        with self._under_way(client.connection, 0, _LINGER):
+            client.connection.shutdown(socket.SHUT_WR)
+            left = _MAX_UNREAD
+            while left > 0 and (unread := client.connection.recv(1 << 16)):
                 left -= len(unread)
 
     def _under_way(
-        self, end: socket.socket, size: int, patience: float | None = None
+        self, connection: socket.socket, size: int, timeout: float | None = None
     ) -> AbstractContextManager[object]:
         """End the connection if the block takes too long."""
-        patience = _PATIENCE if patience is None else patience
-        return self.transfers.under_way(lambda: sockets.shut(end), size, patience)
+        timeout = _TIMEOUT if timeout is None else timeout
+        return self.transfers.under_way(lambda: sockets.shut(connection), size, timeout)
 
     # Connections.
 
     def _accept(self) -> None:
-        ends = sockets.connections(self._listening, lambda: self._closed, self.servicer)
-        for end, whence in ends:
+        connections = sockets.connections(
+            self._socket, lambda: self._closed, self.servicer
+        )
+        for connection, whence in connections:
             if not self.servicer.lets_in(whence):
-                end.close()
+                connection.close()
                 continue
-            is_free = self._places.acquire(blocking=False)
+            is_free = self._slots.acquire(blocking=False)
             while not is_free:
-                self._cut_oldest()
-                is_free = self._places.acquire(timeout=0.1)  # the oldest may be busy
+                self._close_oldest()
+                is_free = self._slots.acquire(timeout=0.1)  # the oldest may be busy
             with self._lock:
-                self._open[id(end)] = end
+                self._connections[id(connection)] = connection
                 if self._closed:
-                    sockets.shut(end)
+                    sockets.shut(connection)
             try:
-                self._threads.submit(self._serve, end)
+                self._threads.submit(self._serve, connection)
             except Exception as error:  # e.g. no further thread can be started
                 _log.warning("a connection to the page is rejected: %s", error)
-                self._forget(id(end), end)
+                self._close(id(connection), connection)
 
-    def _cut_oldest(self) -> None:
+    def _close_oldest(self) -> None:
         with self._lock:
-            oldest = next(iter(self._open.values()), None)
+            oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
             sockets.shut(oldest)
 
-    def _forget(self, number: int, end: socket.socket) -> None:
+    def _close(self, key: int, connection: socket.socket) -> None:
         with self._lock:
-            self._open.pop(number, None)
-        end.close()
-        self._places.release()
+            self._connections.pop(key, None)
+        connection.close()
+        self._slots.release()
 
-    def _serve(self, end: socket.socket) -> None:
-        number, raw = id(end), end
+    def _serve(self, connection: socket.socket) -> None:
+        key, plain = id(connection), connection
         try:
             # A client that disconnects or does not speak HTTP is not an error.
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
-                host = addresses.network(end.getpeername()[0])
+                host = addresses.network(connection.getpeername()[0])
                 if self._context is not None:
                     self.servicer.admit_host(host)  # before the expensive handshake
-                    end = self._context().wrap_socket(
-                        end, server_side=True, do_handshake_on_connect=False
+                    connection = self._context().wrap_socket(
+                        connection, server_side=True, do_handshake_on_connect=False
                     )
                     with self._lock:
-                        self._open[number] = end
-                    with self._under_way(end, 0):
-                        end.do_handshake()
-                self._answer(_Client(end, host))
+                        self._connections[key] = connection
+                    with self._under_way(connection, 0):
+                        connection.do_handshake()
+                self._respond(_Client(connection, host))
         finally:
-            self._forget(number, end if end.fileno() >= 0 else raw)
+            self._close(key, connection if connection.fileno() >= 0 else plain)
 
 
 class _Client(NamedTuple):
     """The client of a connection: its socket, and its network address."""
 
-    end: socket.socket
+    connection: socket.socket
     host: str
 
 
@@ -259,12 +261,12 @@ class _Response(NamedTuple):
     status: HTTPStatus
     kind: str
     body: bytes
-    policy: str = _NOTHING
+    policy: str = _EMPTY_POLICY
 
 
 def _failure(error: Exception) -> _Response:
     """Return the response to a request that failed."""
-    why = str(error)
+    problem = str(error)
     match error:
         case _http.RejectedRequestError():
             status = error.status
@@ -277,44 +279,44 @@ def _failure(error: Exception) -> _Response:
             status = HTTPStatus.NOT_IMPLEMENTED
         case _:
             _log.error("a request for the page failed", exc_info=error)
-            status, why = HTTPStatus.INTERNAL_SERVER_ERROR, repr(error)
-    text = f"{status.value} {status.phrase}: {why}\n"
+            status, problem = HTTPStatus.INTERNAL_SERVER_ERROR, repr(error)
+    text = f"{status.value} {status.phrase}: {problem}\n"
     return _Response(status, _TEXT, text.encode("utf-8", "replace"))
 
 
 # Additional header fields of error responses.
-_BESIDE: dict[HTTPStatus, dict[str, str]] = {
+_ERROR_HEADERS: dict[HTTPStatus, dict[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": 'Bearer realm="agn_optax"'},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
     HTTPStatus.METHOD_NOT_ALLOWED: {"Allow": "GET, HEAD"},
 }
 
 
-class _Made:
+class _Cached:
     """Cached content, kept longer the more CPU time it takes to make."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._next = -math.inf
-        self._made = b""
+        self._content = b""
 
     def __call__(self) -> bytes:
         with self._lock:
             if time.monotonic() >= self._next:
                 began = time.thread_time()
-                self._made = self._make()
+                self._content = self._make()
                 cost = time.thread_time() - began
-                self._next = time.monotonic() + max(_FRESH, cost / _SHARE)
-            return self._made
+                self._next = time.monotonic() + max(_CACHED_FOR, cost / _MAX_CPU_SHARE)
+            return self._content
 
 
 def _policy(html: str) -> str:
     """Return a content security policy that allows only the page's own scripts."""
 
     def hashes(tag: str) -> str:
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digests = [hashlib.sha256(each.encode()).digest() for each in found]
+        sources = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = [hashlib.sha256(source.encode()).digest() for source in sources]
         return " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
 
     return (

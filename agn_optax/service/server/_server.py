@@ -306,7 +306,8 @@ def _listeners(
         if settings.page is not None:
             from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
 
-            made["page"] = Page(servicer, settings.page, settings.tls)
+            page = made["page"] = Page(servicer, settings.page, settings.tls)
+            servicer.on_event = page.monitor.record
             stack.callback(made["page"].close, timeout=5.0)
         if settings.health is not None:
             made["health"] = HealthListener(servicer, settings.health)

@@ -176,7 +176,7 @@ class Servicer:
         self.stop: Callable[[], object] = nothing  # stops the whole service
         self.is_drained = False  # whether an operator has drained the service
         # Reports an event to the monitor: its kind and its details. Must not block.
-        self.tell: Callable[..., object] = _unheard
+        self.on_event: Callable[..., object] = _unheard
         # The offers of all transports without gRPC, still without a key.
         self.offers: list[pb.Offer] = []
         # The addresses of gRPC, of direct connections and of the page, for the status.
@@ -281,7 +281,7 @@ class Servicer:
             return self.door.caller(token.strip().encode(), certificate, host)
         except errors.NotAllowedError as error:
             self.admit_host(host, "rejected")
-            self.tell("rejected", "", error, host)
+            self.on_event("rejected", "", error, host)
             raise
 
     def introduced(self, cut: Callable[[], None]) -> AbstractContextManager[object]:
@@ -436,7 +436,7 @@ class Servicer:
                 caller.check("Exchange", join.worker)
             except (errors.AgnOptaxError, OSError, EOFError) as error:
                 if isinstance(error, errors.AgnOptaxError):
-                    self.tell("rejected", "", error, caller.host)
+                    self.on_event("rejected", "", error, caller.host)
                 self.admit(caller, "Exchange", JOIN)
                 raise
             if self.core.knows(join.worker, join.session_id):
@@ -446,7 +446,7 @@ class Servicer:
             try:
                 yield from self._live(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
-                self.tell("rejected", join.worker, error, caller.host)
+                self.on_event("rejected", join.worker, error, caller.host)
                 raise
 
     def _probed(
@@ -502,7 +502,7 @@ class Servicer:
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
         traffic.serves_at = seen_from(join.serves_at, caller.host)
-        self.tell("joined", join.worker, join.session_id, is_back, transport)
+        self.on_event("joined", join.worker, join.session_id, is_back, transport)
         # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
             in_background, session.disconnect, "agn-optax gone", unread=True
@@ -553,7 +553,7 @@ class Servicer:
         """Let a worker leave for good."""
         caller.check("Leave", request.worker)
         # First, or its ended connection would be reported as lost.
-        self.tell("left", request.worker, request.session_id)
+        self.on_event("left", request.worker, request.session_id)
         self.core.leave(request.worker, request.session_id)
         return pb.LeaveReply()
 
@@ -737,7 +737,7 @@ class Servicer:
                 norm = traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=norm)
             own = session.worker, session.session_id
-            self.tell("exchange", *own, message.steps, answer)
+            self.on_event("exchange", *own, message.steps, answer)
             with self.core.reading(kept.version) as version:
                 parcel = self._followed(version, answer, message) or self._parcel(
                     version, answer, self._travels.answer, broadcast=True
