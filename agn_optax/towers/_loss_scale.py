@@ -159,7 +159,8 @@ def loss_scaling(
 
 def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
     """Raise if ``step`` communicates over axes whose members do not skip together."""
-    others = collectives.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
+    jaxpr = jax.make_jaxpr(step)(carry).jaxpr
+    others = collectives.axes_of_collectives(jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
             f"inner communicates over {', '.join(map(repr, sorted(others)))}, and if "

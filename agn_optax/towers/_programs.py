@@ -109,7 +109,7 @@ def apply(
     """Compile ``function`` for stacked state, and for batches with these ``specs``."""
 
     def on_tower(state: PyTree, *batches: PyTree) -> Any:
-        with collectives.workers(mesh.axis_names[:1]):
+        with collectives.declare_workers(mesh.axis_names[:1]):
             return as_row(function(row(state), *batches))
 
     mapped = per_tower(mesh, on_tower, (rows(mesh), *specs), rows(mesh))
@@ -148,7 +148,7 @@ def checked(
     if not silent:
         return train_step(*arguments)
     traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-    reduced = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
+    reduced = collectives.axes_of_collectives(traced.jaxpr, ignored_scope=_loss.SCOPE)
     silent = [name for name in silent if name not in reduced]
     if silent:
         raise errors.InvalidArgumentError(
