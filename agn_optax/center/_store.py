@@ -614,7 +614,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
             for contribution, each in zip(contributions, counts, strict=True)
         ]
         together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
-        return how.of(together, robust.whole_total)
+        return how.function(together, robust.total_of_leaves)
 
     def move(
         one: PyTree, about: _About, center: PyTree, state: PyTree, broadcast: PyTree

@@ -176,7 +176,7 @@ def test_delayed_nesterov_of_n_messages_is_a_step_of_their_mean(spread):
     np.testing.assert_allclose(state.momentum, expected[0].trace, rtol=1e-5)
     if spread == 0.0:
         np.testing.assert_allclose(params, wanted, rtol=1e-5)
-    assert int(state.held) == 0
+    assert int(state.buffered) == 0
     assert not state.buffer.any()
 
 
@@ -402,7 +402,7 @@ def test_buffered_applies_the_inner_optimizer_to_means(inner):
     assert not state.buffer.any()
     waiting, state = trained(outer.buffered(inner, 4), GRADS[:3])
     assert not waiting.any()
-    assert int(state.held) == 3
+    assert int(state.buffered) == 3
 
 
 @pytest.mark.parametrize("size", [3, 4])

@@ -163,7 +163,9 @@ def test_codecs_accept_every_dtype_under_strict_promotion(codec, dtype):
 )
 def test_named_rule_warns_where_its_codec_meets_momentum(settings, is_warned, caplog):
     with caplog.at_level("WARNING", "agn_optax"):
-        rules.named({"rule": "diloco", **settings}, lambda name: f"--{name}")
+        rules.rule_from_settings(
+            {"rule": "diloco", **settings}, lambda name: f"--{name}"
+        )
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_warned
     named = f"--codec {settings.get('codec')} "

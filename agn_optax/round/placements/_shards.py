@@ -143,11 +143,11 @@ class Sharded(Layout):
                         part if (self._piece_length(leaf) is None) == is_whole else None
                     )
 
-                return robust.whole_total(jax.tree.map(choose, like, parts))
+                return robust.total_of_leaves(jax.tree.map(choose, like, parts))
 
             return _collectives.psum(total_of(False), self.shard_axes) + total_of(True)
 
-        return method.of(pieces, total)
+        return method.function(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         like = unwrapped(like)

@@ -56,12 +56,12 @@ class Whole(Layout):
         self, pieces: PyTree, method: robust.Combine, like: PyTree
     ) -> PyTree:
         def total(parts: PyTree) -> jax.Array:
-            return _collectives.psum(robust.whole_total(parts), self.workers)
+            return _collectives.psum(robust.total_of_leaves(parts), self.workers)
 
         def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
             return shaped(_collectives.gather(m, self.workers, same=True), whole)
 
-        return jax.tree.map(finish, like, method.of(pieces, total))
+        return jax.tree.map(finish, like, method.function(pieces, total))
 
     def _whole_shapes(self, center: PyTree) -> PyTree:
         return center
