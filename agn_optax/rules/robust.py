@@ -45,10 +45,10 @@ class Combine:
     Attributes:
       function: ``(messages, total) -> message``. ``messages`` is a tree like one
         message, in float32 or wider, whose leaves have the messages of the round along
-        their first axis, in the same order in all leaves. A tower may hold only a part of each
-        message, so sums over elements must use ``total``: a function that takes a tree
-        of partial sums (arrays of one shape, one for each leaf) and returns their sum
-        over all elements of all leaves.
+        their first axis, in the same order in all leaves. A tower may hold only a part
+        of each message, so sums over elements must use ``total``: a function that takes
+        a tree of partial sums (arrays of one shape, one for each leaf) and returns
+        their sum over all elements of all leaves.
       name: name with settings. Worker and center compare it, to check that they have
         the same combination.
       elementwise: whether each element of the result depends on that element of the

@@ -1,22 +1,20 @@
 """The protocol of a placement: the operations that a round needs from it.
 
-The round (`_round`) calls these methods and distinguishes no cases. With workers over
-one axis of a mesh, and each worker's towers over another, a center in shards is cut
-twice:
+The round (`_round`) calls these methods and distinguishes no cases. With two workers of
+two towers each, and a center in shards over both axes, a leaf ``abcd`` is cut twice:
 
-                          worker 0          worker 1
-    whole tree           [ a b c d ]       [ a b c d ]
-      cut_part: one of the worker's towers
-    part of tower 0      [ a b ]           [ a b ]
-    part of tower 1          [ c d ]           [ c d ]
-      cut_piece: one of the towers of all workers
-    piece of tower 0     [ a ]               [ b ]
-    piece of tower 1         [ c ]               [ d ]
+                               worker 0             worker 1
+                          tower 0  tower 1     tower 0  tower 1
+    the whole leaf         abcd     abcd        abcd     abcd
+    `cut_part`             ab       cd          ab       cd
+    `cut_piece`            a        c           b        d
 
-`join_pieces` makes parts of pieces (communication between workers), and `join_parts`
-makes the whole tree of parts (communication within a worker). A center that is not in
-shards has one part and one piece: all of it. A worker's contribution is made of parts,
-and `combine` returns the piece that this tower keeps.
+    `join_pieces`          piece -> part    communication between workers
+    `join_parts`           part -> whole    communication within a worker
+    `combine`              every worker's message as parts -> this tower's piece
+
+A center that is not in shards has one part and one piece: all of it. `store` converts
+the center to the form that the optimizer state holds, and `load` undoes that.
 """
 
 from __future__ import annotations
