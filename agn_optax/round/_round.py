@@ -757,9 +757,9 @@ def overwrite(old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(overwrite_leaf, old, new)
 
 
-def check_step(grads: PyTree, params: PyTree, who: str) -> None:
+def check_step(grads: PyTree, params: PyTree, caller: str) -> None:
     """Check the gradients and parameters of a local step."""
-    check.params_given(params, who)
+    check.params_given(params, caller)
     check.same_tree(grads, params, "grads", "params")
     check.float_leaves(grads, "grads")
     check.float_leaves(params, "params")
