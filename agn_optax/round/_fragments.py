@@ -190,12 +190,12 @@ class Fragments:
             for p, end in enumerate(ends)
             if self.delay and step > end and (step - end - self.delay) % period == 0
         ]
-        begun = [
+        sending = [
             {"fragment": p}
             for p, end in enumerate(ends)
             if step >= end and (step - end) % period == 0
         ]
-        return (*receiving, *begun)
+        return (*receiving, *sending)
 
     def check_period(self, period: int) -> None:
         """Check that the delay and all offsets fit into a period."""

@@ -133,8 +133,8 @@ def scale_by_steps(
     def scaled(
         updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
     ) -> PyTree:
-        made = jnp.maximum(_extra_argument(steps, "steps", "scale_by_steps"), 1)
-        return trees.scaled(updates, (made / reference) ** exponent)
+        steps = jnp.maximum(_extra_argument(steps, "steps", "scale_by_steps"), 1)
+        return trees.scaled(updates, (steps / reference) ** exponent)
 
     return stateless(scaled)
 
@@ -191,8 +191,8 @@ def scale_by_turnaround(
     ) -> PyTree:
         count = workers if fixed is None else fixed
         count = _extra_argument(count, "workers", "scale_by_turnaround")
-        late = _extra_argument(staleness, "staleness", "scale_by_turnaround")
-        return trees.scaled(updates, (late + 1) / count)
+        staleness = _extra_argument(staleness, "staleness", "scale_by_turnaround")
+        return trees.scaled(updates, (staleness + 1) / count)
 
     return stateless(scaled)
 

@@ -122,7 +122,7 @@ def median() -> Combine:
     )
 
 
-def trimmed_mean(share: float = 0.25) -> Combine:
+def trimmed_mean(fraction: float = 0.25) -> Combine:
     r"""Combine messages by the mean of each element without its extreme values.
 
     .. math:: m^j = \frac1{n - 2b} \sum_{i=b+1}^{n-b} m_{(i)}^j, \qquad
@@ -134,15 +134,15 @@ def trimmed_mean(share: float = 0.25) -> Combine:
     up here, so that one bad message is left out of a round of any size.
 
     Args:
-      share: :math:`\beta`, the fraction of messages left out at either end, in
+      fraction: :math:`\beta`, the fraction of messages left out at either end, in
         (0, 0.5).
 
     Returns:
-      A value for the ``combine`` of a `Rule`. Three messages are enough for a share of
-      a third or less.
+      A value for the ``combine`` of a `Rule`. Three messages are enough for a
+      fraction of a third or less.
 
     Raises:
-      InvalidArgumentError: ``share`` is out of range; or, when called, no message of
+      InvalidArgumentError: ``fraction`` is out of range; or, when called, no message of
         the round would be left.
 
     Example:
@@ -156,12 +156,12 @@ def trimmed_mean(share: float = 0.25) -> Combine:
       Dong Yin, Yudong Chen, Kannan Ramchandran, Peter Bartlett, *Byzantine-Robust
       Distributed Learning: Towards Optimal Statistical Rates*, 2018.
     """
-    check.rate(share, "share", low=0.0, high=0.5, low_open=True, high_open=True)
-    name = f"trimmed_mean({share:g})"
+    check.rate(fraction, "fraction", low=0.0, high=0.5, low_open=True, high_open=True)
+    name = f"trimmed_mean({fraction:g})"
 
     def of_leaf(messages: jax.Array) -> jax.Array:
         count = messages.shape[0]
-        left_out = math.ceil(share * count - 1e-9)
+        left_out = math.ceil(fraction * count - 1e-9)
         if 2 * left_out >= count:
             raise errors.InvalidArgumentError(
                 f"{name} leaves out {left_out} of {count} messages at either end, and "

@@ -266,11 +266,11 @@ def unstack_rows(
       axes: the axes.
       sizes: the sizes of the mesh's axes, by name and in order.
     """
-    kept = tuple(slice(None) if name in axes else 0 for name in sizes)
+    index = tuple(slice(None) if name in axes else 0 for name in sizes)
     order = [[name for name in sizes if name in axes].index(name) for name in axes]
 
     def cut(leaf: Any) -> Any:
-        leaf = leaf.reshape(*sizes.values(), *leaf.shape[1:])[kept]
+        leaf = leaf.reshape(*sizes.values(), *leaf.shape[1:])[index]
         return leaf.transpose(*order, *range(len(order), leaf.ndim))
 
     return jax.tree.map(cut, rows)

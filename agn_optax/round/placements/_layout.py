@@ -300,8 +300,8 @@ class Layout(abc.ABC):
 
     def move_to_memory(self, center: PyTree, center_state: PyTree) -> Any:
         """Move a stored center and state to their memory, such as after a restore."""
-        both = center, center_state
-        return to_host(both) if self.is_on_host else both
+        stored = center, center_state
+        return to_host(stored) if self.is_on_host else stored
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""

@@ -136,13 +136,13 @@ class Gossip(Whole):
         center = jax.tree.map(trees.widened, center)
         sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
         received = _collectives.from_partner(sent, self.workers, exchanges)
-        alone = _collectives.has_no_partner(self.workers, exchanges)
+        has_no_partner = _collectives.has_no_partner(self.workers, exchanges)
 
-        def both(m: jax.Array, other: jax.Array, c: jax.Array) -> jax.Array:
-            total = m + (other + pull * c)
-            return jnp.where(alone, m, total / 2 if mean else total)
+        def combine_leaf(m: jax.Array, received: jax.Array, c: jax.Array) -> jax.Array:
+            total = m + (received + pull * c)
+            return jnp.where(has_no_partner, m, total / 2 if mean else total)
 
-        return jax.tree.map(both, message, received, center)
+        return jax.tree.map(combine_leaf, message, received, center)
 
     def _check_apart(self, center: PyTree) -> None:
         """Check that a mesh treats the workers' own centers as different arrays.

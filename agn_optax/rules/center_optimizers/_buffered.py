@@ -128,12 +128,14 @@ def buffered(
         else:
             total = jax.tree.map(jnp.add, state.buffer, updates)
             message = jax.tree.map(lambda d: d / size, total)
-        moved, inner_state = optimizer.update(
+        new_updates, inner_state = optimizer.update(
             message, state.inner_state, params, **extra_args
         )
 
         zeros = optax.tree.zeros_like
-        return optax.tree.where(is_full, moved, zeros(moved)), BufferedState(
+        return optax.tree.where(
+            is_full, new_updates, zeros(new_updates)
+        ), BufferedState(
             optax.tree.where(is_full, inner_state, state.inner_state),
             optax.tree.where(is_full, zeros(total), total),
             optax.tree.where(is_full, zeros(lengths), lengths),

@@ -101,9 +101,9 @@ def delayed_nesterov(
         def move(m: jax.Array, g: jax.Array) -> jax.Array:
             return -learning_rate * (share.astype(m.dtype) * momentum * m + g / delay)
 
-        moved = jax.tree.map(move, new_momentum, updates)
+        new_updates = jax.tree.map(move, new_momentum, updates)
         buffer = optax.tree.where(is_full, optax.tree.zeros_like(buffer), buffer)
         buffered = jnp.where(is_full, 0, state.buffered + 1)
-        return moved, DelayedNesterovState(new_momentum, buffer, buffered)
+        return new_updates, DelayedNesterovState(new_momentum, buffer, buffered)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -98,16 +98,16 @@ def scale_by_drift(
         oldest = jnp.minimum(now, history - 1)  # staleness of the oldest version kept
         late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, oldest)
         centers = jax.tree.map(
-            lambda kept, c: jax.lax.dynamic_update_index_in_dim(
-                kept, jnp.asarray(c, kept.dtype), now % history, 0
+            lambda versions, c: jax.lax.dynamic_update_index_in_dim(
+                versions, jnp.asarray(c, versions.dtype), now % history, 0
             ),
             *(state.centers, params),
         )
 
-        def scale(m: jax.Array, c: jax.Array, kept: jax.Array) -> jax.Array:
+        def scale(m: jax.Array, c: jax.Array, versions: jax.Array) -> jax.Array:
             wide = trees.wide(m)
             read = jax.lax.dynamic_index_in_dim(
-                kept, (now - late) % history, keepdims=False
+                versions, (now - late) % history, keepdims=False
             )
             drift = jnp.asarray(c).astype(wide) - read.astype(wide)
             return (m.astype(wide) / (drift * drift / gamma + 1)).astype(m.dtype)

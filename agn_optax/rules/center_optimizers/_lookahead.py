@@ -89,12 +89,12 @@ def momentum_lookahead(
             *(state.momentum, updates),
         )
         # g + 2 μ m' - μ m without m, because m' is written over it.
-        moved = jax.tree.map(
+        new_updates = jax.tree.map(
             lambda g, m: -learning_rate * ((2 - momentum) * g + (2 * momentum - 1) * m),
             *(updates, new),
         )
-        moved = optax.tree.cast_like(moved, updates)
-        return moved, LookaheadState(new, jnp.asarray(reach, float))
+        new_updates = optax.tree.cast_like(new_updates, updates)
+        return new_updates, LookaheadState(new, jnp.asarray(reach, float))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

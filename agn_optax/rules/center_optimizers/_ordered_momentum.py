@@ -121,13 +121,17 @@ def ordered_momentum(
             )
 
         decayed = jax.tree.map(decay, state.momentum)
-        moved = optax.tree.cast_like(jax.tree.map(move, decayed, updates), updates)
+        new_updates = optax.tree.cast_like(
+            jax.tree.map(move, decayed, updates), updates
+        )
         new_momentum = jax.tree.map(
             lambda u, g: (u + decay_factor.astype(u.dtype) * (g / messages)).astype(
                 u.dtype
             ),
             *(decayed, updates),
         )
-        return moved, OrderedMomentumState(new_momentum, optax.safe_increment(now))
+        return new_updates, OrderedMomentumState(
+            new_momentum, optax.safe_increment(now)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

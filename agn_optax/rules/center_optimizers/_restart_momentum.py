@@ -73,11 +73,11 @@ def restart_momentum(
         check.params_given(params, "restart_momentum")
         restarts = state.updates_since_restart == every
         inner_state = _restarted(restarts, state.inner_state, optimizer.init(params))
-        moved, inner_state = optimizer.update(
+        new_updates, inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
         )
         updates_since = jnp.where(restarts, 1, state.updates_since_restart + 1)
-        return moved, RestartState(inner_state, updates_since)
+        return new_updates, RestartState(inner_state, updates_since)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
