@@ -553,27 +553,24 @@ def scan_round(
     """
     _fragments.check_fragments(fragments)
 
+    def calls_after(step: int, period: int) -> tuple[dict[str, int], ...]:
+        """Return the arguments of each call of ``exchange`` after a local step."""
+        if fragments is None:
+            return ({},) if step == period else ()
+        # Step `period + step`, because only later rounds than the first receive
+        # messages of the round before.
+        return fragments.due(period + step, period)
+
     def round_fn(
         params: PyTree, state: PyTree, batches: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        def body(carry: Any, batch: PyTree) -> Any:
-            params, state, metrics = local_step(carry[0], carry[1], batch)
-            return (params, state), metrics
-
-        carry, metrics = jax.lax.scan(body, (params, state), batches, unroll=unroll)
-        return *exchange(*carry), metrics
-
-    def round_of_fragments(
-        params: PyTree, state: PyTree, batches: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        assert fragments is not None
-        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batches)}
-        if len(lengths) != 1:
+        lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
+        if len(lengths) != 1 or () in lengths:
             raise errors.InvalidArgumentError(
                 "batches must have the period as the first dimension of every leaf, "
                 f"got {sorted(lengths)}"
             )
-        (period,) = lengths
+        ((period,),) = lengths
 
         def body(carry: Any, i: jax.Array) -> Any:
             batch = jax.tree.map(
@@ -584,15 +581,12 @@ def scan_round(
 
         begin, metrics = 0, []
         for end in range(1, period + 1):
-            # Step `period + end`, because only later rounds than the first receive
-            # messages of the round before.
-            calls = fragments.due(period + end, period)
+            calls = calls_after(end, period)
             if not calls and end < period:
                 continue
             in_flight, state = _fragments.remove_in_flight(state)
-            steps = jnp.arange(begin, end)
             (params, state), scanned = jax.lax.scan(
-                body, (params, state), steps, unroll=unroll
+                body, (params, state), jnp.arange(begin, end), unroll=unroll
             )
             state, begin = _fragments.restore_in_flight(in_flight, state), end
             metrics.append(scanned)
@@ -601,7 +595,7 @@ def scan_round(
         metrics = jax.tree.map(lambda *rows: jnp.concatenate(rows), *metrics)
         return params, state, metrics
 
-    return round_fn if fragments is None else round_of_fragments
+    return round_fn
 
 
 def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
