@@ -531,7 +531,7 @@ def test_transition_table_matches_the_commands(state, event):
             "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
-        "reject": lambda: made.reject(made.due(0.0)),
+        "fail": lambda: made.fail(made.due(0.0)),
         "acknowledge": lambda: made.acknowledge("a", "1", last),
         "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
         "leave": lambda: made.leave("a", "1"),
@@ -1099,7 +1099,7 @@ def test_worker_without_heartbeats_is_never_removed():
 def test_message_that_failed_to_apply_counts_as_never_received():
     made = ledger(BoundedStaleness(rounds=0), "ab")
     send(made, "a")
-    made.reject(made.due(0.0))
+    made.fail(made.due(0.0))
     assert made.find("a").state is State.IDLE
     assert made.version == made.find("a").sequence == 0
     assert take(made) == ""

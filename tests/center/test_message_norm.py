@@ -18,10 +18,10 @@ def message(size, dtype="float32"):
     return {"a": values[:3].astype(dtype), "b": values[3:].astype(dtype)}
 
 
-def store(packs, dtype="float32"):
+def store(flatten, dtype="float32"):
     center = jax.tree.map(np.zeros_like, message(1.0, dtype))
-    made = Store(shared.downpour(), center, None, None, flatten=packs)
-    assert (made.packing is not None) == packs
+    made = Store(shared.downpour(), center, None, None, flatten=flatten)
+    assert (made.packing is not None) == flatten
     return made
 
 
@@ -29,13 +29,13 @@ def norm_of(made, sent):
     return float(made.norm(made.place(sent), made.current.params))
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_norm_is_right_within_the_range_of_float32(size, packs):
+def test_norm_is_right_within_the_range_of_float32(size, flatten):
     sent = message(size)
     exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in sent.values()))
     most = float(np.finfo(np.float32).max)
-    found = norm_of(store(packs), sent)
+    found = norm_of(store(flatten), sent)
     np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)
 
 
@@ -51,13 +51,13 @@ def test_norm_is_right_in_other_dtypes(dtype):
             np.testing.assert_allclose(found, exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_norm_is_not_finite_if_the_message_is_not(size, wrong, packs):
+def test_norm_is_not_finite_if_the_message_is_not(size, wrong, flatten):
     sent = message(size)
     sent["b"][-1, 7] = wrong
-    assert not np.isfinite(norm_of(store(packs), sent))
+    assert not np.isfinite(norm_of(store(flatten), sent))
 
 
 def test_norm_is_that_of_the_message_and_not_the_contribution():
@@ -67,10 +67,10 @@ def test_norm_is_that_of_the_message_and_not_the_contribution():
     np.testing.assert_allclose(norm_of(made, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_large_message_is_applied_and_non_finite_one_is_rejected(packs):
-    center = (PackedCenter if packs else LocalCenter)(shared.downpour(), message(0.0))
-    assert (center.core.store.packing is not None) == packs
+@pytest.mark.parametrize("flatten", [True, False])
+def test_large_message_is_applied_and_non_finite_one_is_rejected(flatten):
+    center = (PackedCenter if flatten else LocalCenter)(shared.downpour(), message(0.0))
+    assert (center.core.store.packing is not None) == flatten
     sent = message(1e25)
     answer = sessions.exchange(center, sent, anchor_version=0, worker="a")
     assert answer.applied

@@ -633,7 +633,7 @@ def test_float64_center_computes_nothing_in_float32(name):
     with jax.enable_x64(True):
         params = {"w": jnp.ones((3, 2), "float64"), "s": jnp.ones((), "float64")}
         rule = dataclasses.replace(rules.diloco(), center=FLOAT64[name]())
-        said = rules.told(ABOUT)
+        said = rules.extra_arguments(ABOUT)
 
         def train(params, said):
             state = rule.center.init(params)

@@ -59,14 +59,14 @@ WRAPPERS = {
         ),
         ["codec/residual", "center"],
     ),
-    "public": (
+    "broadcast": (
         agn_optax.easgd(
             optax.sgd(0.1),
             3,
             moving_rate=0.1,
             codec=codecs.two_way(codecs.identity(), codecs.quantize(8)),
         ),
-        ["center", "public"],
+        ["center", "broadcast"],
     ),
     "plain": (optax.adam(0.1), ["mu", "nu"]),
     "nothing": (optax.sgd(0.1), []),

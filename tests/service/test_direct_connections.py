@@ -477,11 +477,11 @@ def test_exchange_behind_another_one_does_not_time_out():
             store = server.center.core.store
             norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
 
-            def slow(contribution, center):
+            def slow(contribution, center, **options):
                 if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
                     compiles.set()
                     assert compiled.wait(LIMIT)
-                return norm(contribution, center)
+                return norm(contribution, center, **options)
 
             store.norm = slow
             narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
@@ -1103,7 +1103,7 @@ def test_bad_segment_numbers_are_rejected(segments, message):
 def test_segment_without_its_descriptor_is_rejected():
     with made() as (server, _), by_hand(server) as (end, reader):
         end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
-        assert "file descriptor" in reader.control().attached.rejected
+        assert "file descriptor" in reader.control().attached.error
 
 
 @shares
@@ -1114,7 +1114,7 @@ def test_message_changed_after_its_check_is_not_applied():
         store, seen = server.center.core.store, threading.Event()
         norm = store.norm
 
-        def checked(contribution, center):
+        def checked(contribution, center, **options):
             made = jax.block_until_ready(norm(contribution, center))
             message[...] = np.nan  # between the check and the update
             seen.set()
@@ -1124,7 +1124,7 @@ def test_message_changed_after_its_check_is_not_applied():
         with by_hand(server) as (end, reader):
             arrays = [attach(end, number, schema.size) for number in (1, 2)]
             for _ in arrays:
-                assert not reader.control().attached.rejected
+                assert not reader.control().attached.error
             message = arrays[0].view(np.float32)
             message[...] = 1.0
             said = pb.Message(sequence=1, schema_hash=schema.hash)
