@@ -131,7 +131,7 @@ def test_equal_messages_combine_to_that_message(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "why"),
+    ("name", "count", "message"),
     [
         ("krum", 4, r"krum\(1\) needs a round of at least 5 messages, got 4"),
         (
@@ -142,13 +142,13 @@ def test_equal_messages_combine_to_that_message(name):
         ("trimmed_mean", 2, r"trimmed_mean\(0\.2\) leaves out 1 of 2"),
     ],
 )
-def test_too_few_messages_are_rejected(name, count, why):
-    with pytest.raises(errors.InvalidArgumentError, match=why):
+def test_too_few_messages_are_rejected(name, count, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         combined(ALL[name], messages(count))
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "message"),
     [
         (lambda: robust.trimmed_mean(0.5), r"share must be a number in \(0, 0\.5\)"),
         (lambda: robust.trimmed_mean(0), "share must be a number in"),
@@ -165,8 +165,8 @@ def test_too_few_messages_are_rejected(name, count, why):
         ),
     ],
 )
-def test_invalid_combine_settings_are_rejected(make, why):
-    with pytest.raises(errors.InvalidArgumentError, match=why):
+def test_invalid_combine_settings_are_rejected(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         make()
 
 

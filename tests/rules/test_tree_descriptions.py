@@ -85,5 +85,8 @@ def test_leaf_of_non_numpy_dtype_is_described():
 
 def test_same_tree_ignores_dtypes():
     check.same_tree({"a": jnp.ones(2)}, {"a": np.ones(2, np.int8)}, "one", "other")
-    with pytest.raises(errors.TreeMismatchError, match="one and other are different trees: the same leaves"):
+    with pytest.raises(
+        errors.TreeMismatchError,
+        match="one and other are different trees: the same leaves",
+    ):
         check.same_tree([jnp.ones(2)], (jnp.ones(2),), "one", "other")
