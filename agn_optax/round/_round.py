@@ -266,7 +266,9 @@ def receive(
         `Rule`), and further arguments.
     """
     message = message_of(rule, contribution, center)
-    return _moved(rule, message, center, center_state, broadcast, extra_args or {})
+    return _weigh_and_apply(
+        rule, message, center, center_state, broadcast, extra_args or {}
+    )
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -510,8 +512,8 @@ def exchange(
     part = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         part = layout.join_pieces(piece, params)
-    sent = _sent(rule, layout, params, state, piece, part, extra_args)
-    moved = _moved(
+    sent = _combined_message(rule, layout, params, state, piece, part, extra_args)
+    moved = _weigh_and_apply(
         rule, sent.message, piece, center_state, state.broadcast, sent.center_args
     )
     broadcast = state.broadcast
@@ -548,7 +550,7 @@ def send(
     layout.check_all_workers_exchange(rule.name)
     assert state.in_flight is not None
     center = state.center
-    sent = _sent(rule, layout, params, state, center, center, extra_args)
+    sent = _combined_message(rule, layout, params, state, center, center, extra_args)
     message = optax.tree.cast_like(sent.message, center)
     local, adopted = sent.local, None
     if state.in_flight.adopted is not None:
@@ -557,7 +559,7 @@ def send(
             workers = layout.num_participants(state.exchanges)
             weight = jnp.asarray(1.0 if sent.weight is None else sent.weight)
             own_message = trees.scaled(own_message, weight / workers)
-        moved = _moved(
+        moved = _weigh_and_apply(
             rule, own_message, center, state.center_state, None, sent.center_args
         )
         params = adopted = overwrite(params, answer_of(rule, moved.center))
@@ -601,7 +603,7 @@ def receive_late(
         "workers": layout.num_participants(state.exchanges - 1),
         "weight": in_flight.weight,
     }
-    moved = _moved(
+    moved = _weigh_and_apply(
         rule,
         in_flight.message,
         state.center,
@@ -642,17 +644,17 @@ def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFligh
     )
 
 
-class _Sent(NamedTuple):
-    """A message that was sent within the program."""
+class _CombinedMessage(NamedTuple):
+    """The combined message of all workers of a mesh."""
 
-    message: PyTree  # of all workers together
+    message: PyTree  # this tower's piece
     center_args: dict[str, Any]  # extra arguments of the center optimizer
     local: LocalState  # with the codec's next state
     contribution: PyTree  # of this worker, encoded
     weight: jax.Array | None  # of this worker in a mean; None if all count alike
 
 
-def _sent(
+def _combined_message(
     rule: Rule,
     layout: Layout,
     params: PyTree,
@@ -660,8 +662,8 @@ def _sent(
     piece: PyTree,
     part: PyTree,
     extra_args: dict[str, Any],
-) -> _Sent:
-    """Make the message of all workers of a mesh.
+) -> _CombinedMessage:
+    """Combine the messages of all workers of a mesh.
 
     Args:
       rule: the rule.
@@ -708,10 +710,10 @@ def _sent(
             contribution, decode_piece, rule.combine, params, relative_weight
         )
     local = local._replace(codec_state=codec_state)
-    return _Sent(message, center_args, local, contribution, relative_weight)
+    return _CombinedMessage(message, center_args, local, contribution, relative_weight)
 
 
-def _moved(
+def _weigh_and_apply(
     rule: Rule,
     message: PyTree,
     center: PyTree,
