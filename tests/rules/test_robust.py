@@ -150,8 +150,8 @@ def test_too_few_messages_are_rejected(name, count, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: robust.trimmed_mean(0.5), r"share must be a number in \(0, 0\.5\)"),
-        (lambda: robust.trimmed_mean(0), "share must be a number in"),
+        (lambda: robust.trimmed_mean(0.5), r"fraction must be a number in \(0, 0\.5\)"),
+        (lambda: robust.trimmed_mean(0), "fraction must be a number in"),
         (lambda: robust.krum(0), "faulty must be a positive int"),
         (lambda: robust.krum(1, keep=0), "keep must be a positive int"),
         (
