@@ -93,7 +93,7 @@ COMBINATIONS = {
         "all local steps",
     ),
     ("`dynamic_period`", "fragments"): Combination(
-        "the offsets of fragments are in a period that is known before it begins",
+        "the turns of fragments need the length of a period before it begins",
         "Give `dynamic_period` to a worker that exchanges all at once",
         errors.InvalidTypeError,
     ),
@@ -116,11 +116,12 @@ COMBINATIONS = {
         "Give the codec without `error_feedback`",
     ),
     ("a codec that is not exact", "answers of a codec"): Combination(
-        "programs decode it alike only up to rounding, and workers need equal bits",
+        "two programs decode it equally only up to rounding, and the broadcast "
+        "parameters must be equal bit for bit at all workers",
         "Take another codec than `low_rank`",
     ),
     ("a codec with answers", "answers of a codec"): Combination(
-        "an answer is not answered itself",
+        "an answer travels one way, and nothing answers it",
         "Give a codec that has no answers",
     ),
     ("a codec that is not a cast", "`all_reduce`"): Combination(
@@ -139,7 +140,8 @@ COMBINATIONS = {
         "Give the center `mode=Synchronous()` (`--mode synchronous`)",
     ),
     ("`by_local_steps`", "a center outside the program"): Combination(
-        "such a center cannot count local steps: its workers are at different ones",
+        "such a center cannot count local steps, because its workers have made "
+        "different numbers of them",
         "Give the optimizer as it is: its schedules count the messages applied",
     ),
     (
@@ -158,7 +160,7 @@ COMBINATIONS = {
         "a parent whose rule sums gradients",
         "a center whose rule sends no gradients",
     ): Combination(
-        "there is nothing to sum",
+        "the center would have no gradients to send to the parent",
         _DISPLACEMENTS,
     ),
     ("a parent whose rule sums gradients", "a robust combine"): Combination(
