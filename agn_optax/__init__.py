@@ -118,24 +118,22 @@ _MODULES = (
     "training",
     "worker",
 )
-
-
-def _module_of(name: str) -> str:
-    if name in ("Center", "LocalCenter", "Snapshot"):
-        return "center"
-    if name in ("Fitted", "fit"):
-        return "training"
-    of_worker = ("Worker", "from_first_process")
-    return "worker" if name in of_worker else "towers"
+# The folders of other names; those that are missing here are in `towers`.
+_FOLDERS = {
+    **dict.fromkeys(("Center", "LocalCenter", "Snapshot"), "center"),
+    **dict.fromkeys(("Fitted", "fit"), "training"),
+    **dict.fromkeys(("Worker", "from_first_process"), "worker"),
+}
 
 
 def __getattr__(name: str) -> _typing.Any:
     if name in _MODULES:
-        folder = "agn_optax.ops" if name in _OPERATIONS else "agn_optax"
-        return _importlib.import_module(f"{folder}.{name}")
+        parent = "agn_optax.ops" if name in _OPERATIONS else "agn_optax"
+        return _importlib.import_module(f"{parent}.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
-    module = _importlib.import_module(f"agn_optax.{_module_of(name)}")
+    folder = _FOLDERS.get(name, "towers")
+    module = _importlib.import_module(f"agn_optax.{folder}")
     value = getattr(module, name)
     globals()[name] = value  # so that the next access does not come here
     return value

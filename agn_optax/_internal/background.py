@@ -16,7 +16,7 @@ T = TypeVar("T")
 _log = logging.getLogger("agn_optax")
 _GRACE = 5.0  # s, how long the end of the process waits for running calls
 _PAUSE = 0.5  # s until a loop that has raised is restarted
-_QUIET = 60.0  # s between two logs of the same type of exception of one loop
+_LOG_INTERVAL = 60.0  # s between two logs of the same type of exception of one loop
 
 _pending: set[Future[Any]] = set()
 
@@ -32,11 +32,11 @@ def in_background(
     Args:
       call: the function to run.
       name: name of the thread.
-      lasting: whether the call runs until it is told to end. The end of the process
+      lasting: whether the call runs until its owner ends it. The end of the process
         does not wait for it, and its exception is logged.
       unread: whether the result of a short call is never read. Its exception is logged.
     """
-    thread = _Owner(call, name)
+    thread = _Thread(call, name)
     thread.start()
     if not lasting:
         _pending.add(thread.future)
@@ -61,15 +61,16 @@ def keep_running(loop: Callable[[], object], name: str) -> Future[None]:
 
 
 def _repeat(loop: Callable[[], object], name: str) -> None:
-    said: tuple[type[BaseException], float] | None = None  # last logged type, and time
+    logged_type: type[BaseException] | None = None
+    logged_at = 0.0
     while True:
         try:
             loop()
         except Exception as error:
             now = time.monotonic()
-            if said is None or said[0] is not type(error) or now >= said[1] + _QUIET:
+            if logged_type is not type(error) or now >= logged_at + _LOG_INTERVAL:
                 _log.exception("thread %r failed, and goes on", name)
-                said = type(error), now
+                logged_type, logged_at = type(error), now
         else:
             return
         time.sleep(_PAUSE)
@@ -80,7 +81,7 @@ def _log_failure(name: str, future: Future[Any]) -> None:
         _log.error("thread %r ended with an exception", name, exc_info=error)
 
 
-class _Owner(threading.Thread):
+class _Thread(threading.Thread):
     """A thread that releases ``call`` and all it references, then sets its future."""
 
     def __init__(self, call: Callable[[], Any], name: str) -> None:
@@ -89,13 +90,13 @@ class _Owner(threading.Thread):
 
     def run(self) -> None:
         super().run()  # releases the target and its arguments at its end
-        self._tell()
+        self._set_future()
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:
-            self._tell = functools.partial(self.future.set_result, call())
+            self._set_future = functools.partial(self.future.set_result, call())
         except BaseException as error:
-            self._tell = functools.partial(self.future.set_exception, error)
+            self._set_future = functools.partial(self.future.set_exception, error)
 
 
 # atexit is last in, first out: registered before the service's handler, this one runs

@@ -34,14 +34,14 @@ def show(value: Any) -> str:
     return f"{type(value).__name__} {name}" if name else type(value).__name__
 
 
-def instance(value: Any, kind: type, wanted: str) -> None:
+def instance(value: Any, kind: type, message: str) -> None:
     """Raise unless ``value`` is an instance of ``kind``.
 
     The error suggests a call if ``value`` is callable, such as an uncalled factory.
     """
     if not isinstance(value, kind):
         hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(f"{wanted}, got {show(value)}{hint}")
+        raise errors.InvalidTypeError(f"{message}, got {show(value)}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class _Promoting:
 
 def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
     """Return ``value`` as an optimizer that ignores unknown extra arguments."""
-    such_as = "an optax.GradientTransformation, such as optax.sgd(0.1)"
-    instance(value, optax.GradientTransformation, f"{argument} must be {such_as}")
+    example = "an optax.GradientTransformation, such as optax.sgd(0.1)"
+    instance(value, optax.GradientTransformation, f"{argument} must be {example}")
     if isinstance(value.update, _Promoting):
         return value
     init, update = optax.with_extra_args_support(value)
@@ -98,31 +98,31 @@ def is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def _number(value: Any, wanted: str) -> Any:
-    """Return a real number as it is, and the Python number of a real scalar array."""
-    number = value.item() if _is_scalar_array(value, wanted) else value
+def _number(value: Any, message: str) -> Any:
+    """Return ``value`` as a real number; a real scalar array is converted."""
+    number = value.item() if _is_scalar_array(value, message) else value
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise errors.InvalidTypeError(wanted + show(value))
+        raise errors.InvalidTypeError(message + show(value))
     return number
 
 
-def _is_scalar_array(value: Any, wanted: str) -> bool:
+def _is_scalar_array(value: Any, message: str) -> bool:
     """Return whether ``value`` is an array; raise if it is not a real scalar one."""
     if not isinstance(value, jax.Array | np.ndarray):
         return False
     if value.shape != () or not is_real(value.dtype):
         raise errors.InvalidTypeError(
-            f"{wanted}an array {value.dtype}{list(value.shape)}"
+            f"{message}an array {value.dtype}{list(value.shape)}"
         )
     return True
 
 
 def real_scalar(value: Any, argument: str) -> None:
     """Raise unless ``value`` is one real number; do not wait for one on a device."""
-    wanted = f"{argument} must be a real number, got "
+    message = f"{argument} must be a real number, got "
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number or _is_scalar_array(value, wanted)):
-        raise errors.InvalidTypeError(wanted + show(value))
+    if not (is_number or _is_scalar_array(value, message)):
+        raise errors.InvalidTypeError(message + show(value))
 
 
 def positive_int(value: Any, argument: str) -> Any:
@@ -133,14 +133,14 @@ def positive_int(value: Any, argument: str) -> Any:
     """
     if is_traced(value):
         return value
-    wanted = f"{argument} must be a positive int, got "
-    number = _number(value, wanted)
+    message = f"{argument} must be a positive int, got "
+    number = _number(value, message)
     if not isinstance(number, int | float | np.integer):
-        raise errors.InvalidTypeError(wanted + show(value))
+        raise errors.InvalidTypeError(message + show(value))
     is_array = number is not value
     is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)
     if not is_whole or not 1 <= number <= _MAX_INT:
-        raise errors.InvalidArgumentError(f"{wanted}{number!r}")
+        raise errors.InvalidArgumentError(f"{message}{number!r}")
     return value if is_array else int(value)
 
 
@@ -198,12 +198,12 @@ def rate(
         return value
     high_open = high_open or math.isinf(high)
     opens, closes = "(" if low_open else "[", ")" if high_open else "]"
-    wanted = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
-    number = float(_number(value, wanted))
+    message = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
+    number = float(_number(value, message))
     above = number > low if low_open else number >= low
     below = number < high if high_open else number <= high
     if not (above and below):
-        raise errors.InvalidArgumentError(f"{wanted}{number!r}")
+        raise errors.InvalidArgumentError(f"{message}{number!r}")
     return value
 
 
@@ -214,12 +214,13 @@ def weight(value: Any, argument: str = "weight") -> float | None:
     """
     if value is None:
         return None
-    wanted = f"{argument} must be a positive number on the host, got "
+    message = f"{argument} must be a positive number on the host, got "
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise errors.InvalidTypeError(wanted + show(value))
+        raise errors.InvalidTypeError(message + show(value))
     if not _LEAST_WEIGHT <= (number := float(value)) <= _MOST_WEIGHT:
         raise errors.InvalidArgumentError(
-            f"{wanted}{number!r}; float32 has {_LEAST_WEIGHT:.3g} to {_MOST_WEIGHT:.3g}"
+            f"{message}{number!r}; float32 has {_LEAST_WEIGHT:.3g} to "
+            f"{_MOST_WEIGHT:.3g}"
         )
     return number
 
@@ -311,27 +312,27 @@ def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
     )
 
 
-def params_given(params: PyTree, who: str) -> None:
+def params_given(params: PyTree, caller: str) -> None:
     if params is None:
         raise errors.MissingArgumentError(
-            f"{who} needs the current parameters: call update(grads, state, params), "
-            "got params=None"
+            f"{caller} needs the current parameters: call "
+            "update(grads, state, params), got params=None"
         )
 
 
-def extra_argument_given(value: Any, such_as: str, who: str) -> None:
+def extra_argument_given(value: Any, example: str, caller: str) -> None:
     """Raise if ``value``, an extra argument of ``update``, is None.
 
     Args:
       value: the extra argument.
-      such_as: an example of it for the error, such as ``"staleness=0"``.
-      who: the transformation that needs it.
+      example: an example of it for the error, such as ``"staleness=0"``.
+      caller: the transformation that needs it.
     """
     if value is None:
-        name = such_as.partition("=")[0]
+        name = example.partition("=")[0]
         raise errors.MissingArgumentError(
-            f"{who} needs the extra argument {name}: "
-            f"update(grads, state, params, {such_as}), got none"
+            f"{caller} needs the extra argument {name}: "
+            f"update(grads, state, params, {example}), got none"
         )
 
 

@@ -51,24 +51,29 @@ class Description:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def difference(
-        self, other: Description, own: str, others: str, *, dtypes: bool = True
+        self,
+        other: Description,
+        subject: str,
+        other_subject: str,
+        *,
+        dtypes: bool = True,
     ) -> str | None:
         """Return a text that names the first leaf that differs; None if none does.
 
         Args:
           other: the description to compare this one with.
-          own: subject and verb of the text for this tree, such as "params has".
-          others: subject and verb of the text for the other tree.
+          subject: subject and verb of the text for this tree, such as "params has".
+          other_subject: subject and verb of the text for the other tree.
           dtypes: whether leaves of different dtypes differ.
         """
-        for mine, theirs in itertools.zip_longest(self.leaves, other.leaves):
-            if theirs is None:
-                return f"{own} {mine}, which {others} not"
-            if mine is None:
-                return f"{others} {theirs}, which {own} not"
-            seen = theirs if dtypes else theirs._replace(dtype=mine.dtype)
-            if mine != seen:
-                return f"{own} {mine}, where {others} {theirs}"
+        for leaf, other_leaf in itertools.zip_longest(self.leaves, other.leaves):
+            if other_leaf is None:
+                return f"{subject} {leaf}, which {other_subject} not"
+            if leaf is None:
+                return f"{other_subject} {other_leaf}, which {subject} not"
+            same_dtype = other_leaf._replace(dtype=leaf.dtype)
+            if leaf != (other_leaf if dtypes else same_dtype):
+                return f"{subject} {leaf}, where {other_subject} {other_leaf}"
         return None
 
 
@@ -86,7 +91,7 @@ def structure(tree: Any) -> Any:
 def rebuild(structure: Any, leaves: Iterator[Any]) -> Any:
     """Return the tree that has the containers of a `structure`, and ``leaves``.
 
-    An invalid structure raises some builtin exception (such as a KeyError).
+    An invalid structure raises a builtin exception, such as a KeyError.
     """
     if structure is None:
         return None
@@ -95,5 +100,5 @@ def rebuild(structure: Any, leaves: Iterator[Any]) -> Any:
     ((kind, children),) = structure.items()
     if kind == "dict":
         return {key: rebuild(child, leaves) for key, child in children}
-    made = [rebuild(child, leaves) for child in children]
-    return {"list": list, "tuple": tuple}[kind](made)
+    rebuilt = [rebuild(child, leaves) for child in children]
+    return {"list": list, "tuple": tuple}[kind](rebuilt)

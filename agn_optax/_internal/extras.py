@@ -19,7 +19,7 @@ def require(extra: str, *modules: str) -> None:
     Raises:
       MissingExtraError: a module is not installed; the error has the pip command.
     """
-    if missing := [name for name in modules if not _is_there(name)]:
+    if missing := [name for name in modules if not _is_installed(name)]:
         raise errors.MissingExtraError(
             f"{' and '.join(missing)} cannot be found: this needs the extra {extra!r}, "
             f"pip install 'agn_optax[{extra}]'",
@@ -27,7 +27,7 @@ def require(extra: str, *modules: str) -> None:
         )
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its parent package is missing

@@ -18,8 +18,8 @@ def write_whole(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
     Raises:
       OSError: the file cannot be written. No temporary file is left behind.
     """
-    descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    new = pathlib.Path(made)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    new = pathlib.Path(temporary)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)

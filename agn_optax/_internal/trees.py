@@ -76,15 +76,14 @@ def scaled(tree: PyTree, factor: jax.Array) -> PyTree:
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Round ``x`` to the precision of ``dtype``; the result keeps the dtype of ``x``.
 
-    A cast to ``dtype`` and back has the same result, but XLA may remove both casts
-    because that keeps more precision, and then two programs would disagree about the
-    center that a worker adopted.
+    A cast to ``dtype`` and back has the same result, but XLA may remove both casts to
+    keep more precision, and then two programs would disagree about the adopted center.
     """
-    own, other = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    if other.bits >= own.bits:
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if narrow.bits >= wide.bits:
         return x
-    if other.nexp == own.nexp:
-        return jax.lax.reduce_precision(x, int(other.nexp), int(other.nmant))
+    if narrow.nexp == wide.nexp:
+        return jax.lax.reduce_precision(x, int(narrow.nexp), int(narrow.nmant))
     return x.astype(dtype).astype(x.dtype)
 
 
@@ -152,8 +151,8 @@ def _structure(tree: PyTree) -> Any:
     """
     treedef: Any = jax.tree.structure(tree)
     try:
-        made = description.structure(tree)
-        again = description.rebuild(made, iter(range(treedef.num_leaves)))
+        structure = description.structure(tree)
+        rebuilt = description.rebuild(structure, iter(range(treedef.num_leaves)))
     except (KeyError, StopIteration, TypeError, ValueError):
         return None
-    return made if str(jax.tree.structure(again)) == str(treedef) else None
+    return structure if str(jax.tree.structure(rebuilt)) == str(treedef) else None

@@ -100,7 +100,7 @@ class Store:
       packing: the layout of flattened parameters; None if they are kept as a tree.
       like: abstract tree of the parameters.
       contribution_like: abstract tree of a worker's contribution.
-      difference_like: abstract tree of a delta between broadcast parameters; None if
+      delta_like: abstract tree of a delta between broadcast parameters; None if
         the codec does not answer with deltas.
     """
 
@@ -136,9 +136,9 @@ class Store:
         if broadcast is None:
             broadcast = rounds.init_broadcast(rule, kept)
         self.current = Version(kept, version, broadcast=broadcast)
-        self.difference_like = rounds.difference_like(rule, self.like)
+        self.delta_like = rounds.delta_like(rule, self.like)
         # The last deltas by version, as long as they are smaller than the parameters.
-        size, whole = map(trees.nbytes, (self.difference_like, self.like))
+        size, whole = map(trees.nbytes, (self.delta_like, self.like))
         most = (whole - 1) // size if 0 < size <= whole else 0
         self._differences: deque[tuple[int, PyTree]] = deque(maxlen=most)
         if center_state is None:
@@ -433,7 +433,7 @@ class Store:
     @functools.cached_property
     def _most(self) -> float:
         """The largest number that the center may have; 0 if no bounds are computed."""
-        if _is_narrower(self.difference_like, self.like):
+        if _is_narrower(self.delta_like, self.like):
             return 0.0  # a delta may overflow its narrower dtype
         if not _reach.is_bounded(self._rule):
             return 0.0
@@ -614,11 +614,11 @@ def _programs(rule: Rule) -> SimpleNamespace:
             for contribution, each in zip(contributions, counts, strict=True)
         ]
         together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
-        return how.of(together, robust.whole_total)
+        return how.function(together, robust.total_of_leaves)
 
     def move(
         one: PyTree, about: _About, center: PyTree, state: PyTree, broadcast: PyTree
-    ) -> rounds.Moved:
+    ) -> rounds.MovedCenter:
         return rounds.receive(rule, one, center, state, broadcast, about.extra_args())
 
     def move_round(
@@ -627,7 +627,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         center: PyTree,
         state: PyTree,
         broadcast: PyTree,
-    ) -> rounds.Moved:
+    ) -> rounds.MovedCenter:
         parts, about = of_round
         mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
@@ -648,8 +648,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
                 for n, o in zip(jax.tree.leaves(new), old, strict=True)
                 if jnp.issubdtype(n.dtype, jnp.floating)
             ]
-            if _is_narrower(moved.difference, center):
-                difference = _floats(moved.difference)
+            if _is_narrower(moved.delta, center):
+                difference = _floats(moved.delta)
                 stay += [jnp.isfinite(x).all() for x in difference]
             return jnp.stack([*stay, jnp.array(True)]).all()
 

@@ -18,7 +18,7 @@ from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
 from agn_optax.rules import Rule, difference, fingerprint
-from agn_optax.towers import Towers, alike, cut_for, unstacked
+from agn_optax.towers import Towers, common_leaves, unreplicate, with_cut_of
 from agn_optax.worker import PartState, Worker, WorkerState
 
 PyTree = Any
@@ -193,7 +193,7 @@ class TowersPart:
             )
         has_rows = about["has_rows"]
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
-        names = {f"['state']{path}" for path in alike(self._state)}
+        names = {f"['state']{path}" for path in common_leaves(self._state)}
 
         def comparable(leaves: Sequence[Leaf]) -> list[Leaf]:
             # The shapes of other leaves, such as parts of a center, depend on the mesh.
@@ -213,8 +213,10 @@ class TowersPart:
             return jax.tree.map(
                 lambda rows, own: jax.device_put(rows, own.sharding), state, self._state
             )
-        state = cut_for(state, mesh)
-        return towers.replicate(unstacked(state, mesh) if about["has_rows"] else state)
+        state = with_cut_of(state, mesh)
+        return towers.replicate(
+            unreplicate(state, mesh) if about["has_rows"] else state
+        )
 
 
 Part = WorkerPart | CenterPart | TowersPart

@@ -45,23 +45,22 @@ def varying(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def checked(axes: Axes) -> bool:
+def is_checked(axes: Axes) -> bool:
     """Return whether ``axes`` belong to a shard_map that checks varying axes."""
     return any(name in varying(jax.lax.axis_index(name)) for name in axes)
 
 
-def _live(axes: Axes, x: jax.Array) -> Axes:
+def _axes_to_reduce(axes: Axes, x: jax.Array) -> Axes:
     # A reduction over an axis of one member is the identity except for the type: the
     # result no longer varies over that axis.
-    own = varying(x)
-    return tuple(n for n in axes if jax.lax.axis_size(n) > 1 or n in own)
+    return tuple(n for n in axes if jax.lax.axis_size(n) > 1 or n in varying(x))
 
 
 _workers: ContextVar[Axes] = ContextVar("axes of workers", default=())
 
 
 @contextlib.contextmanager
-def workers(axes: Axes) -> Iterator[None]:
+def declare_workers(axes: Axes) -> Iterator[None]:
     """Declare, while tracing, that the workers are the members of ``axes``."""
     token = _workers.set(axes)
     try:
@@ -70,8 +69,8 @@ def workers(axes: Axes) -> Iterator[None]:
         _workers.reset(token)
 
 
-def unmet(axes: Axes) -> Axes:
-    """Return the declared axes of `workers` that are not among ``axes``.
+def declared_workers_outside(axes: Axes) -> Axes:
+    """Return the declared axes of `declare_workers` that are not among ``axes``.
 
     Axes of one member are left out.
     """
@@ -79,13 +78,13 @@ def unmet(axes: Axes) -> Axes:
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-    axes = _live(axes, x)
+    axes = _axes_to_reduce(axes, x)
     return jax.lax.psum(x, axes) if axes else x
 
 
 def scatter(x: jax.Array, axes: Axes) -> jax.Array:
-    """Return this member's piece of the sum of ``x``, a 1-D array, in equal pieces."""
-    axes = _live(axes, x)
+    """Sum a 1-D array over ``axes``; return this member's one of equal pieces."""
+    axes = _axes_to_reduce(axes, x)
     if not axes:
         return x
     return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
@@ -94,19 +93,19 @@ def scatter(x: jax.Array, axes: Axes) -> jax.Array:
 def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
     """Concatenate every member's piece ``x``, in order along the first dimension.
 
-    With ``same``, the result counts as invarying in a shard_map that checks this.
+    With ``same``, a shard_map that checks varying axes sees an invarying result.
     """
-    axes = _live(axes, x)
+    axes = _axes_to_reduce(axes, x)
     if not axes:
         return x
-    to = "invarying" if same and checked(axes) else "varying"
+    to = "invarying" if same and is_checked(axes) else "varying"
     gathered = jax.lax.all_gather(_narrow(x), axes, axis=0, tiled=True, to=to)
     return _as(gathered, x.dtype)
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """Send row i of every member's ``x`` to member i: [members, ...], by sender."""
-    axes = _live(axes, x)
+    """Send row i of ``x`` to member i; return the received rows: [senders, ...]."""
+    axes = _axes_to_reduce(axes, x)
     if not axes:
         return x
     rows = _narrow(x)
@@ -117,24 +116,27 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def pieces(x: jax.Array, axes: Axes) -> jax.Array:
-    """Collect this member's piece of every member's ``x``: [members, elements]."""
+    """Gather this member's piece of every member's ``x``: [members, elements]."""
     return all_to_all(cut(x, size(axes)), axes)
 
 
-def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
-    """Return the tree of this member's partner at ``turn``, see `pairings`."""
+def from_partner(tree: PyTree, axes: Axes, exchanges: jax.Array) -> PyTree:
+    """Return the tree of this member's partner, after a number of ``exchanges``."""
     axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
     if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
         combinations.reject(
             "gossip", "workers of several axes under vmap", f"axis_name={axes}"
         )
 
-    def at(others: list[int]) -> Callable[[PyTree], PyTree]:
-        pairs = list(enumerate(others))
-        return lambda tree: jax.tree.map(lambda x: _sent(x, axes, pairs), tree)
+    def send(x: jax.Array, partners: list[int]) -> jax.Array:
+        moved = jax.lax.ppermute(_narrow(x), axes, list(enumerate(partners)))
+        return _as(moved, x.dtype)
 
-    ways = pairings(size(axes))
-    return jax.lax.switch(turn % len(ways), list(map(at, ways)), tree)
+    def branch(partners: list[int]) -> Callable[[PyTree], PyTree]:
+        return lambda tree: jax.tree.map(lambda x: send(x, partners), tree)
+
+    branches = list(map(branch, pairings(size(axes))))
+    return jax.lax.switch(exchanges % len(branches), branches, tree)
 
 
 def _manual_axes() -> Axes:
@@ -142,15 +144,15 @@ def _manual_axes() -> Axes:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_alone(axes: Axes, turn: jax.Array) -> jax.Array:
-    """Return whether this member has no partner at ``turn``.
+def has_no_partner(axes: Axes, exchanges: jax.Array) -> jax.Array:
+    """Return whether this member has no partner, after a number of ``exchanges``.
 
     With an odd number of members, one of them has none.
     """
     if size(axes) % 2 == 0:
         return jnp.zeros((), bool)
-    ways = jnp.asarray(pairings(size(axes)), jnp.int32)
-    return ways[turn % len(ways), index(axes)] == index(axes)
+    all_pairings = jnp.asarray(pairings(size(axes)), jnp.int32)
+    return all_pairings[exchanges % len(all_pairings), index(axes)] == index(axes)
 
 
 def pairings(members: int) -> list[list[int]]:
@@ -159,24 +161,21 @@ def pairings(members: int) -> list[list[int]]:
     With 2, 4, 8, ... members, partners are a power of two apart, so that information
     from each member has reached all others after all pairings. With other numbers,
     partners mirror each other around points that are powers of two apart, and
-    information reaches most members. An even number leaves nobody without a partner;
-    an odd number leaves one, who is its own partner in the list.
+    information reaches most members. With an even number of members, all have a
+    partner; with an odd number, one has none, and is its own partner in the list.
     """
     powers = [1 << k for k in range((members - 1).bit_length())]
     if members & (members - 1) == 0:
         return [[i ^ power for i in range(members)] for power in powers]
-    places = ((2 * power + 1 - members % 2) % members for power in (0, *powers))
-    mirrors = dict.fromkeys(places)
+    mirrors = dict.fromkeys(
+        (2 * power + 1 - members % 2) % members for power in (0, *powers)
+    )
     return [[(mirror - i) % members for i in range(members)] for mirror in mirrors]
 
 
-def apart(tree: PyTree, axes: Axes) -> PyTree:
+def mark_varying(tree: PyTree, axes: Axes) -> PyTree:
     """Mark a tree as varying over ``axes``, in a shard_map that checks this."""
-    return jax.tree.map(lambda x: _vary(x, axes), tree) if checked(axes) else tree
-
-
-def _sent(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
-    return _as(jax.lax.ppermute(_narrow(x), axes, pairs), x.dtype)
+    return jax.tree.map(lambda x: _vary(x, axes), tree) if is_checked(axes) else tree
 
 
 def cut(x: jax.Array, count: int) -> jax.Array:
@@ -197,7 +196,7 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
-    """Return ``act(carry)`` where ``due``, else ``carry`` without any collective.
+    """Return ``act(carry)`` if ``due``, else ``carry``; then no collective runs.
 
     This is a loop of zero or one iterations and not a cond, because a cond copies all
     that passes through it, and a loop updates its carry in place.
@@ -219,22 +218,22 @@ def _vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def check_alike(tree: PyTree, axis_name: Any) -> None:
+def check_same_params(tree: PyTree, axis_name: Any) -> None:
     """Check that all workers of a vmapped ``init`` begin with the same parameters.
 
-    The values can be compared only if a vmap calls this with concrete arrays. Inside a
-    compiled program nothing is checked.
+    Only concrete arrays under a vmap can be compared: nothing is checked inside a
+    compiled program.
 
     Raises:
       InvalidArgumentError: the workers' parameters differ.
     """
 
     @jax.custom_batching.custom_vmap
-    def seen(tree: PyTree) -> PyTree:
+    def identity(tree: PyTree) -> PyTree:
         return tree
 
-    @seen.def_vmap
-    def of_all(size: int, batched: Any, tree: PyTree) -> Any:
+    @identity.def_vmap
+    def compare(size: int, batched: Any, tree: PyTree) -> Any:
         del size
         leaves = zip(*map(tree_leaves_with_path, (tree, batched[0])), strict=True)
         for (path, rows), (_, is_batched) in leaves:
@@ -249,19 +248,20 @@ def check_alike(tree: PyTree, axis_name: Any) -> None:
                 )
         return tree, batched[0]
 
-    seen(tree)
+    identity(tree)
 
 
-def spoken(program: Any, *, aside: str | None = None) -> set[str]:
+def axes_of_collectives(jaxpr: Any, *, ignored_scope: str | None = None) -> set[str]:
     """Return the axes over which a jaxpr has collectives.
 
-    Operations in a name scope that contains ``aside`` are ignored.
+    Operations in a name scope that contains ``ignored_scope`` do not count.
     """
     axes: set[str] = set()
-    for operation in tracing.operations(program):
-        counts = aside is None or aside not in str(operation.source_info.name_stack)
-        if operation.primitive.name != "axis_index" and counts:
+    for operation in tracing.operations(jaxpr):
+        scope = str(operation.source_info.name_stack)
+        is_ignored = ignored_scope is not None and ignored_scope in scope
+        if operation.primitive.name != "axis_index" and not is_ignored:
             for key in ("axes", "axis_name"):
-                named = names(operation.params.get(key))
-                axes.update(name for name in named if isinstance(name, str))
+                params = names(operation.params.get(key))
+                axes.update(name for name in params if isinstance(name, str))
     return axes

@@ -146,25 +146,25 @@ def phases(
         fragments.check(rule, layout)
     # The center in the state serves as the anchor, except in three cases: workers adopt
     # the center as it was before the exchange; they adopt a rounded center; or the
-    # penalty reads the whole center at every step, and the state does not have it at
-    # hand.
+    # penalty reads the whole center at every step, and a step cannot read it in the
+    # state.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
         or rule.codec.answer_dtype is not None
-        or (rule.penalty is not None and not layout.is_at_hand)
+        or (rule.penalty is not None and not layout.is_readable_in_step)
     )
 
     layout.check_rule(rule)
 
-    def begin(
+    def init_one(
         params: PyTree, inner: optax.GradientTransformationExtraArgs
     ) -> ExchangeState:
-        """Make the state of a whole tree, or of a fragment."""
-        if pieces := layout.cuts(params):
+        """Return the first state of a whole tree, or of a fragment."""
+        if pieces := layout.piece_shapes(params):
             _elementwise.check(rule, params, pieces)
-        whole = layout.own(trees.copy(params, center_dtype))
-        piece = layout.piece(whole)
-        center_state = layout.own(rule.center.init(trees.copy(piece)))
+        whole = layout.vary_over_workers(trees.copy(params, center_dtype))
+        piece = layout.cut_piece(whole)
+        center_state = layout.vary_over_workers(rule.center.init(trees.copy(piece)))
         in_flight = None
         if fragments is not None and fragments.delay:
             in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)
@@ -182,15 +182,15 @@ def phases(
     def init_fn(params: PyTree) -> State:
         check.float_leaves(params, "params")
         if axis_name is not None:
-            _collectives.check_alike(params, axis_name)
+            _collectives.check_same_params(params, axis_name)
         if layout.is_on_host:
             check_host_memory()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
-            first = state = begin(params, inner)
+            first = state = init_one(params, inner)
         else:
-            state = _fragments.begin(fragments, rule, inner, params, begin)
+            state = _fragments.init_fragments(fragments, rule, inner, params, init_one)
             first = state.fragments[0]
         if counts_exchanges(rule.center, unwrapped(first.center_state)):
             _log.warning(
@@ -227,16 +227,18 @@ def phases(
                 inner,
                 updates,
                 state.inner_state,
-                [own.local for own in state.fragments],
+                [fragment.local for fragment in state.fragments],
                 params,
-                [_round.adopted_last(own) for own in state.fragments],
+                [_round.last_adopted(fragment) for fragment in state.fragments],
                 extra_args,
                 layout,
             )
-            both = zip(state.fragments, locals_, strict=True)
-            moved = tuple(own._replace(local=local) for own, local in both)
+            moved = tuple(
+                fragment._replace(local=local)
+                for fragment, local in zip(state.fragments, locals_, strict=True)
+            )
             return updates, FragmentsState(inner_state, moved)
-        center = _round.adopted_last(state)
+        center = _round.last_adopted(state)
         updates, local = _round.local_step(
             rule, inner, updates, state.local, params, center, extra_args, layout
         )
@@ -244,28 +246,28 @@ def phases(
 
     def exchange_one(
         params: PyTree,
-        own: ExchangeState,
+        state: ExchangeState,
         extra_args: dict[str, Any],
         *,
-        receives: bool,
+        only_receives: bool,
     ) -> tuple[PyTree, ExchangeState]:
         """Exchange a whole tree, or a fragment."""
         exchange, send, receive = _halves(rule, layout, extra_args, fragments)
-        if own.in_flight is not None:
-            params, own = _collectives.when(
-                own.in_flight.is_sent, lambda carry: receive(*carry), (params, own)
+        if state.in_flight is not None:
+            params, state = _collectives.when(
+                state.in_flight.is_sent, lambda carry: receive(*carry), (params, state)
             )
-            return (params, own) if receives else send(params, own)
+            return (params, state) if only_receives else send(params, state)
         if rule.adopts == "before":  # both move, from their old values
             return _leafwise.when(
                 None,
                 lambda carry, _: exchange(*carry),
-                (params, own),
+                (params, state),
                 params,
-                own.exchanges,
+                state.exchanges,
                 functools.partial(_elementwise.is_leafwise, rule, params),
             )
-        return exchange(params, own)
+        return exchange(params, state)
 
     def exchange_fn(
         params: PyTree,
@@ -276,22 +278,25 @@ def phases(
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         check.params_given(params, rule.name)
-        own = find_state(state)
-        check_state(params, own)
+        found = find_state(state)
+        check_state(params, found)
         check.float_leaves(params, "params")
         layout.check_bound()
-        chosen = _fragments.chosen(fragments, fragment, receive)
+        indices = _fragments.fragments_to_exchange(fragments, fragment, receive)
         exchange = functools.partial(
-            exchange_one, extra_args=extra_args, receives=receive is not None
+            exchange_one, extra_args=extra_args, only_receives=receive is not None
         )
-        if isinstance(own, FragmentsState):
+        moved: State
+        if isinstance(found, FragmentsState):
             assert fragments is not None
-            params, own = _fragments.each(fragments, exchange, params, own, chosen)
+            params, moved = _fragments.exchange_fragments(
+                fragments, exchange, params, found, indices
+            )
         else:
-            inner_state, own = own.local.inner_state, with_inner(own, None)
-            params, own = exchange(params, own)
-            own = with_inner(own, inner_state)
-        return params, trees.map_nodes(lambda _: own, state, State)
+            inner_state = found.local.inner_state
+            params, exchanged = exchange(params, with_inner(found, None))
+            moved = with_inner(exchanged, inner_state)
+        return params, trees.map_nodes(lambda _: moved, state, State)
 
     return Phases(init_fn, update_fn, exchange_fn)
 
@@ -385,7 +390,7 @@ def exchange_every(
     layout = layout_of(axis_name, placement)
     # If the exchange reads the state only, and the adopted parameters are in the new
     # state, the loop need not carry the updates.
-    reads_center_only = (
+    adopts_from_state = (
         not rule.needs_params
         and rule.adopt is None
         and rule.adopts == "after"
@@ -395,9 +400,9 @@ def exchange_every(
     )
     # The same for the sending of a message. (If updates outside the loop were read,
     # XLA would compute the message before the loop, at every step.)
-    sends_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
+    sends_from_state = not rule.needs_params and rule.adopts == "after" and not is_eager
 
-    def center_alone(
+    def exchange_state_only(
         due: jax.Array,
         act: Callable[[Any], tuple[PyTree, ExchangeState]],
         updates: PyTree,
@@ -422,18 +427,18 @@ def exchange_every(
     ) -> tuple[PyTree, ExchangeState]:
         """Exchange a whole tree or a fragment, where due."""
         exchange, *_ = _halves(rule, layout, extra_args, fragments)
-        exchanged = functools.partial(_of_updates, exchange)
-        if not reads_center_only:
+        act = functools.partial(_on_updates, exchange)
+        if not adopts_from_state:
             return _leafwise.when(
                 due,
-                exchanged,
+                act,
                 (updates, state),
                 params,
                 state.exchanges,
                 functools.partial(_elementwise.is_leafwise, rule, params),
             )
-        exchanged = functools.partial(exchanged, params=params)
-        return center_alone(due, exchanged, updates, state, params)
+        act = functools.partial(act, params=params)
+        return exchange_state_only(due, act, updates, state, params)
 
     def exchange_late(
         due: jax.Array,
@@ -444,17 +449,20 @@ def exchange_every(
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
         """Make the halves of an exchange where due, with local steps between them."""
-        _, send, receive = _halves(rule, layout, extra_args, fragments)
-        received = functools.partial(_of_updates, receive, params=params)
-        sent = functools.partial(_of_updates, send, params=params)
-        if reads_center_only:
-            updates, state = center_alone(is_received, received, updates, state, params)
+        send, receive = (
+            functools.partial(_on_updates, half, params=params)
+            for half in _halves(rule, layout, extra_args, fragments)[1:]
+        )
+        if adopts_from_state:
+            updates, state = exchange_state_only(
+                is_received, receive, updates, state, params
+            )
         else:
-            updates, state = _collectives.when(is_received, received, (updates, state))
-        if not sends_alone:
-            return _collectives.when(due, sent, (updates, state))
+            updates, state = _collectives.when(is_received, receive, (updates, state))
+        if not sends_from_state:
+            return _collectives.when(due, send, (updates, state))
         return updates, _collectives.when(
-            due, lambda state: sent((updates, state))[1], state
+            due, lambda state: send((updates, state))[1], state
         )
 
     def update_fn(
@@ -463,12 +471,14 @@ def exchange_every(
         check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
 
-        def settled(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.settle(state.center, state.center_state)
+        def in_its_memory(state: ExchangeState) -> ExchangeState:
+            center, center_state = layout.move_to_memory(
+                state.center, state.center_state
+            )
             return state._replace(center=center, center_state=center_state)
 
         if isinstance(state, ExchangeState):
-            state = settled(state)
+            state = in_its_memory(state)
             steps = _period.steps_of(period_of(state.exchanges))
             due = state.local.local_steps >= steps
             inner_state, state = state.local.inner_state, with_inner(state, None)
@@ -477,16 +487,16 @@ def exchange_every(
 
         assert fragments is not None
         parts, moved = fragments.divide(params), []
-        for p, each in enumerate(state.fragments):
-            own = settled(each)
-            due = fragments.is_due(p, own, period_of)
-            here = parts.take(p, updates), own, parts.take(p, params), extra_args
-            if own.in_flight is None:
-                moved.append(exchange_one(due, *here))
+        for p, fragment in enumerate(map(in_its_memory, state.fragments)):
+            due = fragments.is_due(p, fragment, period_of)
+            part = parts.take(p, updates), fragment, parts.take(p, params), extra_args
+            if fragment.in_flight is None:
+                moved.append(exchange_one(due, *part))
             else:
-                moved.append(exchange_late(due, fragments.is_received(own, due), *here))
+                is_received = fragments.is_received(fragment, due)
+                moved.append(exchange_late(due, is_received, *part))
         updates = _parts.join([updates for updates, _ in moved])
-        return updates, state._replace(fragments=tuple(own for _, own in moved))
+        return updates, state._replace(fragments=tuple(state for _, state in moved))
 
     return optax.GradientTransformationExtraArgs(split.init, update_fn)
 
@@ -543,27 +553,24 @@ def scan_round(
     """
     _fragments.check_fragments(fragments)
 
+    def calls_after(step: int, period: int) -> tuple[dict[str, int], ...]:
+        """Return the arguments of each call of ``exchange`` after a local step."""
+        if fragments is None:
+            return ({},) if step == period else ()
+        # Step `period + step`, because only later rounds than the first receive
+        # messages of the round before.
+        return fragments.due(period + step, period)
+
     def round_fn(
         params: PyTree, state: PyTree, batches: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        def body(carry: Any, batch: PyTree) -> Any:
-            params, state, metrics = local_step(carry[0], carry[1], batch)
-            return (params, state), metrics
-
-        carry, metrics = jax.lax.scan(body, (params, state), batches, unroll=unroll)
-        return *exchange(*carry), metrics
-
-    def round_of_fragments(
-        params: PyTree, state: PyTree, batches: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        assert fragments is not None
-        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batches)}
-        if len(lengths) != 1:
+        lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
+        if len(lengths) != 1 or () in lengths:
             raise errors.InvalidArgumentError(
                 "batches must have the period as the first dimension of every leaf, "
                 f"got {sorted(lengths)}"
             )
-        (period,) = lengths
+        ((period,),) = lengths
 
         def body(carry: Any, i: jax.Array) -> Any:
             batch = jax.tree.map(
@@ -574,24 +581,21 @@ def scan_round(
 
         begin, metrics = 0, []
         for end in range(1, period + 1):
-            # Step `period + end`, because the second round, unlike the first, also has
-            # the receivings of messages from the round before.
-            calls = fragments.due(period + end, period)
+            calls = calls_after(end, period)
             if not calls and end < period:
                 continue
-            flying, state = _fragments.taken_out(state)
-            steps = jnp.arange(begin, end)
-            (params, state), made = jax.lax.scan(
-                body, (params, state), steps, unroll=unroll
+            in_flight, state = _fragments.remove_in_flight(state)
+            (params, state), scanned = jax.lax.scan(
+                body, (params, state), jnp.arange(begin, end), unroll=unroll
             )
-            state, begin = _fragments.put_back(flying, state), end
-            metrics.append(made)
+            state, begin = _fragments.restore_in_flight(in_flight, state), end
+            metrics.append(scanned)
             for call in calls:
                 params, state = exchange(params, state, **call)
-        metrics = jax.tree.map(lambda *each: jnp.concatenate(each), *metrics)
+        metrics = jax.tree.map(lambda *rows: jnp.concatenate(rows), *metrics)
         return params, state, metrics
 
-    return round_fn if fragments is None else round_of_fragments
+    return round_fn
 
 
 def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
@@ -627,7 +631,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       >>> print(agn_optax.center_params(tx.init(jnp.array([1.0, 2.0]))))
       [1. 2.]
     """
-    if _goes_on(opt_state):
+    if _is_followed(opt_state):
         _log.warning(
             "a chain has more transformations after a rule. After a drop-in rule, they "
             "change the updates that set the parameters to the center, which must stay "
@@ -654,7 +658,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 def _whole_center(state: State) -> PyTree:
     if isinstance(state, ExchangeState):
         return whole_center(state.center)
-    return _parts.join([_whole_center(each) for each in state.fragments])
+    return _parts.join(list(map(_whole_center, state.fragments)))
 
 
 def find_state(opt_state: PyTree) -> State:
@@ -674,15 +678,15 @@ def find_state(opt_state: PyTree) -> State:
     return found[0][1]
 
 
-def _goes_on(node: PyTree) -> bool:
+def _is_followed(node: PyTree) -> bool:
     """Return whether the state is of a chain with a transformation after a rule."""
     if isinstance(node, State):
         return False
-    is_chain = type(node) is tuple and all(isinstance(each, tuple) for each in node)
+    is_chain = type(node) is tuple and all(isinstance(child, tuple) for child in node)
     if is_chain and trees.nodes(node[:-1], State):
         return True
     level = jax.tree_util.default_registry.flatten_one_level(node)
-    return level is not None and any(map(_goes_on, level[0]))
+    return level is not None and any(map(_is_followed, level[0]))
 
 
 _Act = Callable[[PyTree, Any], tuple[PyTree, ExchangeState]]
@@ -697,17 +701,17 @@ def _halves(
     """Return exchange, sending and receiving as functions of (params, state)."""
     mixing = 0.0 if fragments is None else fragments.mixing
 
-    def of(act: Callable[..., Any], **more: float) -> _Act:
-        return functools.partial(act, rule, layout, extra_args=extra_args, **more)
+    def bind(act: Callable[..., Any], **options: float) -> _Act:
+        return functools.partial(act, rule, layout, extra_args=extra_args, **options)
 
     return (
-        of(_round.exchange, mixing=mixing),
-        of(_round.send),
-        of(_round.receive_late, mixing=mixing),
+        bind(_round.exchange, mixing=mixing),
+        bind(_round.send),
+        bind(_round.receive_late, mixing=mixing),
     )
 
 
-def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeState]:
+def _on_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeState]:
     """Call ``act(params, state)`` on (updates, state), before updates are applied."""
     updates, state = carry
     adopted, state = act(optax.apply_updates(params, updates), state)

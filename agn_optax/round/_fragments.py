@@ -190,12 +190,12 @@ class Fragments:
             for p, end in enumerate(ends)
             if self.delay and step > end and (step - end - self.delay) % period == 0
         ]
-        begun = [
+        sending = [
             {"fragment": p}
             for p, end in enumerate(ends)
             if step >= end and (step - end) % period == 0
         ]
-        return (*receiving, *begun)
+        return (*receiving, *sending)
 
     def check_period(self, period: int) -> None:
         """Check that the delay and all offsets fit into a period."""
@@ -210,7 +210,7 @@ class Fragments:
         """Check that a rule and a layout can be used with these fragments.
 
         Raises:
-          InvalidArgumentError: they cannot.
+          InvalidArgumentError: the rule or the layout cannot be used.
         """
         got = f"rule {rule.name!r}"
         if self.delay and not layout.is_default:
@@ -237,35 +237,42 @@ class Fragments:
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule
     ) -> jax.Array:
         """Return whether an exchange of a fragment begins now, in a traced program."""
-        made = state.exchanges
-        here = _period.steps_of(period(made))
-        before = _period.steps_of(period(jnp.maximum(made - 1, 0)))
-        later = self._length(fragment, here, before)
-        length = jnp.where(made > 0, later, self._length(fragment, here))
-        return state.local.local_steps >= length
+        this_round = _period.steps_of(period(state.exchanges))
+        last_round = _period.steps_of(period(jnp.maximum(state.exchanges - 1, 0)))
+        steps = jnp.where(
+            state.exchanges > 0,
+            self._steps_between(fragment, this_round, last_round),
+            self._steps_between(fragment, this_round),
+        )
+        return state.local.local_steps >= steps
 
     def periods(
         self, fragment: int, period: _period.PeriodSchedule
     ) -> Callable[[int], int]:
         """Return a fragment's period: exchanges made so far -> steps until the next."""
 
-        def length(made: int) -> int:
-            before = int(period(made - 1)) if made else None
-            return int(self._length(fragment, int(period(made)), before))
+        def steps(exchanges: int) -> int:
+            last_round = int(period(exchanges - 1)) if exchanges else None
+            this_round = int(period(exchanges))
+            return int(self._steps_between(fragment, this_round, last_round))
 
-        return length
+        return steps
 
-    def _length(self, fragment: int, period: Any, before: Any = None) -> Any:
+    def _steps_between(
+        self, fragment: int, this_round: Any, last_round: Any = None
+    ) -> Any:
         """Return the local steps from a fragment's last exchange to its next.
 
         Args:
           fragment: index of the fragment.
-          period: local steps of the round with the next exchange.
-          before: local steps of the round with the last exchange; None if there was
+          this_round: local steps of the round with the next exchange.
+          last_round: local steps of the round with the last exchange; None if there was
             none, and then steps are counted from the beginning.
         """
-        rest = 0 if before is None else before - self._offset(fragment, before)
-        return rest + self._offset(fragment, period)
+        rest = 0
+        if last_round is not None:
+            rest = last_round - self._offset(fragment, last_round)
+        return rest + self._offset(fragment, this_round)
 
     def is_received(self, state: ExchangeState, due: jax.Array) -> jax.Array:
         """Return whether a message in flight is applied now, in a traced program.
@@ -273,8 +280,8 @@ class Fragments:
         It is applied after the delay, or earlier if the next message is due.
         """
         assert state.in_flight is not None
-        is_time = state.local.local_steps >= self.delay
-        return state.in_flight.is_sent & (is_time | due)
+        is_delayed = state.local.local_steps >= self.delay
+        return state.in_flight.is_sent & (is_delayed | due)
 
     def _offset(self, fragment: int, period: Any) -> Any:
         """Return the step of a period after which a fragment is exchanged."""
@@ -293,68 +300,68 @@ def check_fragments(value: Any) -> None:
         check.instance(value, Fragments, f"fragments must be {such_as}")
 
 
-def chosen(
+def fragments_to_exchange(
     fragments: Fragments | None, fragment: int | None, receive: int | None
 ) -> Sequence[int]:
     """Return the indices of the fragments that a call of ``exchange`` is for.
 
-    Without an index these are all fragments; without fragments there are none.
+    If neither ``fragment`` nor ``receive`` is given, these are all fragments.
 
     Raises:
       InvalidArgumentError: both indices are given, or there is no such fragment.
       InvalidTypeError: an index is traced.
     """
-    given = [number for number in (fragment, receive) if number is not None]
+    given = [index for index in (fragment, receive) if index is not None]
     if any(map(check.is_traced, given)):
         raise errors.InvalidTypeError(
             "fragment and receive must be static, got a traced value: use jax.jit("
             'tx.exchange, static_argnames=("fragment", "receive"))'
         )
-    there = range(0 if fragments is None else len(fragments))
+    indices = range(0 if fragments is None else len(fragments))
     if len(given) > 1 or any(
-        isinstance(number, bool) or number not in there for number in given
+        isinstance(index, bool) or index not in indices for index in given
     ):
-        has = f"there are {len(there)}" if there else "there are no fragments"
+        has = f"there are {len(indices)}" if indices else "there are no fragments"
         raise errors.InvalidArgumentError(
             f"fragment or receive must be the number of one fragment, and {has}: got "
             f"fragment={fragment!r}, receive={receive!r}"
         )
-    return given or there
+    return given or indices
 
 
-def begin(
+def init_fragments(
     fragments: Fragments,
     rule: Rule,
     inner: optax.GradientTransformationExtraArgs,
     params: PyTree,
-    of_part: Callable[[PyTree, Any], ExchangeState],
+    init: Callable[[PyTree, Any], ExchangeState],
 ) -> FragmentsState:
     """Return the state before the first step.
 
-    ``of_part(params, inner)`` makes the state of one fragment.
+    ``init(params, inner)`` makes the state of one fragment.
 
     Raises:
       InvalidArgumentError: the parameters cannot be divided into these fragments, or
         the rule cannot be initialized with a part of them.
     """
     parts = fragments.divide(params).cut(params)
-    alone = optax.with_extra_args_support(optax.identity())
+    no_inner = optax.with_extra_args_support(optax.identity())
 
-    def of(part: PyTree) -> ExchangeState:
-        return _round.with_inner(of_part(part, alone), None)
+    def init_part(part: PyTree) -> ExchangeState:
+        return _round.with_inner(init(part, no_inner), None)
 
-    begun = tracing.unless_unfit(
-        f"rule {rule.name!r} by fragments", lambda: tuple(map(of, parts))
+    states = tracing.unless_unfit(
+        f"rule {rule.name!r} by fragments", lambda: tuple(map(init_part, parts))
     )
-    if begun is None:
-        jax.eval_shape(lambda: of_part(params, alone))  # raises if the whole fails too
+    if states is None:
+        jax.eval_shape(lambda: init(params, no_inner))  # raises if the whole fails too
         raise errors.InvalidArgumentError(
             f"rule {rule.name!r} cannot begin with a fragment of the parameters, in "
             "which the other leaves are None. A mask or labels of its center "
             "optimizer must be functions of the parameters, and not trees"
         )
     # A copy, because some optimizers keep the parameters passed to their init.
-    return FragmentsState(inner.init(trees.copy(params)), begun)
+    return FragmentsState(inner.init(trees.copy(params)), states)
 
 
 def check_state(
@@ -371,16 +378,16 @@ def check_state(
             f"{len(state.fragments)}"
         )
     parts = fragments.divide(params).cut(params)
-    for part, own in zip(parts, state.fragments, strict=True):
-        layout.check_center(part, own.center)
+    for part, fragment in zip(parts, state.fragments, strict=True):
+        layout.check_center(part, fragment.center)
 
 
-def each(
+def exchange_fragments(
     fragments: Fragments,
     exchange: Callable[[PyTree, ExchangeState], tuple[PyTree, ExchangeState]],
     params: PyTree,
     state: FragmentsState,
-    numbers: Sequence[int],
+    indices: Sequence[int],
 ) -> tuple[PyTree, FragmentsState]:
     """Call ``exchange`` for some fragments, each with its part of the parameters.
 
@@ -389,22 +396,21 @@ def each(
         none, or the reverse.
     """
     parts = fragments.divide(params)
-    cut, own = parts.cut(params), list(state.fragments)
-    for number in numbers:
-        if (own[number].in_flight is None) != (not fragments.delay):
+    cut, states = parts.cut(params), list(state.fragments)
+    for index in indices:
+        if (states[index].in_flight is None) != (not fragments.delay):
             raise errors.TreeMismatchError(
                 f"the state is of fragments {'without' if fragments.delay else 'with'} "
                 f"a delay, but here delay={fragments.delay}"
             )
-        cut[number], own[number] = exchange(cut[number], own[number])
-    return _parts.join(cut), state._replace(fragments=tuple(own))
+        cut[index], states[index] = exchange(cut[index], states[index])
+    return _parts.join(cut), state._replace(fragments=tuple(states))
 
 
-def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
-    """Split off the messages in flight of all states, inside any wrappers.
+def remove_in_flight(state: PyTree) -> tuple[list[Any], PyTree]:
+    """Return the messages in flight of all states, and the states without them.
 
-    Returns:
-      The messages, and the states without them.
+    The states are found inside any wrappers.
     """
     messages = [node.in_flight for _, node in trees.nodes(state, ExchangeState)]
     return messages, trees.map_nodes(
@@ -412,8 +418,8 @@ def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
     )
 
 
-def put_back(messages: list[Any], state: PyTree) -> PyTree:
-    """Put messages back into states: the reverse of `taken_out`, after local steps."""
+def restore_in_flight(messages: list[Any], state: PyTree) -> PyTree:
+    """Undo `remove_in_flight`, such as after local steps."""
     order = iter(messages)
     return trees.map_nodes(
         lambda node: node._replace(in_flight=next(order)), state, ExchangeState
@@ -439,13 +445,13 @@ def local_step_of_fragments(
     Returns:
       Updates, and the new states of the inner optimizer and of the fragments.
     """
-    seen, moved = [], []
-    pieces = zip(parts.cut(grads), fragments, parts.cut(params), centers, strict=True)
-    for raw, own, part, center in pieces:
-        penalized, local = _round.record(rule, raw, own, part, center, layout)
-        seen.append(penalized)
-        moved.append(local)
-    updates, inner_state = inner.update(
-        _parts.join(seen), inner_state, params, **extra_args
-    )
-    return optax.tree.cast_like(updates, params), inner_state, moved
+    recorded = [
+        _round.record(rule, grads, local, params, center, layout)
+        for grads, local, params, center in zip(
+            parts.cut(grads), fragments, parts.cut(params), centers, strict=True
+        )
+    ]
+    grads = _parts.join([grads for grads, _ in recorded])
+    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    locals_ = [local for _, local in recorded]
+    return optax.tree.cast_like(updates, params), inner_state, locals_

@@ -61,11 +61,11 @@ class Parts(tuple[tuple[Piece, ...], ...]):
 def join(parts: Sequence[PyTree]) -> PyTree:
     """Join the parts of a tree: the reverse of `Parts.cut`."""
 
-    def joined(*pieces: Any) -> Any:
-        there = [piece for piece in pieces if piece is not None]
-        return jnp.concatenate(there) if len(there) > 1 else (there or [None])[0]
+    def join_leaf(*pieces: Any) -> Any:
+        pieces = tuple(piece for piece in pieces if piece is not None)
+        return jnp.concatenate(pieces) if len(pieces) > 1 else (pieces or (None,))[0]
 
-    return jax.tree.map(joined, *parts, is_leaf=lambda node: node is None)
+    return jax.tree.map(join_leaf, *parts, is_leaf=lambda node: node is None)
 
 
 def numbers(tree: PyTree) -> PyTree:
@@ -89,12 +89,12 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
     """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     sizes = [math.prod(shape) for shape in shapes]
-    share = -(-sum(sizes) // count) or 1
+    fair_size = -(-sum(sizes) // count) or 1
     load = [0] * count
     parts: list[list[Piece]] = [[] for _ in range(count)]
     for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
         length = shapes[leaf][0] if shapes[leaf] else 1
-        cuts = min(-(-sizes[leaf] // share), length, count) if rows else 1
+        cuts = min(-(-sizes[leaf] // fair_size), length, count) if rows else 1
         cuts = cuts or 1  # 0 for a leaf without elements
         emptiest = sorted(range(count), key=lambda part: load[part])[:cuts]
         bounds = [length * i // cuts for i in range(cuts + 1)]
@@ -135,7 +135,7 @@ def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
     text = ""
     for leaf, (path, _) in enumerate(tree_leaves_with_path(tree)):
         text = keystr(path, simple=True, separator="/")
-        found = [i for i, each in enumerate(patterns) if re.search(each, text)]
+        found = [i for i, pattern in enumerate(patterns) if re.search(pattern, text)]
         if not found:
             raise errors.InvalidArgumentError(
                 f"no pattern of {list(patterns)} is found in the path {text!r}: add "
@@ -143,7 +143,7 @@ def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
             )
         parts[found[0]].append(Piece(leaf))
     if not all(parts):
-        empty = [each for each, part in zip(patterns, parts, strict=True) if not part]
+        empty = [p for p, part in zip(patterns, parts, strict=True) if not part]
         raise errors.InvalidArgumentError(
             f"no leaf is left for {empty}; the paths are such as {text!r}"
         )

@@ -32,7 +32,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round.placements import WHOLE, Layout, held
+from agn_optax.round.placements import WHOLE, Layout, center_arrays
 from agn_optax.rules import Rule, discounted, extra_arguments
 
 PyTree = Any
@@ -100,9 +100,9 @@ def init_local(
         local_steps=jnp.zeros((), jnp.int32),
         # A copy, because some optimizers keep the parameters passed to their init.
         inner_state=inner.init(trees.copy(params)),
-        record=rule.record.init(layout.part(params)),
+        record=rule.record.init(layout.cut_part(params)),
         anchor=anchor,
-        codec_state=rule.codec.init(layout.part(params)),
+        codec_state=rule.codec.init(layout.cut_part(params)),
     )
 
 
@@ -140,7 +140,7 @@ def record(
       The gradients for the inner optimizer, and the new state.
     """
     recorded = add_to_record(
-        rule, state.record, layout.part(grads), layout.part(params)
+        rule, state.record, layout.cut_part(grads), layout.cut_part(params)
     )
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
@@ -228,8 +228,8 @@ def recover(
       center: the anchor if the state keeps none.
       steps: local steps of which the contribution was made.
     """
-    made: Any = rule.contribution
-    return made.recover(
+    contribute: Any = rule.contribution
+    return contribute.recover(
         contribution,
         params,
         _anchor(state, center) if rule.needs_anchor else None,
@@ -237,13 +237,13 @@ def recover(
     )
 
 
-class Moved(NamedTuple):
+class MovedCenter(NamedTuple):
     """A center after a message."""
 
     center: PyTree
     center_state: PyTree  # the center optimizer's
     broadcast: Broadcast | None  # what workers adopt, where that is not the center
-    difference: PyTree  # encoded, from the broadcast before; None where none is sent
+    delta: PyTree  # encoded, from the broadcast before; None without a downlink codec
 
 
 def receive(
@@ -253,7 +253,7 @@ def receive(
     center_state: PyTree,
     broadcast: Broadcast | None = None,
     extra_args: dict[str, Any] | None = None,
-) -> Moved:
+) -> MovedCenter:
     """Apply one worker's contribution to the center.
 
     Args:
@@ -266,7 +266,9 @@ def receive(
         `Rule`), and further arguments.
     """
     message = message_of(rule, contribution, center)
-    return _moved(rule, message, center, center_state, broadcast, extra_args or {})
+    return _weigh_and_apply(
+        rule, message, center, center_state, broadcast, extra_args or {}
+    )
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -280,9 +282,9 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
     return rule.message(contribution, center) if rule.message else contribution
 
 
-def weigh(rule: Rule, message: PyTree, about: dict[str, Any]) -> PyTree:
+def weigh(rule: Rule, message: PyTree, extra_args: dict[str, Any]) -> PyTree:
     """Return a message after the rule's discount, such as for its staleness."""
-    return discounted(rule, message, **extra_arguments(about))
+    return discounted(rule, message, **extra_arguments(extra_args))
 
 
 def descend(
@@ -290,10 +292,12 @@ def descend(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    about: dict[str, Any],
+    extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """Return the center optimizer's updates for a message, and its new state."""
-    return rule.center.update(message, center_state, center, **extra_arguments(about))
+    return rule.center.update(
+        message, center_state, center, **extra_arguments(extra_args)
+    )
 
 
 def apply(
@@ -302,8 +306,8 @@ def apply(
     center: PyTree,
     center_state: PyTree,
     broadcast: Broadcast | None,
-    about: dict[str, Any],
-) -> Moved:
+    extra_args: dict[str, Any],
+) -> MovedCenter:
     """Apply a message, which has been weighed, and publish the new center.
 
     Args:
@@ -313,11 +317,11 @@ def apply(
       center: the center, in the same pieces.
       center_state: state of the center optimizer.
       broadcast: the broadcast parameters, if the rule has any.
-      about: extra arguments of the center optimizer.
+      extra_args: extra arguments of the center optimizer.
     """
-    updates, center_state = descend(rule, message, center, center_state, about)
+    updates, center_state = descend(rule, message, center, center_state, extra_args)
     moved = optax.apply_updates(center, updates)
-    return Moved(moved, center_state, *publish(rule, moved, broadcast))
+    return MovedCenter(moved, center_state, *publish(rule, moved, broadcast))
 
 
 def has_residual(rule: Rule) -> bool:
@@ -325,16 +329,16 @@ def has_residual(rule: Rule) -> bool:
     return rule.codec.returned is not None
 
 
-def take_back(rule: Rule, contribution: PyTree, codec_state: PyTree) -> PyTree:
+def restore_residual(rule: Rule, contribution: PyTree, codec_state: PyTree) -> PyTree:
     """Add a contribution that the center has not applied to the codec's residual."""
     assert rule.codec.returned is not None
     return rule.codec.returned(contribution, codec_state)
 
 
 def init_broadcast(rule: Rule, center: PyTree) -> Broadcast | None:
-    """Return the first broadcast parameters, which equal the center, or None.
+    """Return the first broadcast parameters, which equal the center.
 
-    None if the rule has no downlink codec for differences.
+    Return None if the rule has no downlink codec that sends deltas.
     """
     codec = rule.codec.answer_codec
     return None if codec is None else Broadcast(trees.copy(center), codec.init(center))
@@ -345,27 +349,27 @@ def publish(
 ) -> tuple[Broadcast | None, PyTree]:
     """Move the broadcast parameters to the center, as far as the codec allows.
 
-    The codec's error in one difference is part of the next difference, because each is
-    taken from the exact center. Elements that are not finite are set to zero, so that
-    they do not spoil the rest of their block.
+    The codec's error in one delta is part of the next delta, because each is taken from
+    the exact center. Elements that are not finite are set to zero, so that they do not
+    spoil the rest of their block.
 
     Returns:
-      The next broadcast parameters, and the encoded difference that leads to them.
+      The next broadcast parameters, and the encoded delta that leads to them.
     """
     codec = rule.codec.answer_codec
     if codec is None or broadcast is None:
         return None, None
 
-    def differ(c: jax.Array, p: jax.Array) -> jax.Array:
+    def subtract(c: jax.Array, p: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(c - p), c - p, jnp.zeros_like(p))
 
-    difference = jax.tree.map(differ, center, broadcast.params)
-    encoded, codec_state = codec.encode(difference, broadcast.codec_state)
-    return Broadcast(follow(rule, broadcast.params, encoded), codec_state), encoded
+    delta = jax.tree.map(subtract, center, broadcast.params)
+    encoded, codec_state = codec.encode(delta, broadcast.codec_state)
+    return Broadcast(apply_delta(rule, broadcast.params, encoded), codec_state), encoded
 
 
-def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
-    """Apply an encoded difference to broadcast parameters: the same bits everywhere."""
+def apply_delta(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
+    """Apply an encoded delta to broadcast parameters: the same bits everywhere."""
     codec: Any = rule.codec.answer_codec
     decoded = codec.decode(encoded, params)
 
@@ -376,11 +380,8 @@ def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
     return jax.tree.map(add, params, decoded)
 
 
-def difference_like(rule: Rule, center: PyTree) -> PyTree:
-    """Return the shapes and dtypes of an encoded difference, or None.
-
-    None if the rule's answers are not differences.
-    """
+def delta_like(rule: Rule, center: PyTree) -> PyTree:
+    """Return the shapes and dtypes of an encoded delta; None without such a codec."""
 
     def encoded(center: PyTree) -> PyTree:
         return publish(rule, center, init_broadcast(rule, center))[1]
@@ -397,9 +398,13 @@ def answer_of(rule: Rule, center: PyTree, broadcast: Broadcast | None = None) ->
     return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
 
 
-def adopted_last(state: ExchangeState) -> PyTree:
+def last_adopted(state: ExchangeState) -> PyTree:
     """Return the anchor of a worker whose state keeps none."""
-    return held(state.center) if state.broadcast is None else state.broadcast.params
+    return (
+        center_arrays(state.center)
+        if state.broadcast is None
+        else state.broadcast.params
+    )
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
@@ -459,8 +464,8 @@ def empty_record(
     record = optax.tree.map_params(
         rule.record,
         lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
-        rule.record.init(layout.part(params)),
-        layout.part(after),
+        rule.record.init(layout.cut_part(params)),
+        layout.cut_part(after),
     )
     return state._replace(local_steps=jnp.zeros((), jnp.int32), record=record)
 
@@ -501,24 +506,24 @@ def exchange(
     Returns:
       The adopted parameters, and the new state.
     """
-    layout.check_met(rule.name)
-    kept, center_state = layout.load(state.center, state.center_state)
-    # The center before the exchange, gathered to match the parameters, for rules that
-    # read it.
-    live = None
+    layout.check_all_workers_exchange(rule.name)
+    piece, center_state = layout.load(state.center, state.center_state)
+    # This tower's part of the center before the exchange, for rules that read it.
+    part = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
-        live = layout.unite(kept, params)
-    sent = _sent(rule, layout, params, state, kept, live, extra_args)
-    moved = _moved(rule, sent.message, kept, center_state, state.broadcast, sent.about)
-    if rule.adopts == "before":
-        adopted, known = live, state.broadcast
-    else:
-        adopted, known = layout.unite(moved.center, params), moved.broadcast
-    answer = answer_of(rule, layout.whole(adopted, params), known)
-    adopting = adopt(rule, params, answer, mixing)
+        part = layout.join_pieces(piece, params)
+    sent = _combined_message(rule, layout, params, state, piece, part, extra_args)
+    moved = _weigh_and_apply(
+        rule, sent.message, piece, center_state, state.broadcast, sent.center_args
+    )
+    broadcast = state.broadcast
+    if rule.adopts == "after":
+        part, broadcast = layout.join_pieces(moved.center, params), moved.broadcast
+    answer = answer_of(rule, layout.join_parts(part, params), broadcast)
+    adopted = adopt(rule, params, answer, mixing)
     local = empty_record(rule, sent.local, params, answer, layout)
     center, center_state = layout.store(moved.center, moved.center_state, state.center)
-    return adopting, state._replace(
+    return adopted, state._replace(
         local=move_anchor(local, answer),
         center=center,
         center_state=center_state,
@@ -542,28 +547,30 @@ def send(
 
     Arguments and results are those of `exchange`; the center is whole.
     """
-    layout.check_met(rule.name)
+    layout.check_all_workers_exchange(rule.name)
     assert state.in_flight is not None
     center = state.center
-    sent = _sent(rule, layout, params, state, center, center, extra_args)
+    sent = _combined_message(rule, layout, params, state, center, center, extra_args)
     message = optax.tree.cast_like(sent.message, center)
     local, adopted = sent.local, None
     if state.in_flight.adopted is not None:
-        own = message_of(rule, sent.contribution, center)
+        own_message = message_of(rule, sent.contribution, center)
         if rule.combine == "mean":
-            count = layout.count(state.exchanges)
-            part = jnp.asarray(1.0 if sent.share is None else sent.share) / count
-            own = trees.scaled(own, part)
-        moved = _moved(rule, own, center, state.center_state, None, sent.about)
+            workers = layout.num_participants(state.exchanges)
+            weight = jnp.asarray(1.0 if sent.weight is None else sent.weight)
+            own_message = trees.scaled(own_message, weight / workers)
+        moved = _weigh_and_apply(
+            rule, own_message, center, state.center_state, None, sent.center_args
+        )
         params = adopted = overwrite(params, answer_of(rule, moved.center))
     elif rule.adopts == "before":
         params = adopt_center(rule, params, state)
         local = move_anchor(local, answer_of(rule, center, state.broadcast))
-    weight = sent.about.get("weight")
+    mean_weight = sent.center_args.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
         steps=local.local_steps,
-        weight=jnp.asarray(1.0 if weight is None else weight, float),
+        weight=jnp.asarray(1.0 if mean_weight is None else mean_weight, float),
         message=message,
         adopted=adopted,
     )
@@ -589,20 +596,20 @@ def receive_late(
     """
     in_flight = state.in_flight
     assert in_flight is not None
-    about = {
+    center_args = {
         **extra_args,
         "steps": in_flight.steps,
         "since": state.exchanges - 1,
-        "workers": layout.count(state.exchanges - 1),
+        "workers": layout.num_participants(state.exchanges - 1),
         "weight": in_flight.weight,
     }
-    moved = _moved(
+    moved = _weigh_and_apply(
         rule,
         in_flight.message,
         state.center,
         state.center_state,
         state.broadcast,
-        about,
+        center_args,
     )
     local = state.local
     if rule.adopts == "after":
@@ -637,83 +644,83 @@ def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFligh
     )
 
 
-class _Sent(NamedTuple):
-    """A message that was sent within the program."""
+class _CombinedMessage(NamedTuple):
+    """The combined message of all workers of a mesh."""
 
-    message: PyTree  # of all workers together
-    about: dict[str, Any]  # extra arguments of the center optimizer
+    message: PyTree  # this tower's piece
+    center_args: dict[str, Any]  # extra arguments of the center optimizer
     local: LocalState  # with the codec's next state
     contribution: PyTree  # of this worker, encoded
-    share: jax.Array | None  # of this worker in a mean; None if all count alike
+    weight: jax.Array | None  # of this worker in a mean; None if all count alike
 
 
-def _sent(
+def _combined_message(
     rule: Rule,
     layout: Layout,
     params: PyTree,
     state: ExchangeState,
-    kept: PyTree,
-    live: PyTree,
+    piece: PyTree,
+    part: PyTree,
     extra_args: dict[str, Any],
-) -> _Sent:
-    """Make the message of all workers of a mesh.
+) -> _CombinedMessage:
+    """Combine the messages of all workers of a mesh.
 
     Args:
       rule: the rule.
       layout: layout of the center.
       params: the parameters.
       state: the state.
-      kept: the center, or this tower's piece of it.
-      live: the center in the pieces of the parameters; None if the rule reads none.
+      piece: this tower's piece of the center.
+      part: this tower's part of the center; None if the rule does not read it.
       extra_args: as of `exchange`.
     """
     local = state.local
-    anchor = None if local.anchor is None else layout.part(local.anchor)
+    anchor = None if local.anchor is None else layout.cut_part(local.anchor)
     contribution, codec_state = contribute(
         rule,
         local._replace(anchor=anchor),
-        layout.part(params),
-        live if state.broadcast is None else state.broadcast.params,
+        layout.cut_part(params),
+        part if state.broadcast is None else state.broadcast.params,
     )
-    turn = state.exchanges
-    about = {
+    center_args = {
         **extra_args,
         "steps": local.local_steps,
-        "since": turn,
-        "workers": layout.count(turn),
+        "since": state.exchanges,
+        "workers": layout.num_participants(state.exchanges),
     }
-    share = None  # of this worker in a mean; None if all count alike
+    relative_weight = None
     if (weight := extra_args.get("weight")) is not None:
         check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
-        own = jnp.asarray(weight, float)
-        about["weight"] = layout.mean(own, turn)
-        share = own / about["weight"] if rule.combine == "mean" else None
+        weight = jnp.asarray(weight, float)
+        mean_weight = layout.mean_over_participants(weight, state.exchanges)
+        center_args["weight"] = mean_weight
+        relative_weight = weight / mean_weight if rule.combine == "mean" else None
 
     def message_to(center: PyTree, contribution: PyTree) -> PyTree:
-        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
+        return optax.tree.cast_like(message_of(rule, contribution, center), piece)
 
     if rule.codec.is_identity:  # an all-reduce may sum the messages
-        mine = message_to(kept if live is None else live, contribution)
-        if share is not None:
-            mine = trees.scaled(mine, share)
-        message = layout.combine(mine, rule.combine, params, kept, turn)
+        message = message_to(piece if part is None else part, contribution)
+        if relative_weight is not None:
+            message = trees.scaled(message, relative_weight)
+        message = layout.combine(message, rule.combine, params, piece, state.exchanges)
     else:
-        decoded = functools.partial(message_to, kept)
+        decode_piece = functools.partial(message_to, piece)
         message = layout.combine_encoded(
-            contribution, decoded, rule.combine, params, share
+            contribution, decode_piece, rule.combine, params, relative_weight
         )
     local = local._replace(codec_state=codec_state)
-    return _Sent(message, about, local, contribution, share)
+    return _CombinedMessage(message, center_args, local, contribution, relative_weight)
 
 
-def _moved(
+def _weigh_and_apply(
     rule: Rule,
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
     broadcast: Broadcast | None,
     extra_args: dict[str, Any],
-) -> Moved:
+) -> MovedCenter:
     """Weigh and apply a message that was made within the program."""
     message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
     return apply(rule, message, center, center_state, broadcast, extra_args)
@@ -724,10 +731,10 @@ def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
     if not mixing:
         return adopted
 
-    def mix(adopted: jax.Array, own: jax.Array) -> jax.Array:
-        wide = trees.wider(own.dtype, jnp.float32)
-        mean = mixing * own.astype(wide) + (1.0 - mixing) * adopted.astype(wide)
-        return mean.astype(own.dtype)
+    def mix(c: jax.Array, x: jax.Array) -> jax.Array:
+        wide = trees.wider(x.dtype, jnp.float32)
+        mean = mixing * x.astype(wide) + (1.0 - mixing) * c.astype(wide)
+        return mean.astype(x.dtype)
 
     return jax.tree.map(mix, adopted, params)
 
@@ -740,21 +747,21 @@ def overwrite(old: PyTree, new: PyTree) -> PyTree:
     buffer, with a copy.
     """
 
-    def over(o: Any, n: jax.Array) -> jax.Array:
-        dtype = jnp.result_type(o)
-        if n.dtype == dtype:
-            return jnp.where(True, n, o)
+    def overwrite_leaf(old: Any, new: jax.Array) -> jax.Array:
+        dtype = jnp.result_type(old)
+        if new.dtype == dtype:
+            return jnp.where(True, new, old)
         # Adopt a narrower center as it is stored: without an explicit rounding, XLA
         # could use the values from before its cast.
-        wide = n.astype(trees.wider(n.dtype, dtype))
-        return jnp.where(True, trees.rounded(wide, n.dtype).astype(dtype), o)
+        wide = new.astype(trees.wider(new.dtype, dtype))
+        return jnp.where(True, trees.rounded(wide, new.dtype).astype(dtype), old)
 
-    return jax.tree.map(over, old, new)
+    return jax.tree.map(overwrite_leaf, old, new)
 
 
-def check_step(grads: PyTree, params: PyTree, who: str) -> None:
+def check_step(grads: PyTree, params: PyTree, caller: str) -> None:
     """Check the gradients and parameters of a local step."""
-    check.params_given(params, who)
+    check.params_given(params, caller)
     check.same_tree(grads, params, "grads", "params")
     check.float_leaves(grads, "grads")
     check.float_leaves(params, "params")

@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round._fragments import FragmentsState
 from agn_optax.round._round import ExchangeState, LocalState
-from agn_optax.round.placements import held, unwrapped
+from agn_optax.round.placements import center_arrays, unwrapped
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
@@ -95,17 +95,17 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
       >>> print(*agn_optax.slots(optax.adam(0.1).init(params), params))
       mu nu
     """
-    opt_state = trees.map_nodes(_put_together, opt_state, FragmentsState)
-    known = list(_known(opt_state))
-    like = _structure_of(known) if params is None else params
-    for tree in known:
+    opt_state = trees.map_nodes(_join_fragments, opt_state, FragmentsState)
+    known_trees = list(_params_like_trees(opt_state))
+    like = _structure_of(known_trees) if params is None else params
+    for tree in known_trees:
         if not _is_like(tree, like):
             raise errors.TreeMismatchError(
                 "params must have the same tree as the parameters of the state: got "
                 f"{jax.tree.structure(like)}, expected {jax.tree.structure(tree)}"
             )
     is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
-    least = 0 if is_bare and not jnp.shape(like) else 1  # dimensions of a slot
+    min_ndim = 0 if is_bare and not jnp.shape(like) else 1  # of a slot
 
     def is_tree(node: PyTree) -> bool:
         return not is_bare and bool(jax.tree.leaves(node)) and _is_like(node, like)
@@ -113,7 +113,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     def is_slot(node: PyTree) -> bool:
         dtype = getattr(node, "dtype", type(node))
         return is_tree(node) or (
-            jnp.issubdtype(dtype, jnp.inexact) and jnp.ndim(node) >= least
+            jnp.issubdtype(dtype, jnp.inexact) and jnp.ndim(node) >= min_ndim
         )
 
     named = trees.map_nodes(_by_part, opt_state, ExchangeState | LocalState)
@@ -121,27 +121,28 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     return _named([(path, node) for path, node in nodes if is_slot(node)])
 
 
-def _put_together(state: FragmentsState) -> ExchangeState:
+def _join_fragments(state: FragmentsState) -> ExchangeState:
     """Join the states of all fragments to the state of the whole tree."""
-    apart = [
-        each._replace(
-            center=held(each.center), center_state=unwrapped(each.center_state)
+    fragments = [
+        fragment._replace(
+            center=center_arrays(fragment.center),
+            center_state=unwrapped(fragment.center_state),
         )
-        for each in state.fragments
+        for fragment in state.fragments
     ]
-    # For the counts, which all fragments have, any will do: they are no slots.
+    # Each fragment has its counts. Any will do, because they are no slots.
     whole: ExchangeState = jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
-        *apart,
+        *fragments,
         is_leaf=lambda node: node is None,
     )
     return whole._replace(local=whole.local._replace(inner_state=state.inner_state))
 
 
-def _known(opt_state: PyTree) -> Iterator[PyTree]:
+def _params_like_trees(opt_state: PyTree) -> Iterator[PyTree]:
     """Yield the trees in a state that are like the parameters, except for masks."""
     for _, state in trees.nodes(opt_state, ExchangeState):
-        yield held(state.center)
+        yield center_arrays(state.center)
     for _, local in trees.nodes(opt_state, LocalState):
         if local.anchor is not None:
             yield local.anchor
@@ -149,8 +150,8 @@ def _known(opt_state: PyTree) -> Iterator[PyTree]:
         yield record.sum
 
 
-def _structure_of(known: list[PyTree]) -> PyTree:
-    whole = [tree for tree in known if not trees.nodes(tree, optax.MaskedNode)]
+def _structure_of(known_trees: list[PyTree]) -> PyTree:
+    whole = [tree for tree in known_trees if not trees.nodes(tree, optax.MaskedNode)]
     if not whole or any(not _is_like(tree, whole[0]) for tree in whole):
         raise errors.MissingArgumentError(
             "slots needs params to find the trees like them: the state has "
@@ -189,7 +190,7 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
     else:
         fields = {
             **_by_part(state.local),
-            "center": held(state.center),
+            "center": center_arrays(state.center),
             "broadcast": None if state.broadcast is None else state.broadcast.params,
             "center_optimizer": unwrapped(state.center_state),
             "in_flight": state.in_flight,
@@ -219,14 +220,14 @@ _FORMS = (
 )
 
 
-def _named(found: list[tuple[_Path, PyTree]]) -> dict[str, PyTree]:
+def _named(slots: list[tuple[_Path, PyTree]]) -> dict[str, PyTree]:
     """Give each slot the shortest name that is unique."""
-    chosen = [0] * len(found)
+    chosen = [0] * len(slots)
     while True:
-        names = [_FORMS[n](path) for n, (path, _) in zip(chosen, found, strict=True)]
+        names = [_FORMS[n](path) for n, (path, _) in zip(chosen, slots, strict=True)]
         count = collections.Counter(names)
         if len(count) == len(names):
-            return {name: tree for name, (_, tree) in zip(names, found, strict=True)}
+            return {name: tree for name, (_, tree) in zip(names, slots, strict=True)}
         for i, name in enumerate(names):
             if count[name] > 1:
                 chosen[i] = min(chosen[i] + 1, len(_FORMS) - 1)

@@ -25,14 +25,14 @@ from agn_optax.rules._combinators import scale_by_staleness as scale_by_stalenes
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
-from agn_optax.rules._named import ANSWERS as ANSWERS
 from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
-from agn_optax.rules._named import COMBINATIONS as COMBINATIONS
+from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS
+from agn_optax.rules._named import DOWNLINK_CODECS as DOWNLINK_CODECS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
-from agn_optax.rules._named import named as named
-from agn_optax.rules._named import named_codec as named_codec
+from agn_optax.rules._named import codec_from_settings as codec_from_settings
+from agn_optax.rules._named import rule_from_settings as rule_from_settings
 from agn_optax.rules._rule import (
     Rule,
     agn,

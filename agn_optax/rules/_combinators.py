@@ -234,11 +234,11 @@ def scale_by_staleness(
             raise errors.InvalidArgumentError(
                 f"staleness must not be negative, got {staleness}"
             )
-        late = jnp.asarray(staleness)
+        staleness = jnp.asarray(staleness)
         if exponent == 1.0 and decay == 1.0:
-            return _divide(updates, late + 1)
-        late = late.astype(float)
-        return _divide(updates, (late + 1) ** exponent * decay**-late)
+            return _divide(updates, staleness + 1)
+        staleness = staleness.astype(float)
+        return _divide(updates, (staleness + 1) ** exponent * decay**-staleness)
 
     return stateless(discounted)
 

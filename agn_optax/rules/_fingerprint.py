@@ -50,43 +50,42 @@ def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
     return [float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)]
 
 
-def difference(theirs: Fingerprint, rule: Rule) -> str | None:
+def difference(other: Fingerprint, rule: Rule) -> str | None:
     """Return a text that names the differences of two rules; None if there are none.
 
     The text names all parts that differ, with both values, or the first numbers that
     differ.
 
     Args:
-      theirs: the fingerprint of the other rule.
+      other: the fingerprint of the other rule.
       rule: this rule.
     """
-    mine = fingerprint(rule)
-    found = {
-        part: _part_difference(part, theirs[part], value)
-        for part, value in mine.items()
-        if part in theirs
+    differences = {
+        part: _part_difference(part, other[part], value)
+        for part, value in fingerprint(rule).items()
+        if part in other
     }
-    if found.get("name"):  # other differences follow from this one
-        return found["name"]
-    if found.get("codec"):
-        found |= {"encoding": None, "answers": None}
-    return "; ".join(filter(None, found.values())) or None
+    if differences.get("name"):  # other differences follow from this one
+        return differences["name"]
+    if differences.get("codec"):
+        differences |= {"encoding": None, "answers": None}
+    return "; ".join(filter(None, differences.values())) or None
 
 
-def _part_difference(part: str, other: Any, mine: Any) -> str | None:
+def _part_difference(part: str, other: Any, own: Any) -> str | None:
     """Return a text with both values, or with the first numbers that differ."""
     if part in SETTINGS:
-        if mine == other:
+        if own == other:
             return None
-        return f"its {part} is {other!r}, and here it is {mine!r}"
-    if len(other) == len(mine):
-        differing = ~np.isclose(mine, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+        return f"its {part} is {other!r}, and here it is {own!r}"
+    if len(other) == len(own):
+        differing = ~np.isclose(own, other, rtol=1e-4, atol=1e-6, equal_nan=True)
         if not differing.any():
             return None
-        other, mine = np.asarray(other)[differing], np.asarray(mine)[differing]
+        other, own = np.asarray(other)[differing], np.asarray(own)[differing]
     what = "center optimizer" if part == "center" else part
     return (
-        f"its {what} makes {_show(other)} of the probe, and here it makes {_show(mine)}"
+        f"its {what} makes {_show(other)} of the probe, and here it makes {_show(own)}"
     )
 
 
@@ -151,7 +150,7 @@ def _penalty(rule: Rule) -> PyTree:
 
 
 def _center(rule: Rule) -> PyTree:
-    center, made = _probe(2.0), []
+    center, results = _probe(2.0), []
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
         metadata = {"staleness": staleness, "since": 1, "workers": 3}
@@ -161,5 +160,5 @@ def _center(rule: Rule) -> PyTree:
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)
-        made.append(updates)
-    return made
+        results.append(updates)
+    return results

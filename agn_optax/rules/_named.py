@@ -48,7 +48,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     if getattr(make, "__annotations__", {}).get("return") == Rule.__name__
 }
 _DTYPES = ("bfloat16", "float16")
-_LOSING = {
+_LOSSY = {
     **{f"int{bits}": codecs.quantize(bits) for bits in (8, 4, 2)},
     "e3m0": codecs.quantize(4, format="e3m0"),
     "sign": codecs.sign(),
@@ -59,14 +59,14 @@ _LOSING = {
 }
 CODECS = {
     **{name: codecs.cast(name) for name in _DTYPES},
-    **{name: codecs.error_feedback(codec) for name, codec in _LOSING.items()},
+    **{name: codecs.error_feedback(codec) for name, codec in _LOSSY.items()},
     "low_rank": codecs.error_feedback(codecs.low_rank(4)),
-    "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
+    "top_k": codecs.error_feedback(_LOSSY["top_k"], decay=0.95),
 }
 # Codecs that learn far less with momentum at the center: docs/codecs.md has numbers.
-_WITHOUT_MOMENTUM = ("sign", "top_k")
-ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
-COMBINATIONS: dict[str, Any] = {
+_CODECS_WITHOUT_MOMENTUM = ("sign", "top_k")
+DOWNLINK_CODECS = {**{name: name for name in _DTYPES}, **_LOSSY}
+COMBINE_METHODS: dict[str, Any] = {
     "sum": "sum",
     "mean": "mean",
     "median": robust.median(),
@@ -75,19 +75,21 @@ COMBINATIONS: dict[str, Any] = {
     "radial": robust.radial(),
 }
 # The largest valid value of each setting of an optimizer; the smallest is 0.
-_HIGHEST = {
+_UPPER_BOUNDS = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
+_OPTIMIZER_SETTINGS = (*_UPPER_BOUNDS, "nesterov", "delay", "messages")
 
 
-def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
+def rule_from_settings(
+    given: Mapping[str, Any], label: Callable[[str], str] = str
+) -> Rule:
     """Return the rule that the settings describe.
 
     Args:
       given: the settings by name: ``rule``, the name of a rule; the settings of that
-        rule; ``codec`` and ``answers``, names of codecs, see `named_codec`;
+        rule; ``codec`` and ``answers``, names of codecs, see `codec_from_settings`;
         ``combine``, the name of a combination; and ``center_optimizer``, the name of an
         optimizer, with the settings of that optimizer. Or only ``rule_from``,
         "module:object": a rule, or a function without arguments that returns one;
@@ -123,9 +125,9 @@ def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
         optimizer = given["center_optimizer"]
         what += f" with center optimizer {optimizer}"
         make = check.choose(optimizer, CENTER_OPTIMIZERS, label("center_optimizer"))
-        own = _settings(given, make, f"center optimizer {optimizer}", label)
-        settings["center"] = make(**own)
-        used |= {"center_optimizer", *own}
+        of_optimizer = _settings(given, make, f"center optimizer {optimizer}", label)
+        settings["center"] = make(**of_optimizer)
+        used |= {"center_optimizer", *of_optimizer}
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {name} needs {label('center_optimizer')}, one of "
@@ -135,11 +137,11 @@ def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
         raise errors.InvalidArgumentError(
             f"{label(unused[0])} does not apply to {what}"
         )
-    made = factory(**settings, codec=named_codec(given, label))
+    rule = factory(**settings, codec=codec_from_settings(given, label))
     if "combine" in given:
-        how = check.choose(given["combine"], COMBINATIONS, label("combine"))
-        made = dataclasses.replace(made, combine=how)
-    if given.get("codec") in _WITHOUT_MOMENTUM and _has_momentum(made.center):
+        combine = check.choose(given["combine"], COMBINE_METHODS, label("combine"))
+        rule = dataclasses.replace(rule, combine=combine)
+    if given.get("codec") in _CODECS_WITHOUT_MOMENTUM and _has_momentum(rule.center):
         _log.warning(
             "%s %s leaves most of a contribution to later messages, and momentum at "
             "the center amplifies late parts, so rule %s learns far less. Use no "
@@ -147,7 +149,7 @@ def named(given: Mapping[str, Any], label: Callable[[str], str] = str) -> Rule:
             *(label("codec"), given["codec"], name),
             *(label("center_optimizer"), label("learning_rate")),
         )
-    return made
+    return rule
 
 
 def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
@@ -157,7 +159,7 @@ def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
     return any(optax.tree.get_all_with_path(state, field) for field in fields)
 
 
-def named_codec(
+def codec_from_settings(
     given: Mapping[str, Any], label: Callable[[str], str] = str
 ) -> codecs.Codec:
     """Return the codec that the settings describe.
@@ -171,13 +173,13 @@ def named_codec(
     Raises:
       InvalidArgumentError: no codec has that name.
     """
-    made = codecs.identity()
+    codec = codecs.identity()
     if "codec" in given:
-        made = check.choose(given["codec"], CODECS, label("codec"))
+        codec = check.choose(given["codec"], CODECS, label("codec"))
     if "answers" in given:
-        answers = check.choose(given["answers"], ANSWERS, label("answers"))
-        made = codecs.two_way(made, answers)
-    return made
+        answers = check.choose(given["answers"], DOWNLINK_CODECS, label("answers"))
+        codec = codecs.two_way(codec, answers)
+    return codec
 
 
 def _settings(
@@ -192,40 +194,40 @@ def _settings(
       InvalidArgumentError: a required setting is missing, or one is out of range.
     """
     settings = {}
-    for name, parameter in known(factory).items():
+    for name, parameter in settings_of(factory).items():
         if name in given:
             settings[name] = given[name]
         elif parameter.default is parameter.empty:
             raise errors.InvalidArgumentError(f"{what} needs {label(name)}")
-        if name in settings and name in _HIGHEST:
-            check.rate(settings[name], label(name), low=0.0, high=_HIGHEST[name])
+        if name in settings and name in _UPPER_BOUNDS:
+            check.rate(settings[name], label(name), low=0.0, high=_UPPER_BOUNDS[name])
     return settings
 
 
-def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of ``factory`` that are settings."""
+def settings_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of ``factory`` that can be given as settings."""
     return {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()
-        if name in (*_OF_OPTIMIZER, "moving_rate", "rho", "record_dtype")
+        if name in (*_OPTIMIZER_SETTINGS, "moving_rate", "rho", "record_dtype")
     }
 
 
 def _load(name: str, label: str) -> Rule:
-    here = str(pathlib.Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(pathlib.Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise errors.InvalidArgumentError(
             f'{label} must be "module:object", got {name!r}: {error} (looked for in '
-            f"{here} as well)"
+            f"{folder} as well)"
         ) from error
-    made = found if isinstance(found, Rule) or not callable(found) else found()
-    if not isinstance(made, Rule):
+    rule = found if isinstance(found, Rule) or not callable(found) else found()
+    if not isinstance(rule, Rule):
         raise errors.InvalidTypeError(
             f"{label} {name} must be an agn_optax.rules.Rule, or a function "
-            f"without arguments that returns one, got {check.show(made)}"
+            f"without arguments that returns one, got {check.show(rule)}"
         )
-    return made
+    return rule

@@ -17,7 +17,7 @@ PyTree = Any
 
 
 @functools.cache
-def _scheduled() -> tuple[type, ...]:
+def _schedule_states() -> tuple[type, ...]:
     """Return the state classes of optax whose count is the argument of a schedule.
 
     Adam's state is not one of them: its count is for the bias correction.
@@ -99,11 +99,11 @@ def by_local_steps(
         if outside is not False:
             _reject_outside()
 
-        def move_on(node: Any) -> Any:
+        def advance(node: Any) -> Any:
             count = node.count
             return node._replace(count=count + (steps - 1).astype(count.dtype))
 
-        state = trees.map_nodes(move_on, state, _scheduled())
+        state = trees.map_nodes(advance, state, _schedule_states())
         return optimizer.update(updates, state, params, steps=steps, **extra_args)
 
     return optax.GradientTransformationExtraArgs(_Init(optimizer.init), update)
@@ -130,5 +130,5 @@ def counts_exchanges(optimizer: optax.GradientTransformation, state: PyTree) -> 
       optimizer: the center optimizer.
       state: its state.
     """
-    is_told_steps = isinstance(optimizer.init, _Init)
-    return not is_told_steps and bool(trees.nodes(state, _scheduled()))
+    counts_local_steps = isinstance(optimizer.init, _Init)
+    return not counts_local_steps and bool(trees.nodes(state, _schedule_states()))

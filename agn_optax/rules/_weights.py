@@ -79,9 +79,9 @@ def scale_by_weight(
         steps: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        weight = _given(weight, "weight", "scale_by_weight")
+        weight = _extra_argument(weight, "weight", "scale_by_weight")
         if measure is not None:
-            weight = measure(weight, _given(steps, "steps", "scale_by_weight"))
+            weight = measure(weight, _extra_argument(steps, "steps", "scale_by_weight"))
             weight = jnp.asarray(weight, float)
         if reference is not None:
             return trees.scaled(updates, weight / reference), state
@@ -133,8 +133,8 @@ def scale_by_steps(
     def scaled(
         updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
     ) -> PyTree:
-        made = jnp.maximum(_given(steps, "steps", "scale_by_steps"), 1)
-        return trees.scaled(updates, (made / reference) ** exponent)
+        steps = jnp.maximum(_extra_argument(steps, "steps", "scale_by_steps"), 1)
+        return trees.scaled(updates, (steps / reference) ** exponent)
 
     return stateless(scaled)
 
@@ -190,13 +190,13 @@ def scale_by_turnaround(
         **extra_args: Any,
     ) -> PyTree:
         count = workers if fixed is None else fixed
-        count = _given(count, "workers", "scale_by_turnaround")
-        late = _given(staleness, "staleness", "scale_by_turnaround")
-        return trees.scaled(updates, (late + 1) / count)
+        count = _extra_argument(count, "workers", "scale_by_turnaround")
+        staleness = _extra_argument(staleness, "staleness", "scale_by_turnaround")
+        return trees.scaled(updates, (staleness + 1) / count)
 
     return stateless(scaled)
 
 
-def _given(value: Any, name: str, caller: str) -> jax.Array:
+def _extra_argument(value: Any, name: str, caller: str) -> jax.Array:
     check.extra_argument_given(value, f"{name}=1", caller)
     return jnp.asarray(value, float)

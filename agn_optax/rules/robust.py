@@ -1,6 +1,6 @@
 """Combinations of a round's messages that need all messages at once.
 
-Sums and means can be computed two messages at a time, while messages are transmitted.
+Sums and means can be computed two messages at a time, by an all-reduce.
 The functions here need all of them: to limit the harm of a few bad messages from
 workers that are not fully trusted, or (`radial`) to preserve the length of messages.
 Each returns a value for the ``combine`` of a `Rule`.
@@ -20,11 +20,13 @@ from agn_optax import errors
 from agn_optax._internal import check, trees
 
 PyTree = Any
-Total = Callable[[PyTree], jax.Array]
+Total = Callable[[PyTree], jax.Array]  # partial sums, one for each leaf -> their sum
 
 __all__ = ["Combine", "krum", "median", "radial", "trimmed_mean"]
 
-_NETWORK = 32  # messages; for more, XLA's sort is no slower and compiles faster
+# The most messages that a sorting network sorts. For more, XLA's sort is no slower and
+# compiles faster.
+_MAX_IN_NETWORK = 32
 
 # A mean of unit vectors that is shorter than this length has no direction. The bound is
 # far above the rounding error of such a mean, even in bfloat16.
@@ -35,21 +37,22 @@ LEAST_AGREEMENT = 1 / 32
 class Combine:
     r"""A combination of a round's messages: a pure function of all of them.
 
-    .. math:: m = \text{of}(m_1, \ldots, m_n)
+    .. math:: m = f(m_1, \ldots, m_n)
 
     It needs a round: a mesh, or a synchronous center. Discounts, such as by staleness,
-    are applied to each message before the combination, as they are before a sum.
+    are applied to each message before the combination.
 
     Attributes:
-      of: ``(messages, total) -> message``. ``messages`` is a tree like one message, in
-        float32 or wider, whose leaves have the messages of the round along their first
-        axis, in the same order in all leaves. A tower may hold only a part of each
-        message, so sums over elements must use ``total``: a function that takes a tree
-        of partial sums (arrays of one shape, one for each leaf) and returns their sum
-        over all elements of all leaves.
-      name: name and settings of the combination, which workers and center compare.
+      function: ``(messages, total) -> message``. ``messages`` is a tree like one
+        message, in float32 or wider, whose leaves have the messages of the round along
+        their first axis, in the same order in all leaves. A tower may hold only a part
+        of each message, so sums over elements must use ``total``: a function that takes
+        a tree of partial sums (arrays of one shape, one for each leaf) and returns
+        their sum over all elements of all leaves.
+      name: name with settings. Worker and center compare it, to check that they have
+        the same combination.
       elementwise: whether each element of the result depends on that element of the
-        messages alone. If not, ``of`` calls ``total``.
+        messages alone. If not, ``function`` calls ``total``.
 
     Example:
       The largest displacement of each element:
@@ -64,7 +67,7 @@ class Combine:
       largest
     """
 
-    of: Callable[[PyTree, Total], PyTree]
+    function: Callable[[PyTree, Total], PyTree]
     _: dataclasses.KW_ONLY
     name: str
     elementwise: bool = True
@@ -73,10 +76,10 @@ class Combine:
         return self.name
 
 
-def whole_total(parts: PyTree) -> jax.Array:
-    """Return the sum of partial sums, as the ``total`` of `Combine.of`.
+def total_of_leaves(parts: PyTree) -> jax.Array:
+    """Return the sum of partial sums: the ``total`` for messages that are whole.
 
-    It is for whole messages, not for the parts that towers hold.
+    If towers hold parts of the messages, their totals must be summed.
     """
     leaves = jax.tree.leaves(parts)
     wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
@@ -100,7 +103,7 @@ def median() -> Combine:
       >>> from agn_optax import robust, rules
       >>> rule = dataclasses.replace(rules.average(), combine=robust.median())
       >>> messages = jnp.array([[1.0, 2.0], [3.0, 2.5], [1e9, jnp.nan]])
-      >>> print(rule.combine.of(messages, None))
+      >>> print(rule.combine.function(messages, None))
       [3.  2.5]
 
     References:
@@ -110,7 +113,7 @@ def median() -> Combine:
 
     def of_leaf(messages: jax.Array) -> jax.Array:
         count = messages.shape[0]
-        middle = _in_order(messages)[(count - 1) // 2 : count // 2 + 1]
+        middle = _sorted_rows(messages)[(count - 1) // 2 : count // 2 + 1]
         # Halved first, because the sum could overflow.
         return middle[0] if count % 2 else middle[0] / 2 + middle[1] / 2
 
@@ -119,7 +122,7 @@ def median() -> Combine:
     )
 
 
-def trimmed_mean(share: float = 0.25) -> Combine:
+def trimmed_mean(fraction: float = 0.25) -> Combine:
     r"""Combine messages by the mean of each element without its extreme values.
 
     .. math:: m^j = \frac1{n - 2b} \sum_{i=b+1}^{n-b} m_{(i)}^j, \qquad
@@ -131,41 +134,41 @@ def trimmed_mean(share: float = 0.25) -> Combine:
     up here, so that one bad message is left out of a round of any size.
 
     Args:
-      share: :math:`\beta`, the fraction of messages left out at either end, in
+      fraction: :math:`\beta`, the fraction of messages left out at either end, in
         (0, 0.5).
 
     Returns:
-      A value for the ``combine`` of a `Rule`. A round in which no message would be left
-      raises an InvalidArgumentError; three messages are enough for a share of a third
-      or less.
+      A value for the ``combine`` of a `Rule`. Three messages are enough for a
+      fraction of a third or less.
 
     Raises:
-      InvalidArgumentError: ``share`` is out of range.
+      InvalidArgumentError: ``fraction`` is out of range; or, when called, no message of
+        the round would be left.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from agn_optax import robust
       >>> messages = jnp.array([1.0, 2.0, 6.0, -jnp.inf])
-      >>> print(robust.trimmed_mean(0.25).of(messages, None))
+      >>> print(robust.trimmed_mean(0.25).function(messages, None))
       1.5
 
     References:
       Dong Yin, Yudong Chen, Kannan Ramchandran, Peter Bartlett, *Byzantine-Robust
       Distributed Learning: Towards Optimal Statistical Rates*, 2018.
     """
-    check.rate(share, "share", low=0.0, high=0.5, low_open=True, high_open=True)
-    name = f"trimmed_mean({share:g})"
+    check.rate(fraction, "fraction", low=0.0, high=0.5, low_open=True, high_open=True)
+    name = f"trimmed_mean({fraction:g})"
 
     def of_leaf(messages: jax.Array) -> jax.Array:
         count = messages.shape[0]
-        left_out = math.ceil(share * count - 1e-9)
+        left_out = math.ceil(fraction * count - 1e-9)
         if 2 * left_out >= count:
             raise errors.InvalidArgumentError(
                 f"{name} leaves out {left_out} of {count} messages at either end, and "
                 "none is left: it needs a round of more workers"
             )
-        kept = _in_order(messages)[left_out : count - left_out]
-        return sum(kept[1:], start=kept[0]) / len(kept)
+        middle = _sorted_rows(messages)[left_out : count - left_out]
+        return sum(middle[1:], start=middle[0]) / len(middle)
 
     return Combine(lambda messages, total: jax.tree.map(of_leaf, messages), name=name)
 
@@ -187,17 +190,17 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
       keep: :math:`k`, a positive int, at most :math:`n - f - 2`.
 
     Returns:
-      A value for the ``combine`` of a `Rule`. A round of fewer messages raises an
-      InvalidArgumentError.
+      A value for the ``combine`` of a `Rule`.
 
     Raises:
-      InvalidArgumentError: an argument is not a positive int.
+      InvalidArgumentError: an argument is not a positive int; or, when called, the
+        round has fewer messages.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from agn_optax import robust
       >>> messages = jnp.array([[1.0], [1.1], [1.3], [0.5], [-90.0]])
-      >>> print(robust.krum(1).of(messages, lambda distances: distances))
+      >>> print(robust.krum(1).function(messages, lambda distances: distances))
       [1.1]
 
     References:
@@ -208,13 +211,13 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
     keep = check.positive_int(keep, "keep")
     name = f"krum({faulty})" if keep == 1 else f"krum({faulty}, keep={keep})"
 
-    def of(messages: PyTree, total: Total) -> PyTree:
+    def combine(messages: PyTree, total: Total) -> PyTree:
         leaves = jax.tree.leaves(messages)
         if not leaves:
             return messages
         count = leaves[0].shape[0]
-        near = count - faulty - 2
-        if count < 2 * faulty + 3 or keep > near:
+        neighbors = count - faulty - 2
+        if count < 2 * faulty + 3 or keep > neighbors:
             raise errors.InvalidArgumentError(
                 f"{name} needs a round of at least "
                 f"{max(2 * faulty + 3, keep + faulty + 2)} messages, got {count}"
@@ -222,11 +225,11 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
         distances = total(jax.tree.map(_distances, messages))  # [count, count]
         distances = jnp.where(jnp.isnan(distances), jnp.inf, distances)
         others = jnp.where(jnp.eye(count, dtype=bool), jnp.inf, distances)
-        scores = jnp.sort(others, axis=1)[:, :near].sum(axis=1)
+        scores = jnp.sort(others, axis=1)[:, :neighbors].sum(axis=1)
         best = jnp.argsort(scores)[:keep]
         return jax.tree.map(lambda m: m[best].mean(axis=0), messages)
 
-    return Combine(of, name=name, elementwise=False)
+    return Combine(combine, name=name, elementwise=False)
 
 
 def radial() -> Combine:
@@ -255,60 +258,60 @@ def radial() -> Combine:
       >>> import jax.numpy as jnp
       >>> from agn_optax import robust
       >>> messages = jnp.array([[3.0, 0.0], [0.0, 1.0]])
-      >>> print(robust.radial().of(messages, lambda squares: squares).round(3))
+      >>> print(robust.radial().function(messages, lambda squares: squares).round(3))
       [1.414 1.414]
 
     References:
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026. The formula follows implementations, because the paper was
-      not read. The bound :math:`n / 32` is this project's.
+      Pre-training*, 2026. The formula follows public implementations; the bound
+      :math:`n / 32` is ours.
     """
 
-    def of(messages: PyTree, total: Total) -> PyTree:
+    def combine(messages: PyTree, total: Total) -> PyTree:
         leaves, treedef = jax.tree.flatten(messages)
         if not leaves:
             return messages
         count = leaves[0].shape[0]
 
-        def norms(parts: list[jax.Array], kept: int) -> jax.Array:
-            """Return the norms over all but the first ``kept`` axes: [leaves, ...]."""
+        def norms(leaves: list[jax.Array], leading_axes: int) -> jax.Array:
+            """Return the norms over all but the leading axes: [leaves, ...]."""
             squares = [
-                jnp.square(part).sum(axis=tuple(range(kept, part.ndim)))
-                for part in parts
+                jnp.square(leaf).sum(axis=tuple(range(leading_axes, leaf.ndim)))
+                for leaf in leaves
             ]
-            # A row for each leaf, because ``total`` sums over all leaves.
-            rows = jnp.eye(len(parts), dtype=jnp.result_type(*squares))
-            apart = [
+            # ``total`` sums over all leaves; one-hot rows keep the leaves apart.
+            one_hot = jnp.eye(len(leaves), dtype=jnp.result_type(*squares))
+            rows = [
                 jnp.multiply.outer(row, square)
-                for row, square in zip(rows, squares, strict=True)
+                for row, square in zip(one_hot, squares, strict=True)
             ]
-            return jnp.sqrt(total(jax.tree.unflatten(treedef, apart)))
+            return jnp.sqrt(total(jax.tree.unflatten(treedef, rows)))
 
         tiny = float(jnp.finfo(jnp.float32).tiny)
         lengths = norms(leaves, 1)  # [leaves, messages]
         directions = [
-            jnp.tensordot(1 / jnp.maximum(own, tiny), leaf, axes=1)
-            for own, leaf in zip(lengths, leaves, strict=True)
+            jnp.tensordot(1 / jnp.maximum(lengths_of_leaf, tiny), leaf, axes=1)
+            for lengths_of_leaf, leaf in zip(lengths, leaves, strict=True)
         ]
-        agreeing = jnp.maximum(norms(directions, 0), LEAST_AGREEMENT * count)
-        factors = lengths.mean(axis=1) / agreeing
+        direction_norms = jnp.maximum(norms(directions, 0), LEAST_AGREEMENT * count)
+        factors = lengths.mean(axis=1) / direction_norms
         combined = [
             (factor * direction).astype(leaf.dtype)
             for factor, direction, leaf in zip(factors, directions, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, combined)
 
-    return Combine(of, name="radial", elementwise=False)
+    return Combine(combine, name="radial", elementwise=False)
 
 
-def _in_order(messages: jax.Array) -> list[jax.Array]:
+def _sorted_rows(messages: jax.Array) -> list[jax.Array]:
     """Sort the values of each element in ascending order; NaN counts as infinity.
 
     A sorting network needs one pass over all elements; XLA sorts one element at a time
     (80 times slower for 8 messages, on CPUs).
     """
     rows = [jnp.where(jnp.isnan(m), jnp.inf, m) for m in messages]
-    if len(rows) > _NETWORK:
+    if len(rows) > _MAX_IN_NETWORK:
         return list(jnp.sort(jnp.stack(rows), axis=0))
     for low, high in _comparisons(len(rows)):
         rows[low], rows[high] = (
@@ -340,9 +343,9 @@ def _comparisons(count: int) -> Iterator[tuple[int, int]]:
 def _distances(messages: jax.Array) -> jax.Array:
     """Return the squared distances of one leaf between every two messages."""
 
-    # From differences, because products would lose small ones between large messages.
-    def to_all(message: jax.Array) -> jax.Array:
+    # |a|² + |b|² - 2ab would round away small distances between large messages.
+    def from_all(message: jax.Array) -> jax.Array:
         squares = jnp.square(messages - message)
         return squares.reshape(squares.shape[0], -1).sum(axis=1)
 
-    return jax.lax.map(to_all, messages)
+    return jax.lax.map(from_all, messages)

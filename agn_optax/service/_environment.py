@@ -69,7 +69,7 @@ class Environment(NamedTuple):
             raise errors.InvalidArgumentError(
                 f"{RULE} must be a JSON object, got {text!r}"
             )
-        return rules.named(settings)
+        return rules.rule_from_settings(settings)
 
 
 def environment() -> Environment:

@@ -14,9 +14,9 @@ from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scalin
 from agn_optax.towers._mesh import initialize_distributed
 from agn_optax.towers._programs import MeshProgram
 from agn_optax.towers._replicas import Agreement
-from agn_optax.towers._replicas import alike as alike
-from agn_optax.towers._replicas import cut_for as cut_for
-from agn_optax.towers._replicas import unstacked as unstacked
+from agn_optax.towers._replicas import common_leaves as common_leaves
+from agn_optax.towers._replicas import unreplicate as unreplicate
+from agn_optax.towers._replicas import with_cut_of as with_cut_of
 from agn_optax.towers._towers import Towers
 
 __all__ = [

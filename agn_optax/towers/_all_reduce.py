@@ -135,7 +135,7 @@ def all_reduce(
         _check_gradients(updates, axes)
         if delay:
             updates, state = _delayed(updates, state)
-        if collectives.size(axes) == 1 and not collectives.checked(axes):
+        if collectives.size(axes) == 1 and not collectives.is_checked(axes):
             return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
 
@@ -295,7 +295,7 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
-    checked = collectives.checked(axes)
+    checked = collectives.is_checked(axes)
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")

@@ -61,25 +61,25 @@ def check_divisible(batch: PyTree, towers: int) -> None:
         )
 
 
-def fill(batch: PyTree, rows: int) -> PyTree:
+def pad(batch: PyTree, rows: int) -> PyTree:
     """Pad a batch to ``rows`` rows with copies of the last; sparse padding is empty.
 
     Copies are used and not zeros, because a model may divide by the norm of a row.
     """
 
-    def filled(leaf: Any) -> Any:
+    def pad_leaf(leaf: Any) -> Any:
         missing = rows - np.shape(leaf)[0]
         if not missing:
             return leaf
         if _rows.is_rows(leaf):
             return type(leaf)((leaf.data, leaf.indices), shape=(rows, *leaf.shape[1:]))
         leaf = _host(leaf)
-        return joined([leaf, *[leaf[-1:]] * missing])
+        return concatenate([leaf, *[leaf[-1:]] * missing])
 
-    return jax.tree.map(filled, batch, is_leaf=_rows.is_rows)
+    return jax.tree.map(pad_leaf, batch, is_leaf=_rows.is_rows)
 
 
-def lay(batch: PyTree, mesh: Mesh, *, dimension: int = 0) -> PyTree:
+def put_rows(batch: PyTree, mesh: Mesh, *, dimension: int = 0) -> PyTree:
     """Put ``batch`` on the mesh, with rows for each tower along ``dimension``.
 
     If the mesh spans processes, each process gives the rows of its own towers.
@@ -99,21 +99,21 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
             leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
     if trees.is_key(leaf):
-        return _replicas.of_key_data(lambda data: put(data, sharding), leaf)
+        return _replicas.map_key_data(lambda data: put(data, sharding), leaf)
     return jax.make_array_from_process_local_data(sharding, _host(leaf))
 
 
-def of_first_process(tree: PyTree) -> PyTree:
+def broadcast_from_first_process(tree: PyTree) -> PyTree:
     """Return ``tree`` with the values of process 0; keep arrays that span processes."""
 
-    def own(leaf: Any) -> Any:
+    def broadcast(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf
         if trees.is_key(leaf):
-            return _replicas.of_key_data(multihost_utils.broadcast_one_to_all, leaf)
+            return _replicas.map_key_data(multihost_utils.broadcast_one_to_all, leaf)
         return multihost_utils.broadcast_one_to_all(_host(leaf))
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(broadcast, tree)
 
 
 def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
@@ -127,8 +127,8 @@ def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
     def split(*leaves: Any) -> list[Any]:
         if not _rows.is_rows(leaves[0]):
             return list(leaves)
-        fullest = [_rows.fullest(x, towers, x.shape[0] // towers) for x in leaves]
-        stored = max(in_processes(mesh, max(fullest)))
+        counts = [_rows.max_stored(x, towers, x.shape[0] // towers) for x in leaves]
+        stored = max(gather_from_processes(mesh, max(counts)))
         return [_rows.split(x, towers, x.shape[0] // towers, stored) for x in leaves]
 
     structure = _structure(batches[0])
@@ -141,7 +141,7 @@ def _structure(batch: PyTree) -> Any:
     return jax.tree.structure(batch, is_leaf=_rows.is_rows)
 
 
-def check_alike(batches: list[PyTree]) -> None:
+def check_same_trees(batches: list[PyTree]) -> None:
     """Raise unless all batches have the same structure, shapes and number of rows."""
     if not batches:
         raise errors.InvalidArgumentError("a round needs at least one batch, got none")
@@ -163,11 +163,11 @@ def check_alike(batches: list[PyTree]) -> None:
 def stack(batches: list[PyTree]) -> PyTree:
     """Stack batches along a new first dimension."""
     return jax.tree.map(
-        lambda *leaves: joined([_host(x)[None] for x in leaves]), *batches
+        lambda *leaves: concatenate([_host(x)[None] for x in leaves]), *batches
     )
 
 
-def in_processes(mesh: Mesh, value: int) -> list[int]:
+def gather_from_processes(mesh: Mesh, value: int) -> list[int]:
     """Return the ``value`` of every process of the mesh, in order.
 
     It is a collective call if the mesh spans processes.
@@ -178,10 +178,10 @@ def in_processes(mesh: Mesh, value: int) -> list[int]:
     return [int(v) for v in np.ravel(values)]
 
 
-def joined(parts: list[Any]) -> Any:
+def concatenate(parts: list[Any]) -> Any:
     """Concatenate along the first dimension, on the host; keys stay random keys."""
     if trees.is_key(parts[0]):
-        return _replicas.of_key_data(lambda *data: joined(list(data)), *parts)
+        return _replicas.map_key_data(lambda *data: concatenate(list(data)), *parts)
     return np.concatenate([np.asarray(part) for part in parts])
 
 

@@ -26,14 +26,14 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def total(values: PyTree, real: jax.Array) -> Any:
-        def of(v: jax.Array) -> jax.Array:
+        def total_of_leaf(v: jax.Array) -> jax.Array:
             wide = trees.widened(v)
             mask = real.reshape(-1, *(1,) * (wide.ndim - 1))
-            own = jnp.where(mask, wide, 0).sum(axis=0)
-            return collectives.psum(own, mesh.axis_names)
+            rows = jnp.where(mask, wide, 0)
+            return collectives.psum(rows.sum(axis=0), mesh.axis_names)
 
         rows = collectives.psum(real.sum(), mesh.axis_names)
-        return jax.tree.map(of, values), rows
+        return jax.tree.map(total_of_leaf, values), rows
 
     return _by_rows(mesh, metric_fn, "metric_fn", total, PartitionSpec())
 
@@ -55,14 +55,14 @@ def _by_rows(
     ``real`` is a boolean mask of the rows that are not padding.
     """
 
-    def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
-        values = function(*arguments, _rows.own_all(batch))
+    def on_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
+        values = function(*arguments, _rows.take_own_rows(batch))
         _check_rows(values, real.shape[0], what)
         return act(values, real)
 
-    split = _programs.rows(mesh)
-    in_specs = (PartitionSpec(), split, split)
-    return jax.jit(_programs.per_tower(mesh, of_one_tower, in_specs, out_specs))
+    rows = _programs.rows(mesh)
+    in_specs = (PartitionSpec(), rows, rows)
+    return jax.jit(_programs.per_tower(mesh, on_tower, in_specs, out_specs))
 
 
 def _check_rows(values: PyTree, rows: int, what: str) -> None:

@@ -128,15 +128,16 @@ def loss_scaling(
         like = unscaled if params is None else params
 
         def step(carry: Any) -> Any:
-            _, before = carry
-            updates, after = inner.update(unscaled, before, params, **extra_args)
+            _, old_state = carry
+            updates, new_state = inner.update(unscaled, old_state, params, **extra_args)
             # Wide gradients make some optimizers widen their state; keep its dtypes.
-            after = jax.tree.map(
-                lambda new, old: jnp.asarray(new, jnp.result_type(old)), after, before
+            new_state = jax.tree.map(
+                lambda new, old: jnp.asarray(new, jnp.result_type(old)),
+                *(new_state, old_state),
             )
-            return optax.tree.cast_like(updates, like), after
+            return optax.tree.cast_like(updates, like), new_state
 
-        _check_together(step, (unscaled, state.inner_state), axes)
+        _check_axes(step, (unscaled, state.inner_state), axes)
         # The updates reuse the memory of the gradients.
         carry = (optax.tree.cast_like(unscaled, like), state.inner_state)
         stepped, inner_state = collectives.when(finite, step, carry)
@@ -145,10 +146,10 @@ def loss_scaling(
         grows = good_steps >= growth_interval
         raised = jnp.minimum(state.scale * factor, max_scale)
         lowered = jnp.maximum(state.scale / factor, min_scale)
-        kept = jnp.where(grows, raised, state.scale)
+        scale = jnp.where(grows, raised, state.scale)
         one_more = optax.safe_increment(state.skipped)
         return stepped, LossScaleState(
-            scale=jnp.where(finite, kept, lowered).astype(jnp.float32),
+            scale=jnp.where(finite, scale, lowered).astype(jnp.float32),
             good_steps=jnp.where(grows, 0, good_steps),
             skipped=jnp.where(finite, state.skipped, one_more),
             inner_state=inner_state,
@@ -157,9 +158,10 @@ def loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
+def _check_axes(step: Any, carry: Any, axes: collectives.Axes) -> None:
     """Raise if ``step`` communicates over axes whose members do not skip together."""
-    others = collectives.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
+    jaxpr = jax.make_jaxpr(step)(carry).jaxpr
+    others = collectives.axes_of_collectives(jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
             f"inner communicates over {', '.join(map(repr, sorted(others)))}, and if "

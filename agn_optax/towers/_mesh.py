@@ -16,7 +16,7 @@ from agn_optax._internal import check
 from agn_optax.round import collectives
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_NONE = Mesh(np.empty((), object), ())
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 def on_own_mesh(method: _Method) -> _Method:
@@ -32,7 +32,7 @@ def on_own_mesh(method: _Method) -> _Method:
         if context.empty:
             return method(self, *args, **kwargs)
         try:
-            outside = jax.set_mesh(_NONE)
+            no_mesh = jax.set_mesh(_NO_MESH)
         except ValueError:  # inside a traced program
             if context == self.mesh.abstract_mesh:
                 return method(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def on_own_mesh(method: _Method) -> _Method:
                 f"this program is compiled for a mesh {dict(context.shape)}, and these "
                 f"towers have {dict(self.mesh.shape)}: call them outside of it"
             ) from None
-        with outside:
+        with no_mesh:
             return method(self, *args, **kwargs)
 
     return cast(_Method, run)
@@ -62,23 +62,23 @@ def make(
     if len(set(names)) < len(names):
         raise errors.InvalidArgumentError(f"the axes need different names, got {names}")
     if isinstance(devices, Mesh):
-        return _of_mesh(devices, workers, axes, worker_axis)
+        return _from_mesh(devices, workers, axes, worker_axis)
     if len(axes) > 1:
         raise errors.InvalidTypeError(
             f"with several tower axes {axes} devices must be a Mesh that has them, got "
             f"{check.show(devices)}"
         )
-    chosen = _chosen(devices)
+    towers = _devices(devices)
     workers = 1 if workers is None else check.positive_int(workers, "workers")
-    if len(chosen) % workers:
+    if len(towers) % workers:
         raise errors.InvalidArgumentError(
             f"workers must divide the number of towers, got {workers} workers for "
-            f"{len(chosen)} towers"
+            f"{len(towers)} towers"
         )
-    return Mesh(np.array(chosen).reshape(workers, -1), names)
+    return Mesh(np.array(towers).reshape(workers, -1), names)
 
 
-def _chosen(devices: Any) -> list[Any]:
+def _devices(devices: Any) -> list[Any]:
     if devices is None:
         return list(jax.local_devices())
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
@@ -103,7 +103,7 @@ def _chosen(devices: Any) -> list[Any]:
     return list(devices)
 
 
-def _of_mesh(
+def _from_mesh(
     mesh: Mesh, workers: int | None, axes: collectives.Axes, worker_axis: str
 ) -> Mesh:
     if {worker_axis, *mesh.axis_names} != {worker_axis, *axes}:
@@ -179,18 +179,18 @@ def initialize_distributed(
       1
     """
     check.positive_int(heartbeat_timeout, "heartbeat_timeout")
-    by_hand: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
     }
     for argument in ("num_processes", "process_id"):
         variable = f"JAX_{argument.upper()}"
-        if by_hand[argument] is None and variable in os.environ:
-            by_hand[argument] = int(os.environ[variable])
-    given = {name: value for name, value in by_hand.items() if value is not None}
-    if coordinator_address is not None and len(given) < len(by_hand):
-        missing = [name for name in by_hand if name not in given]
+        if arguments[argument] is None and variable in os.environ:
+            arguments[argument] = int(os.environ[variable])
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if coordinator_address is not None and len(given) < len(arguments):
+        missing = [name for name in arguments if name not in given]
         raise errors.InvalidArgumentError(
             f"coordinator_address came without {' and '.join(missing)}"
         )

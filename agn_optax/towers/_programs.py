@@ -87,8 +87,8 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``(*arguments) -> state``, with a row for each tower from ``make``."""
 
     def on_tower(*arguments: PyTree) -> PyTree:
-        made = jax.tree.map(jnp.asarray, make(*arguments))
-        return as_row(_replicas.fold_keys(made, collectives.index(mesh.axis_names)))
+        state = jax.tree.map(jnp.asarray, make(*arguments))
+        return as_row(_replicas.fold_keys(state, collectives.index(mesh.axis_names)))
 
     def on_all(*arguments: PyTree) -> PyTree:
         specs = jax.tree.map(
@@ -109,7 +109,7 @@ def apply(
     """Compile ``function`` for stacked state, and for batches with these ``specs``."""
 
     def on_tower(state: PyTree, *batches: PyTree) -> Any:
-        with collectives.workers(mesh.axis_names[:1]):
+        with collectives.declare_workers(mesh.axis_names[:1]):
             return as_row(function(row(state), *batches))
 
     mapped = per_tower(mesh, on_tower, (rows(mesh), *specs), rows(mesh))
@@ -125,18 +125,18 @@ def apply(
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
     """Raise unless the batch has rows for every tower along ``dimension``."""
-    how = "shard_round(batches)" if dimension else "shard(batch)"
+    method = "shard_round(batches)" if dimension else "shard(batch)"
     for path, leaf in tree_flatten_with_path(batch)[0]:
         shape = jnp.shape(leaf)
         if len(shape) <= dimension or shape[dimension] % towers:
             raise errors.InvalidArgumentError(
                 f"batch{keystr(path)} has shape {list(shape)}; along dimension "
                 f"{dimension} rows for {towers} towers are expected: lay it out with "
-                f"towers.{how}"
+                f"towers.{method}"
             )
 
 
-def checked(
+def call_checked(
     train_step: Callable[..., Any], axes: collectives.Axes, *arguments: PyTree
 ) -> Any:
     """Return ``train_step(*arguments)``; raise if an axis has no collective.
@@ -144,12 +144,12 @@ def checked(
     Without a collective over one of ``axes``, each of its members would train alone,
     and all but the first would be discarded.
     """
-    silent = [name for name in axes if jax.lax.axis_size(name) > 1]
-    if not silent:
+    required = [name for name in axes if jax.lax.axis_size(name) > 1]
+    if not required:
         return train_step(*arguments)
     traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-    reduced = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
-    silent = [name for name in silent if name not in reduced]
+    reduced = collectives.axes_of_collectives(traced.jaxpr, ignored_scope=_loss.SCOPE)
+    silent = [name for name in required if name not in reduced]
     if silent:
         raise errors.InvalidArgumentError(
             "train_step never communicates over "

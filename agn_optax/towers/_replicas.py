@@ -74,14 +74,14 @@ def register_with_flax() -> None:
     for kind in (CenterShards, OwnCenter, OnHost, PerTower):
         field = dataclasses.fields(kind)[0].name  # the field of arrays
 
-        def to(node: Any, field: str = field) -> Any:
+        def to_dict(node: Any, field: str = field) -> Any:
             return {field: flax.to_state_dict(getattr(node, field))}
 
-        def back(node: Any, state: Any, field: str = field) -> Any:
-            own = flax.from_state_dict(getattr(node, field), state[field])
-            return dataclasses.replace(node, **{field: own})
+        def from_dict(node: Any, state: Any, field: str = field) -> Any:
+            arrays = flax.from_state_dict(getattr(node, field), state[field])
+            return dataclasses.replace(node, **{field: arrays})
 
-        flax.register_serialization_state(kind, to, back, override=True)
+        flax.register_serialization_state(kind, to_dict, from_dict, override=True)
 
 
 @jax.tree_util.register_dataclass
@@ -96,14 +96,14 @@ class Mean:
     rows: PyTree
     of_workers: bool = dataclasses.field(metadata={"static": True})
 
-    def counted(self, towers: int, workers: int) -> PyTree:
-        """Return the rows to average."""
+    def rows_to_average(self, towers: int, workers: int) -> PyTree:
+        """Return all rows, or those of the first worker's towers."""
         if self.of_workers:
             return self.rows
         return jax.tree.map(lambda x: x[: towers // workers], self.rows)
 
 
-def of_key_data(function: Callable[..., Any], *keys: Any) -> Any:
+def map_key_data(function: Callable[..., Any], *keys: Any) -> Any:
     """Apply ``function`` to the data of random keys, and return keys again."""
     data = function(*map(jax.random.key_data, keys))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))
@@ -121,7 +121,7 @@ def fold_keys(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(fold, tree)
 
 
-def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
+def mark_differing(state: PyTree, *, of_workers: bool = True) -> PyTree:
     """Wrap all parts of ``state`` that differ between towers in `PerTower` or `Mean`.
 
     Args:
@@ -136,8 +136,8 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
         stored = node.center
         center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
-            own = Mean(center.center, of_workers=True)
-            center = dataclasses.replace(center, center=own)
+            mean = Mean(center.center, of_workers=True)
+            center = dataclasses.replace(center, center=mean)
             return node._replace(
                 center=rewrapped(center, stored),
                 center_state=Mean(node.center_state, of_workers=True),
@@ -168,7 +168,7 @@ def is_per_tower(node: Any) -> bool:
     return isinstance(node, PerTower)
 
 
-def own(state: PyTree) -> PyTree:
+def one_tower(state: PyTree) -> PyTree:
     """Return one tower's state, with the tower's own rows in place of `PerTower`."""
 
     def of_tower(node: PerTower) -> PyTree:
@@ -184,21 +184,23 @@ def agreement(state: PyTree, workers: int) -> Agreement:
     Parts that differ on purpose are left out: random keys, pieces of a center, and
     gradients in flight.
     """
-    named = {
-        path: leaf for path, leaf in alike(state).items() if not trees.is_key(leaf)
+    leaves = {
+        path: leaf
+        for path, leaf in common_leaves(state).items()
+        if not trees.is_key(leaf)
     }
-    same = jax.device_get(_same_rows(list(named.values()), workers))
-    differing = (path for path, rows in zip(named, same, strict=True) if not rows)
+    same = jax.device_get(_same_rows(list(leaves.values()), workers))
+    differing = (p for p, is_same in zip(leaves, same, strict=True) if not is_same)
     return Agreement(next(differing, None))
 
 
-def alike(state: PyTree) -> dict[str, Any]:
+def common_leaves(state: PyTree) -> dict[str, Any]:
     """Return, by path, the leaves that must be equal on the towers of a worker.
 
     Random keys are among them, although they differ.
     """
-    known = marked(state, of_workers=False)
-    common = trees.map_nodes(lambda _: None, known, (PerTower, Mean))
+    marked = mark_differing(state, of_workers=False)
+    common = trees.map_nodes(lambda _: None, marked, (PerTower, Mean))
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(common)[0]}
 
 
@@ -220,7 +222,7 @@ def check_centers(state: PyTree) -> None:
     """Check that all towers have the same center, or pieces of one center.
 
     Raises:
-      InvalidArgumentError: they have different centers, and would keep them.
+      InvalidArgumentError: towers have different centers, and would keep them.
     """
     for path, node in trees.nodes(state, ExchangeState):
         if isinstance(node.center, CenterShards | OnHost):
@@ -234,8 +236,8 @@ def check_centers(state: PyTree) -> None:
             )
 
 
-def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """Do what `Towers.unreplicate` does for numpy arrays, without their mesh.
+def unreplicate(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """Do the same as `Towers.unreplicate` for numpy arrays, without their mesh.
 
     Args:
       state: stacked state.
@@ -245,16 +247,18 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     def first(node: Any) -> Any:
         if isinstance(node, Mean):
             towers, workers = math.prod(sizes.values()), next(iter(sizes.values()))
-            counted = node.counted(towers, workers)
-            return jax.tree.map(np.asarray, mean_of_rows(counted))
+            rows = node.rows_to_average(towers, workers)
+            return jax.tree.map(np.asarray, mean_of_rows(rows))
         if isinstance(node, PerTower):
-            return PerTower(apart(node.rows, node.axes, sizes), node.axes)
+            return PerTower(unstack_rows(node.rows, node.axes, sizes), node.axes)
         return node[0]
 
-    return jax.tree.map(first, marked(state), is_leaf=is_marked)
+    return jax.tree.map(first, mark_differing(state), is_leaf=is_marked)
 
 
-def apart(rows: PyTree, axes: collectives.Axes, sizes: Mapping[str, int]) -> PyTree:
+def unstack_rows(
+    rows: PyTree, axes: collectives.Axes, sizes: Mapping[str, int]
+) -> PyTree:
     """Return the rows that differ along ``axes``, with a dimension for each axis.
 
     Args:
@@ -262,17 +266,17 @@ def apart(rows: PyTree, axes: collectives.Axes, sizes: Mapping[str, int]) -> PyT
       axes: the axes.
       sizes: the sizes of the mesh's axes, by name and in order.
     """
-    kept = tuple(slice(None) if name in axes else 0 for name in sizes)
+    index = tuple(slice(None) if name in axes else 0 for name in sizes)
     order = [[name for name in sizes if name in axes].index(name) for name in axes]
 
     def cut(leaf: Any) -> Any:
-        own = leaf.reshape(*sizes.values(), *leaf.shape[1:])[kept]
-        return own.transpose(*order, *range(len(order), own.ndim))
+        leaf = leaf.reshape(*sizes.values(), *leaf.shape[1:])[index]
+        return leaf.transpose(*order, *range(len(order), leaf.ndim))
 
     return jax.tree.map(cut, rows)
 
 
-def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+def with_cut_of(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """Set the ``cut`` of each sharded center to that of a mesh of these sizes."""
 
     def cut(center: CenterShards) -> CenterShards:
@@ -290,7 +294,7 @@ def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
     )
 
 
-def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """Cut the sharded centers of a state from `unreplicate` for a mesh of these sizes.
 
     The elements stay the same, bit for bit, in other pieces. The padding of the last
@@ -303,29 +307,29 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         if not (isinstance(center, CenterShards) and is_per_tower(center.pieces)):
             return node
         within, across = center.axes
-        here = tuple(sizes.get(name, 0) for name in (*within, *across))
+        new_cut = tuple(sizes.get(name, 0) for name in (*within, *across))
         leaves = jax.tree.leaves(center.pieces.rows)
-        there = {jnp.shape(leaf)[: len(here)] for leaf in leaves}
-        far = any(not getattr(x, "is_fully_addressable", True) for x in leaves)
-        if there <= {here} or 0 in here or far:
+        cuts = {jnp.shape(leaf)[: len(new_cut)] for leaf in leaves}
+        is_local = all(getattr(x, "is_fully_addressable", True) for x in leaves)
+        if cuts <= {new_cut} or 0 in new_cut or not is_local:
             return node  # if the pieces do not fit, `check_pieces` raises
         counts = _counts(center, sizes)
         paths = [path for path, _ in tree_flatten_with_path(center.pieces.rows)[0]]
         shapes = dict(zip(paths, center.shapes, strict=True))
-        recut_node = functools.partial(
-            _recut, shapes=shapes, old=center.cut, new=counts, sizes=sizes
+        cut_node = functools.partial(
+            _cut_node, shapes=shapes, old=center.cut, new=counts, sizes=sizes
         )
-        before = HOST_SHAPE if on_host else ()
-        pieces = recut_node(center.pieces, _piece, before=before)
+        leading = HOST_SHAPE if on_host else ()
+        pieces = cut_node(center.pieces, _piece, leading=leading)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
             center=rewrapped(center, node.center),
-            center_state=recut_node(
-                node.center_state, _piece, mode="edge", before=before
+            center_state=cut_node(
+                node.center_state, _piece, mode="edge", leading=leading
             ),
             local=node.local._replace(
-                record=recut_node(node.local.record, _part),
-                codec_state=recut_node(node.local.codec_state, _part),
+                record=cut_node(node.local.record, _part),
+                codec_state=cut_node(node.local.codec_state, _part),
             ),
         )
 
@@ -343,7 +347,7 @@ def _part(shape: tuple[int, ...], within: int, across: int) -> int | None:
     return None if length is None or within == 1 else length * across
 
 
-def _recut(
+def _cut_node(
     node: PerTower,
     length_of: Callable[..., int | None],
     *,
@@ -352,7 +356,7 @@ def _recut(
     new: tuple[int, int],
     sizes: Mapping[str, int],
     mode: Literal["constant", "edge"] = "constant",
-    before: tuple[int, ...] = (),
+    leading: tuple[int, ...] = (),
 ) -> PerTower:
     """Cut the leaves of ``node`` again, for other sizes of its axes.
 
@@ -364,32 +368,32 @@ def _recut(
       new: the new numbers of pieces.
       sizes: the sizes of the axes, by name.
       mode: how `numpy.pad` fills the last piece.
-      before: dimensions of size 1 that each leaf has before its own.
+      leading: dimensions of size 1 that each leaf has before its own.
     """
     counts = [sizes[name] for name in node.axes]
 
-    def again(path: Any, rows: Any) -> Any:
+    def cut_leaf(path: Any, rows: Any) -> Any:
         leaf = np.asarray(rows)
-        towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(before) :])
+        towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(leading) :])
         # An optimizer's state contains trees like the parameters, so the end of a path
         # is the path of a parameter.
         ends = (path[n:] for n in range(len(path) + 1))
         shape = next((shapes[end] for end in ends if end in shapes), None)
         length = None if shape is None else length_of(shape, *old)
         if shape is None or towers.shape[1:] != _cut_shape(shape, length):
-            # It belongs to no parameter, like a counter.
-            return _repeated(towers[0].reshape((*before, *towers.shape[1:])), counts)
+            # It belongs to no parameter, such as a counter.
+            return _repeated(towers[0].reshape((*leading, *towers.shape[1:])), counts)
         flat = towers[0] if length is None else towers
         flat = flat.reshape(-1)[: math.prod(shape)]
         length = length_of(shape, *new)
         if length is None:
-            return _repeated(flat.reshape((*before, *shape)), counts)
+            return _repeated(flat.reshape((*leading, *shape)), counts)
         missing = math.prod(counts) * length - flat.size
         return np.pad(flat, (0, missing), mode=mode).reshape(
-            (*counts, *before, *_cut_shape(shape, length))
+            (*counts, *leading, *_cut_shape(shape, length))
         )
 
-    return PerTower(tree_map_with_path(again, node.rows), node.axes)
+    return PerTower(tree_map_with_path(cut_leaf, node.rows), node.axes)
 
 
 def _cut_shape(shape: tuple[int, ...], length: int | None) -> tuple[int, ...]:
@@ -419,13 +423,13 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
             f"towers have no {missing[0]!r} among {tuple(sizes)}: give them the axes "
             "of the towers that it was made on"
         )
-    here = tuple(sizes[name] for name in node.axes)
+    expected = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
-        there = tuple(leaf.shape[: len(node.axes)])
-        if there != here:
+        found = tuple(leaf.shape[: len(node.axes)])
+        if found != expected:
             raise errors.TreeMismatchError(
-                f"state has pieces of axes {node.axes} and sizes {there} (of a center "
-                f"in shards); these towers have {here}. Read the center with "
+                f"state has pieces of axes {node.axes} and sizes {found} (of a center "
+                f"in shards); these towers have {expected}. Read the center with "
                 "center_params where the state was made, and start anew from it"
             )
 

@@ -60,7 +60,7 @@ def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
       rows: BCOO with ``n_batch=0``, on the host.
       towers: number of blocks.
       per_tower: rows of a block; blocks beyond the end are empty.
-      stored: number of elements to store for a block, at least that of `fullest`.
+      stored: number of elements to store for a block, at least `max_stored`.
     """
     data, indices = np.asarray(rows.data), np.asarray(rows.indices)
     width = rows.shape[1:]
@@ -72,14 +72,14 @@ def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
     outside = np.array((per_tower, *width[: indices.shape[1] - 1]), indices.dtype)
     new_data = np.zeros((towers, stored, *data.shape[1:]), data.dtype)
     new_indices = np.broadcast_to(outside, (towers, stored, indices.shape[1])).copy()
-    place = np.arange(block.size) - np.searchsorted(block, block)  # in its block
-    new_data[block, place] = data[inside]
-    new_indices[block, place] = indices[inside]
-    new_indices[block, place, 0] -= block * per_tower
+    position = np.arange(block.size) - np.searchsorted(block, block)  # in its block
+    new_data[block, position] = data[inside]
+    new_indices[block, position] = indices[inside]
+    new_indices[block, position, 0] -= block * per_tower
     return type(rows)((new_data, new_indices), shape=(towers, per_tower, *width))
 
 
-def fullest(rows: Any, towers: int, per_tower: int) -> int:
+def max_stored(rows: Any, towers: int, per_tower: int) -> int:
     """Return the largest number of elements that a block of rows stores."""
     index = np.asarray(rows.indices)[:, 0]
     index = index[index < min(rows.shape[0], towers * per_tower)]
@@ -87,11 +87,11 @@ def fullest(rows: Any, towers: int, per_tower: int) -> int:
     return max(int(counts.max(initial=0)), 1)
 
 
-def own_all(batch: Any) -> Any:
+def take_own_rows(batch: Any) -> Any:
     """Replace each BCOO from `split` by the matrix of this tower."""
 
-    def own(stacked: Any) -> Any:
+    def take_first(stacked: Any) -> Any:
         first = (stacked.data[0], stacked.indices[0])
         return type(stacked)(first, shape=stacked.shape[1:])
 
-    return map_rows(own, batch)
+    return map_rows(take_first, batch)

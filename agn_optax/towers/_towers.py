@@ -93,15 +93,17 @@ class Towers:
         self.mesh = _mesh.make(devices, workers, self._tower_axes, worker_axis)
         self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
-        self._own_towers = len(self.mesh.local_devices)
-        self._alike = NamedSharding(self.mesh, PartitionSpec())
-        self._created = self._kept(_programs.create)
-        self._sums = self._kept(_evaluate.sums)
-        self._outputs = self._kept(_evaluate.outputs)
-        self._apart = self._kept(_apart)
-        self._means = jax.jit(_replicas.mean_of_rows, out_shardings=self._alike)
-        self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
-        self._centers = jax.jit(
+        self._local_towers = len(self.mesh.local_devices)
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._create_program = self._cached(_programs.create)
+        self._sums_program = self._cached(_evaluate.sums)
+        self._outputs_program = self._cached(_evaluate.outputs)
+        self._unstack_program = self._cached(_unstack_program)
+        self._mean_of_rows = jax.jit(
+            _replicas.mean_of_rows, out_shardings=self._replicated
+        )
+        self._first_row = jax.jit(_programs.row, out_shardings=self._replicated)
+        self._whole_center = jax.jit(
             _programs.per_tower(
                 self.mesh,
                 lambda state: _center_params(_programs.row(state)),
@@ -110,14 +112,14 @@ class Towers:
             )
         )
 
-    def _kept(self, make: Callable[[Mesh, Any], Any]) -> Callable[[Any], Any]:
-        """Return ``make`` with a cache of its programs, by their functions."""
+    def _cached(self, make: Callable[[Mesh, Any], Any]) -> Callable[[Any], Any]:
+        """Return ``function -> make(mesh, function)``, which caches the programs."""
         return functools.lru_cache(64)(functools.partial(make, self.mesh))
 
     def __repr__(self) -> str:
         """Show the number of workers, the towers of each, and the platform."""
-        each = self.size // self.workers
-        return f"Towers({self.workers} x {each} {self.mesh.devices.flat[0].platform})"
+        towers, platform = self.size // self.workers, self.mesh.devices.flat[0].platform
+        return f"Towers({self.workers} x {towers} {platform})"
 
     # State: one replica per tower.
 
@@ -149,8 +151,8 @@ class Towers:
         """
         _check_function(make, "make")
         _replicas.register_with_flax()
-        state = self._created(make)(*self._place(arguments))
-        if make is not _replicas.own:  # whose centers are equal on all towers
+        state = self._create_program(make)(*self._put_on_all(arguments))
+        if make is not _replicas.one_tower:  # whose centers are equal on all towers
             _replicas.check_centers(state)
         return state
 
@@ -177,8 +179,8 @@ class Towers:
           (2, 3)
         """
         check.array_leaves(state, "state")
-        state = _replicas.recut(state, self.mesh.shape)
-        return self.create(_replicas.own, state)
+        state = _replicas.cut_again(state, self.mesh.shape)
+        return self.create(_replicas.one_tower, state)
 
     @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
@@ -215,18 +217,22 @@ class Towers:
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
                 rows = jax.device_put(node.rows, jax.memory.Space.Device)
-                return _replicas.PerTower(self._apart(node.axes)(rows), node.axes)
+                return _replicas.PerTower(
+                    self._unstack_program(node.axes)(rows), node.axes
+                )
             if isinstance(node, _replicas.Mean):
-                rows = node.counted(self.size, self.workers)
-                return self._means(jax.device_put(rows, jax.memory.Space.Device))
+                rows = node.rows_to_average(self.size, self.workers)
+                return self._mean_of_rows(jax.device_put(rows, jax.memory.Space.Device))
             if self.mesh.is_multi_process:
-                return self._first_rows(node)
+                return self._first_row(node)
             shards = node.addressable_shards
-            own = next(s.data for s in shards if not s.index[0].start)
-            on_device = own.sharding.memory_kind == own.device.default_memory().kind
-            return own[0] if on_device else np.asarray(own)[0].copy()
+            row = next(s.data for s in shards if not s.index[0].start)
+            on_device = row.sharding.memory_kind == row.device.default_memory().kind
+            return row[0] if on_device else np.asarray(row)[0].copy()
 
-        return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
+        return jax.tree.map(
+            first, _replicas.mark_differing(state), is_leaf=_replicas.is_marked
+        )
 
     @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
@@ -276,7 +282,7 @@ class Towers:
           2.0
         """
         _replicas.check_stacked(tree, self.size)
-        return self._means(tree)
+        return self._mean_of_rows(tree)
 
     @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
@@ -301,7 +307,7 @@ class Towers:
           [1. 2.]
         """
         _replicas.check_stacked(opt_state, self.size)
-        return self._centers(opt_state)
+        return self._whole_center(opt_state)
 
     # Data: rows for every tower.
 
@@ -334,8 +340,10 @@ class Towers:
           >>> batch["image"].sharding.shard_shape(batch["image"].shape)
           (2, 28)
         """
-        _batches.check_divisible(batch, self._own_towers)
-        return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
+        _batches.check_divisible(batch, self._local_towers)
+        return _batches.put_rows(
+            _batches.split_sparse([batch], self.mesh)[0], self.mesh
+        )
 
     @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
@@ -358,15 +366,15 @@ class Towers:
           [1. 2. 3. 3.] [1. 1. 1. 0.]
         """
         rows = _batches.rows_of(batch)
-        in_processes = _batches.in_processes(self.mesh, rows)
-        if not min(in_processes):  # raised in all processes, or others would wait
+        counts = _batches.gather_from_processes(self.mesh, rows)
+        if not min(counts):  # raised in all processes, or others would wait
             raise errors.InvalidArgumentError(
-                f"batch has no rows: {rows} here, {in_processes} in all processes"
+                f"batch has no rows: {rows} here, {counts} in all processes"
             )
-        padded = -(-max(in_processes) // self._own_towers) * self._own_towers
+        padded = -(-max(counts) // self._local_towers) * self._local_towers
         mask = (np.arange(padded) < rows).astype(np.float32)
-        batch = self.shard(_batches.fill(batch, padded))
-        return batch, _batches.lay(mask, self.mesh)
+        batch = self.shard(_batches.pad(batch, padded))
+        return batch, _batches.put_rows(mask, self.mesh)
 
     @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
@@ -388,10 +396,10 @@ class Towers:
           (10, 4, 28)
         """
         batches = list(batches)
-        _batches.check_alike(batches)
-        _batches.check_divisible(batches[0], self._own_towers)
+        _batches.check_same_trees(batches)
+        _batches.check_divisible(batches[0], self._local_towers)
         stacked = _batches.stack(_batches.split_sparse(batches, self.mesh))
-        return _batches.lay(stacked, self.mesh, dimension=1)
+        return _batches.put_rows(stacked, self.mesh, dimension=1)
 
     # Programs.
 
@@ -431,8 +439,10 @@ class Towers:
         """
 
         def one_step(state: PyTree, batch: PyTree) -> Any:
-            own = _rows.own_all(batch)
-            state, metrics = _programs.checked(train_step, self._tower_axes, state, own)
+            own = _rows.take_own_rows(batch)
+            state, metrics = _programs.call_checked(
+                train_step, self._tower_axes, state, own
+            )
             return state, metrics
 
         rows = _programs.rows(self.mesh)
@@ -482,8 +492,8 @@ class Towers:
           exchange: ``state -> state``, which ends the round: ``tx.exchange`` of
             `phases` on the parameters and optimizer state that ``state`` holds. None
             for drop-in optimizers, which exchange in the last step of their period.
-            With fragments, ``(state, **which) -> state``, where ``which`` are the
-            arguments of ``tx.exchange`` from `Fragments.due`.
+            With fragments, ``(state, **arguments) -> state``, where ``arguments`` are
+            those of ``tx.exchange`` from `Fragments.due`.
           unroll: local steps per iteration of the scan, see `jax.lax.scan`.
           fragments: the fragments of `phases`; None exchanges the whole tree at once.
           donate: see `step`.
@@ -524,13 +534,16 @@ class Towers:
                 )
             fragments.check_period(period)
 
-        def ends(_: None, state: PyTree, **which: int) -> tuple[None, PyTree]:
-            return None, state if exchange is None else exchange(state, **which)
+        def end_round(_: None, state: PyTree, **arguments: int) -> tuple[None, PyTree]:
+            return None, state if exchange is None else exchange(state, **arguments)
 
         # scan_round is for the split form; here one state holds everything.
         scanned = scan_round(
-            lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
-            ends,
+            lambda _, state, batch: (
+                None,
+                *train_step(state, _rows.take_own_rows(batch)),
+            ),
+            end_round,
             unroll=unroll,
             fragments=fragments,
         )
@@ -544,7 +557,7 @@ class Towers:
                         "towers.shard_round(batches)"
                     )
             axes = self.mesh.axis_names
-            return _programs.checked(scanned, axes, None, state, batches)[1:]
+            return _programs.call_checked(scanned, axes, None, state, batches)[1:]
 
         rows = _programs.rows(self.mesh, dimension=1)
         return _programs.apply(self.mesh, one_round, rows, donate=donate)
@@ -586,9 +599,9 @@ class Towers:
           >>> print(towers.evaluate(metrics, 1.5, batches))
           {'above': 0.75}
         """
-        *constant, data = _given(metric_fn, "metric_fn", arguments)
-        placed = self._place(tuple(constant))
-        program = self._sums(metric_fn)
+        *constant, data = _checked_arguments(metric_fn, "metric_fn", arguments)
+        placed = self._put_on_all(tuple(constant))
+        program = self._sums_program(metric_fn)
         parts = []
         for batch in data if _is_loader(data) else [data]:
             padded, mask = self.shard_padded(batch)
@@ -621,48 +634,49 @@ class Towers:
           >>> print(agn_optax.Towers(2).predict(double, np.array([1.0, 2.0, 3.0])))
           {'doubled': array([2., 4., 6.], dtype=float32)}
         """
-        *constant, batch = _given(fn, "fn", arguments)
+        *constant, batch = _checked_arguments(fn, "fn", arguments)
         rows = _batches.rows_of(batch)
         padded, mask = self.shard_padded(batch)
-        outputs = self._outputs(fn)(self._place(tuple(constant)), padded, mask > 0)
+        outputs = self._outputs_program(fn)(
+            self._put_on_all(tuple(constant)), padded, mask > 0
+        )
 
-        def own(leaf: jax.Array) -> Any:
+        def local_rows(leaf: jax.Array) -> Any:
             shards = sorted(
                 leaf.addressable_shards, key=lambda s: s.index[0].start or 0
             )
-            return _batches.joined([s.data for s in shards])[:rows]
+            return _batches.concatenate([s.data for s in shards])[:rows]
 
-        return jax.tree.map(own, outputs)
+        return jax.tree.map(local_rows, outputs)
 
-    def _place(self, arguments: PyTree) -> PyTree:
-        """Put ``arguments``, as they are in process 0, on every tower."""
+    def _put_on_all(self, arguments: PyTree) -> PyTree:
+        """Put ``arguments`` on every tower, with their values in process 0."""
         if self.mesh.is_multi_process:
-            arguments = _batches.of_first_process(arguments)
-        return _placed(arguments, self._alike)
+            arguments = _batches.broadcast_from_first_process(arguments)
+        return _put_nodes(arguments, self._replicated)
 
 
-def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
+def _put_nodes(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Put ``tree`` on the mesh; pieces go to their towers, `OnHost` to host memory."""
 
-    def place(node: Any) -> Any:
+    def put(node: Any) -> Any:
         if _replicas.is_per_tower(node):
             _replicas.check_pieces(node, sharding.mesh.shape)
-            apart = sharding.update(spec=PartitionSpec(*node.axes))
-            rows = _placed(node.rows, apart)
-            return _replicas.PerTower(rows, node.axes)
+            by_tower = sharding.update(spec=PartitionSpec(*node.axes))
+            return _replicas.PerTower(_put_nodes(node.rows, by_tower), node.axes)
         if isinstance(node, OnHost):
             host = sharding.with_memory_kind("pinned_host")
-            return OnHost(_placed(node.tree, host))
+            return OnHost(_put_nodes(node.tree, host))
         return _batches.put(node, sharding)
 
     special = (_replicas.PerTower, OnHost)
-    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, special))
+    return jax.tree.map(put, tree, is_leaf=lambda node: isinstance(node, special))
 
 
-def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
-    """Compile `_replicas.apart` for these axes."""
+def _unstack_program(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
+    """Compile `_replicas.unstack_rows` for some axes."""
     return jax.jit(
-        lambda rows: _replicas.apart(rows, axes, mesh.shape),
+        lambda rows: _replicas.unstack_rows(rows, axes, mesh.shape),
         out_shardings=NamedSharding(mesh, PartitionSpec(*axes)),
     )
 
@@ -686,7 +700,9 @@ def _check_function(function: Any, what: str) -> None:
         ) from None
 
 
-def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _checked_arguments(
+    function: Any, what: str, arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Return the arguments of a function after a check; the last one is a batch."""
     if not arguments:
         raise errors.InvalidArgumentError(

@@ -138,7 +138,7 @@ def programs(
         # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
         if rounds.has_residual(rule) and residual == "restored":
-            codec_state = rounds.take_back(rule, contribution, codec_state)
+            codec_state = rounds.restore_residual(rule, contribution, codec_state)
         elif residual == "discarded":
             # A message that is not finite has left nothing in the codec's residual.
             message = rounds.decode(rule, contribution, center)
@@ -150,7 +150,7 @@ def programs(
         return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
-        codec_state = rounds.take_back(rule, contribution, state.codec_state)
+        codec_state = rounds.restore_residual(rule, contribution, state.codec_state)
         return state._replace(codec_state=codec_state)
 
     # A message in flight is kept in separate buffers, which local steps cannot change.

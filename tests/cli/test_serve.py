@@ -93,7 +93,7 @@ def test_rule_is_made_by_name(options, rule):
 @pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
 def test_center_optimizers_accept_their_options(name):
     options = RuleOptions(rule="agn", center_optimizer=name)
-    known = _named.known(rules.CENTER_OPTIMIZERS[name])
+    known = _named.settings_of(rules.CENTER_OPTIMIZERS[name])
     others = {"nesterov": True, "delay": 2, "messages": 2}
     every = {option: others.get(option, 0.5) for option in known}
     assert _rules.make(dataclasses.replace(options, **every)).name == "agn"

@@ -260,8 +260,8 @@ def observed(codec):
         }
 
     def returned(message, state):
-        back = codec.decode(message, state["sent"])
-        sent = jax.tree.map(jnp.subtract, state["sent"], back)
+        decoded = codec.decode(message, state["sent"])
+        sent = jax.tree.map(jnp.subtract, state["sent"], decoded)
         return {**state, "own": codec.returned(message, state["own"]), "sent": sent}
 
     return dataclasses.replace(
@@ -429,9 +429,10 @@ def test_13_narrow_center_rounds_decoded_messages_once(codec, is_exact, dtype):
             lambda e, k: np.float64(e) + np.float64(k), state.residual, contribution
         )
         encoded, state = encode(contribution, state)
-        taken = double(decode(encoded, center))
+        sent_leaves = double(decode(encoded, center))
         for owes, takes, rest in zip(
-            *map(jax.tree.leaves, (owed, taken, double(state.residual))), strict=True
+            *map(jax.tree.leaves, (owed, sent_leaves, double(state.residual))),
+            strict=True,
         ):
             lost = np.abs(owes - takes - rest)
             # The constant allows for the float32 rounding of the sums.
@@ -755,8 +756,11 @@ def test_contribution_of_another_codec_is_rejected():
 
 def test_rule_difference_names_different_codecs():
     print_ = rules.fingerprint(shared.downpour(codec=codecs.quantize()))
-    said = rules.difference(print_, shared.downpour())
-    assert said == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"
+    difference = rules.difference(print_, shared.downpour())
+    assert (
+        difference
+        == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"
+    )
     named = dataclasses.replace(codecs.quantize(4), name=codecs.quantize().name)
     assert "encoding" in rules.difference(print_, shared.downpour(codec=named))
     both = [codecs.two_way(codecs.sign(), codecs.quantize(b)) for b in (4, 8)]

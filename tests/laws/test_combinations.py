@@ -363,10 +363,10 @@ def check(rule, codec, place, dtype, fragments):
         for _ in range(4):  # overlap begins with the second exchange
             loop = run.round(loop)
         loop = run.flush(loop)
-        kept = types(loop)
+        saved = types(loop)
         with nothing_compiles():
             loop = run.round(loop)
-        assert types(loop) == kept
+        assert types(loop) == saved
         loop = run.flush(loop)
         resumed = run.again(loop)
         loop = run.round(loop)
@@ -427,11 +427,11 @@ def rejection(rule, codec, place, dtype, fragments):
 
 
 def check_or_expect_rejection(row):
-    why = rejection(*row)
-    if why is None:
+    reason = rejection(*row)
+    if reason is None:
         check(*row)
     else:
-        with pytest.raises(errors.InvalidArgumentError, match=why):
+        with pytest.raises(errors.InvalidArgumentError, match=reason):
             check(*row)
 
 

@@ -62,7 +62,7 @@ def trained(tx, workers, targets, params=None):
     return run(begun(tx, workers, params), targets)
 
 
-def with_numpy(targets, gossip, rate, momentum, period, how="mean"):
+def with_numpy(targets, gossip, rate, momentum, period, combine="mean"):
     """Compute the same in NumPy, with plain momentum at the centers."""
     steps, workers, _ = targets.shape
     x = np.zeros((workers, SIZE))
@@ -73,11 +73,11 @@ def with_numpy(targets, gossip, rate, momentum, period, how="mean"):
             continue
         met = np.array(WAYS[workers][done // period % len(WAYS[workers])])
         message = c - x
-        alone = (met == np.arange(workers))[
+        single = (met == np.arange(workers))[
             :, None
         ]  # a worker without a partner has only its own message
-        both = message + np.where(alone, 0, message[met])
-        message = both / np.where(alone, 1, 2) if how == "mean" else both
+        both = message + np.where(single, 0, message[met])
+        message = both / np.where(single, 1, 2) if combine == "mean" else both
         v = momentum * v + message + gossip * (c - (c + c[met]) / 2)
         c = c - rate * v
         x = c.copy()
@@ -139,9 +139,9 @@ def test_gossip_reaches_all_workers_in_log2_exchanges(workers):
 @pytest.mark.parametrize("rule", [shared.average(), shared.diloco(FAST)])
 def test_gossip_workers_converge_to_the_same_minimum(rule, workers):
     """They first train on different data, and then on the same."""
-    apart = feeds(jnp.zeros(SIZE), 100, workers=(workers,))
+    distance = feeds(jnp.zeros(SIZE), 100, workers=(workers,))
     same = np.broadcast_to(np.float32([1, -2, 3]), (800, workers, SIZE))
-    params, _ = trained(make(rule, period=4), workers, np.concatenate([apart, same]))
+    params, _ = trained(make(rule, period=4), workers, np.concatenate([distance, same]))
     assert_close(params, same[0], tolerance=1e-3)
 
 
@@ -309,14 +309,14 @@ def test_restored_gossip_state_continues_bit_for_bit(tmp_path):
     state, _ = problem.train(towers, tx, data[:5], problem.params(), step)
     agn_optax.checkpoint.save(tmp_path / "saved", towers=(towers, state))
     like = towers.create(lambda p: (p, tx.init(p)), problem.params())
-    back = agn_optax.checkpoint.load(tmp_path / "saved", towers=(towers, like))[
+    restored = agn_optax.checkpoint.load(tmp_path / "saved", towers=(towers, like))[
         "towers"
     ]
-    assert_identical(back, state)
+    assert_identical(restored, state)
     for batch in data[5:]:
         state, _ = step(state, towers.shard(batch))
-        back, _ = step(back, towers.shard(batch))
-    assert_identical(back, state)
+        restored, _ = step(restored, towers.shard(batch))
+    assert_identical(restored, state)
 
 
 def test_elastic_load_of_gossip_starts_from_the_mean_of_centers(tmp_path):
@@ -328,12 +328,12 @@ def test_elastic_load_of_gossip_starts_from_the_mean_of_centers(tmp_path):
     assert not np.allclose(first, first[0])
     agn_optax.checkpoint.save(tmp_path / "saved", towers=(many, state))
     like = few.create(lambda p: (p, tx.init(p)), problem.params())
-    back = agn_optax.checkpoint.load(
+    restored = agn_optax.checkpoint.load(
         tmp_path / "saved", towers=(few, like), elastic=True
     )["towers"]
-    assert_close(few.center_params(back[1]), mean)
+    assert_close(few.center_params(restored[1]), mean)
     assert_close(few.center_params(few.replicate(many.unreplicate(state))[1]), mean)
-    trace = find_state(back[1]).center_state[0].trace["s"]
+    trace = find_state(restored[1]).center_state[0].trace["s"]
     before = find_state(state[1]).center_state[0].trace["s"]
     assert_close(trace, jnp.full(3, before.mean()))
 
@@ -343,8 +343,8 @@ def test_flax_serializes_gossip_state():
     tx = make(shared.diloco(FAST), period=2)
     state, _ = problem.train(towers, tx, problem.batches(3), problem.params())
     zeros = jax.tree.map(jnp.zeros_like, state)
-    back = flax.serialization.from_bytes(zeros, flax.serialization.to_bytes(state))
-    assert_identical(back, state)
+    restored = flax.serialization.from_bytes(zeros, flax.serialization.to_bytes(state))
+    assert_identical(restored, state)
 
 
 def test_gossip_over_several_mesh_axes_equals_one_axis():

@@ -40,8 +40,8 @@ def through_orbax(path, saved):
         ),
         full,
     )
-    back = ocp.load(path, abstract)
-    return structure.unflatten([back.get(str(i), x) for i, x in enumerate(leaves)])
+    restored = ocp.load(path, abstract)
+    return structure.unflatten([restored.get(str(i), x) for i, x in enumerate(leaves)])
 
 
 @pytest.mark.parametrize("name", DROP_INS)

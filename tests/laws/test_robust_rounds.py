@@ -38,12 +38,12 @@ COMBINATIONS = {
 
 
 @functools.cache
-def rule(name, of="average", codec=None):
+def rule(name, base="average", codec=None):
     made = {
         "average": lambda: rules.average(codec=codec),
         "agn": lambda: rules.agn(optax.sgd(0.5, momentum=0.5), codec=codec),
         "easgd": lambda: rules.easgd(0.5, codec=codec),
-    }[of]()
+    }[base]()
     return dataclasses.replace(made, combine=COMBINATIONS[name])
 
 
@@ -149,8 +149,8 @@ def embedded(made, grads=GRADS):
 
 
 @functools.cache
-def at_a_center(name, of):
-    return embedded(rule(name, of))
+def at_a_center(name, base):
+    return embedded(rule(name, base))
 
 
 PLACES = {
@@ -163,16 +163,16 @@ PLACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("name", "of"),
+    ("name", "base"),
     [
         *((name, "average") for name in COMBINATIONS),
         ("median", "agn"),
         ("krum", "easgd"),
     ],
 )
-def test_mesh_equals_a_synchronous_center(place, name, of):
-    found = PLACES[place](rule(name, of))
-    assert_close(found, at_a_center(name, of), tolerance=1e-6)
+def test_mesh_equals_a_synchronous_center(place, name, base):
+    found = PLACES[place](rule(name, base))
+    assert_close(found, at_a_center(name, base), tolerance=1e-6)
 
 
 @pytest.mark.slow
@@ -180,10 +180,10 @@ def test_mesh_equals_a_synchronous_center(place, name, of):
 @pytest.mark.parametrize("name", ["median", "krum"])
 def test_workers_of_two_towers_equal_a_synchronous_center(name, shard_axis):
     """Four workers of two towers: shards within a worker, across workers, and both."""
-    how = robust.krum(1) if name == "krum" else COMBINATIONS[name]
+    combine = robust.krum(1) if name == "krum" else COMBINATIONS[name]
     if name == "krum":
-        how = dataclasses.replace(how, of=least_distance)
-    made = dataclasses.replace(rules.average(), combine=how)
+        combine = dataclasses.replace(combine, function=least_distance)
+    made = dataclasses.replace(rules.average(), combine=combine)
     grads = jax.tree.map(lambda g: g[:, :4], GRADS)
     found = over_mesh(made, grads, towers=2, shard_axis=shard_axis)
     assert_close(found, embedded(made, grads), tolerance=1e-6)
@@ -341,7 +341,7 @@ def test_sharded_center_rejects_aggregation_of_whole_messages():
 
 
 @pytest.mark.parametrize(
-    ("name", "fragments", "why"),
+    ("name", "fragments", "message"),
     [
         ("krum", {}, r"with krum\(2\): a fragment has a part"),
         (
@@ -351,8 +351,8 @@ def test_sharded_center_rejects_aggregation_of_whole_messages():
         ),
     ],
 )
-def test_fragments_reject_unsupported_robust_aggregation(name, fragments, why):
-    with pytest.raises(errors.InvalidArgumentError, match=why):
+def test_fragments_reject_unsupported_robust_aggregation(name, fragments, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         agn_optax.phases(
             INNER,
             rule(name),

@@ -110,8 +110,8 @@ class TestAdam:
             for name in ours:
                 np.testing.assert_allclose(params[name], x[name], rtol=1e-4, atol=1e-5)
                 np.testing.assert_allclose(ours[name], c[name], rtol=1e-4, atol=1e-5)
-                theirs = np.asarray(event["center"][name])
-                furthest = max(furthest, float(np.abs(ours[name] - theirs).max()))
+                expected = np.asarray(event["center"][name])
+                furthest = max(furthest, float(np.abs(ours[name] - expected).max()))
         # The difference is of the order of a few center steps of 0.01.
         assert 1e-3 < furthest < 0.1
 

@@ -157,8 +157,8 @@ def test_optimizer_runs_on_shards_or_is_rejected(name):
 
 def test_delayed_nesterov_with_delay_1_is_nesterov():
     ours, _ = trained(agn_optax.delayed_nesterov(0.5, 0.75, delay=1), GRADS)
-    theirs, _ = trained(optax.sgd(0.5, 0.75, nesterov=True), GRADS)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    expected, _ = trained(optax.sgd(0.5, 0.75, nesterov=True), GRADS)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.125, 0.25])
@@ -176,7 +176,7 @@ def test_delayed_nesterov_of_n_messages_is_a_step_of_their_mean(spread):
     np.testing.assert_allclose(state.momentum, expected[0].trace, rtol=1e-5)
     if spread == 0.0:
         np.testing.assert_allclose(params, wanted, rtol=1e-5)
-    assert int(state.held) == 0
+    assert int(state.buffered) == 0
     assert not state.buffer.any()
 
 
@@ -358,8 +358,8 @@ def test_ordered_momentum_applies_the_missed_powers_of_late_messages(momentum):
 
 def test_ordered_momentum_of_one_worker_is_close_to_optax_sgd():
     ours, _ = trained(outer.ordered_momentum(0.5, 0.75, messages=1), GRADS, staleness=0)
-    theirs, _ = trained(optax.sgd(0.5, 0.75), GRADS)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    expected, _ = trained(optax.sgd(0.5, 0.75), GRADS)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_buffered_applies_the_inner_optimizer_to_means(inner):
     assert not state.buffer.any()
     waiting, state = trained(outer.buffered(inner, 4), GRADS[:3])
     assert not waiting.any()
-    assert int(state.held) == 3
+    assert int(state.buffered) == 3
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -633,19 +633,21 @@ def test_float64_center_computes_nothing_in_float32(name):
     with jax.enable_x64(True):
         params = {"w": jnp.ones((3, 2), "float64"), "s": jnp.ones((), "float64")}
         rule = dataclasses.replace(rules.diloco(), center=FLOAT64[name]())
-        said = rules.extra_arguments(ABOUT)
+        extra_args = rules.extra_arguments(ABOUT)
 
-        def train(params, said):
+        def train(params, extra_args):
             state = rule.center.init(params)
             for _ in range(2):
-                updates, state = rule.center.update(params, state, params, **said)
+                updates, state = rule.center.update(params, state, params, **extra_args)
                 params = optax.apply_updates(params, updates)
             return params, state
 
-        made = jax.make_jaxpr(train)(params, said)
-        assert not float32_in(made.jaxpr)
-        assert not [x for x in made.consts if x.dtype == jnp.float32]
-        kinds = {x.dtype for x in jax.tree.leaves(jax.eval_shape(train, params, said))}
+        jaxpr = jax.make_jaxpr(train)(params, extra_args)
+        assert not float32_in(jaxpr.jaxpr)
+        assert not [x for x in jaxpr.consts if x.dtype == jnp.float32]
+        kinds = {
+            x.dtype for x in jax.tree.leaves(jax.eval_shape(train, params, extra_args))
+        }
         assert jnp.dtype("float32") not in kinds
 
 
@@ -767,8 +769,8 @@ def test_scale_by_turnaround_balances_fast_and_slow_workers():
         return np.mean(seen[-100:])
 
     tx = agn_optax.scale_by_turnaround()
-    told, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), staleness=7, workers=4)
-    assert float(told[0]) == 2.0
+    updates, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), staleness=7, workers=4)
+    assert float(updates[0]) == 2.0
     assert where() == pytest.approx(-0.8, abs=0.05)
     assert where(agn_optax.scale_by_turnaround(2)) == pytest.approx(0.0, abs=0.05)
 
@@ -794,7 +796,7 @@ def test_missing_argument_is_named_in_the_error(tx, named):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: outer.heloco(momentum=1.5), "momentum must be"),
         (lambda: outer.momentum_lookahead(momentum=1.0), r"\[0, 1\)"),
@@ -825,6 +827,6 @@ def test_missing_argument_is_named_in_the_error(tx, named):
         (lambda: agn_optax.scale_by_staleness(decay=0.0), "decay must be"),
     ],
 )
-def test_invalid_center_optimizer_settings_are_rejected(make, said):
-    with pytest.raises(errors.InvalidArgumentError, match=said):
+def test_invalid_center_optimizer_settings_are_rejected(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         make()

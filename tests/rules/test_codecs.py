@@ -163,11 +163,13 @@ def test_codecs_accept_every_dtype_under_strict_promotion(codec, dtype):
 )
 def test_named_rule_warns_where_its_codec_meets_momentum(settings, is_warned, caplog):
     with caplog.at_level("WARNING", "agn_optax"):
-        rules.named({"rule": "diloco", **settings}, lambda name: f"--{name}")
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == is_warned
+        rules.rule_from_settings(
+            {"rule": "diloco", **settings}, lambda name: f"--{name}"
+        )
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == is_warned
     named = f"--codec {settings.get('codec')} "
-    assert all(each.startswith(named) and "momentum" in each for each in said)
+    assert all(each.startswith(named) and "momentum" in each for each in messages)
 
 
 @pytest.mark.slow
@@ -367,7 +369,7 @@ def test_sign_needs_error_feedback():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: codecs.quantize(3), "bits must be 8, 4 or 2"),
         (lambda: codecs.quantize(8, format="e3m0"), "'e3m0' has 4 bits"),
@@ -387,8 +389,8 @@ def test_sign_needs_error_feedback():
         ),
     ],
 )
-def test_invalid_codec_settings_are_rejected(make, said):
-    with pytest.raises(errors.InvalidArgumentError, match=said):
+def test_invalid_codec_settings_are_rejected(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         make()
 
 

@@ -33,9 +33,9 @@ def messages(count, seed=0, spread=1.0):
     return {"w": leaf(3, 4), "b": leaf(5), "s": leaf(), "none": None, "e": leaf(0, 2)}
 
 
-def combined(how, tree):
+def combined(combine, tree):
     return jax.tree.map(
-        np.asarray, jax.jit(lambda m: how.of(m, robust.whole_total))(tree)
+        np.asarray, jax.jit(lambda m: combine.function(m, robust.total_of_leaves))(tree)
     )
 
 
@@ -75,7 +75,7 @@ def test_robust_functions_match_their_equations(count):
 @pytest.mark.parametrize("count", range(1, 18))
 def test_in_order_sorts_any_number_of_messages(count):
     values = np.random.default_rng(count).integers(0, 9, (count, 200)).astype("f4")
-    found = np.stack(robust._in_order(jnp.asarray(values)))
+    found = np.stack(robust._sorted_rows(jnp.asarray(values)))
     np.testing.assert_array_equal(found, np.sort(values, axis=0))
 
 
@@ -131,7 +131,7 @@ def test_equal_messages_combine_to_that_message(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "why"),
+    ("name", "count", "message"),
     [
         ("krum", 4, r"krum\(1\) needs a round of at least 5 messages, got 4"),
         (
@@ -142,16 +142,16 @@ def test_equal_messages_combine_to_that_message(name):
         ("trimmed_mean", 2, r"trimmed_mean\(0\.2\) leaves out 1 of 2"),
     ],
 )
-def test_too_few_messages_are_rejected(name, count, why):
-    with pytest.raises(errors.InvalidArgumentError, match=why):
+def test_too_few_messages_are_rejected(name, count, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         combined(ALL[name], messages(count))
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "message"),
     [
-        (lambda: robust.trimmed_mean(0.5), r"share must be a number in \(0, 0\.5\)"),
-        (lambda: robust.trimmed_mean(0), "share must be a number in"),
+        (lambda: robust.trimmed_mean(0.5), r"fraction must be a number in \(0, 0\.5\)"),
+        (lambda: robust.trimmed_mean(0), "fraction must be a number in"),
         (lambda: robust.krum(0), "faulty must be a positive int"),
         (lambda: robust.krum(1, keep=0), "keep must be a positive int"),
         (
@@ -165,18 +165,18 @@ def test_too_few_messages_are_rejected(name, count, why):
         ),
     ],
 )
-def test_invalid_combine_settings_are_rejected(make, why):
-    with pytest.raises(errors.InvalidArgumentError, match=why):
+def test_invalid_combine_settings_are_rejected(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         make()
 
 
 def test_named_rule_selects_combine():
-    made = rules.named({"rule": "average", "combine": "krum"})
+    made = rules.rule_from_settings({"rule": "average", "combine": "krum"})
     assert str(made.combine) == "krum(1)"
     assert not made.is_summed
-    assert rules.named({"rule": "average", "combine": "sum"}).is_summed
+    assert rules.rule_from_settings({"rule": "average", "combine": "sum"}).is_summed
     with pytest.raises(errors.InvalidArgumentError, match="combine must be one of sum"):
-        rules.named({"rule": "average", "combine": "mode"})
+        rules.rule_from_settings({"rule": "average", "combine": "mode"})
     print_ = rules.fingerprint(made)
     assert rules.difference(print_, rules.average()).startswith(
         "its combine is 'krum(1)', and here it is 'mean'"
@@ -204,7 +204,7 @@ def test_radial_averages_lengths_and_directions_separately(count):
 
 def radial_round(messages):
     """Combine all messages at once, as on a mesh or in a synchronous round."""
-    return robust.radial().of(messages, robust.whole_total)
+    return robust.radial().function(messages, robust.total_of_leaves)
 
 
 def radial_one_by_one(messages):
@@ -268,7 +268,7 @@ def test_radial_mean_is_continuous_where_directions_cancel(made_by):
 def test_robust_functions_keep_float64():
     with jax.enable_x64(True):
         tree = jax.tree.map(lambda x: jnp.asarray(x, "f8"), messages(5))
-        for how in ALL.values():
-            if how is not ALL["multi-krum"]:
-                made = how.of(tree, robust.whole_total)
+        for combine in ALL.values():
+            if combine is not ALL["multi-krum"]:
+                made = combine.function(tree, robust.total_of_leaves)
                 assert {x.dtype for x in jax.tree.leaves(made)} == {np.dtype("f8")}

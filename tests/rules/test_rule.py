@@ -252,8 +252,8 @@ def momentum(rate, momentum):
 )
 def test_rule_difference_names_the_parts_that_differ(other, own, says, says_not):
     assert rules.difference(rules.fingerprint(own), own) is None
-    said = rules.difference(rules.fingerprint(other), own)
+    difference = rules.difference(rules.fingerprint(other), own)
     for words in says:
-        assert words in said, said
+        assert words in difference, difference
     for words in says_not:
-        assert words not in said, said
+        assert words not in difference, difference

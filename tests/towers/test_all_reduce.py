@@ -49,7 +49,7 @@ def compiled(tx, mesh, grads):
     return program(tx, mesh).lower(grads).compile()
 
 
-WAYS = {
+ALGORITHMS = {
     "all_reduce": {},
     "reduce_scatter": {"algorithm": "reduce_scatter"},
     "buckets": {"bucket_bytes": 100},
@@ -67,15 +67,15 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "reduction"),
+    ("algorithm", "reduction"),
     [
-        *((way, "mean") for way in WAYS),
-        *((way, "sum") for way in ("buckets", "scattered buckets", "half")),
+        *((algorithm, "mean") for algorithm in ALGORITHMS),
+        *((algorithm, "sum") for algorithm in ("buckets", "scattered buckets", "half")),
     ],
 )
-def test_every_method_gives_the_same_numbers(way, reduction):
+def test_every_method_gives_the_same_numbers(algorithm, reduction):
     # With three towers, no size divides evenly.
-    options, grads = WAYS[way], gradients(3)
+    options, grads = ALGORITHMS[algorithm], gradients(3)
     tx = agn_optax.all_reduce("towers", reduction=reduction, **options)
     reduced = program(tx, mesh((3,)))(grads)
     tolerance = 2e-2 if "codec" in options else 1e-6

@@ -101,9 +101,9 @@ def test_flax_serializes_unreplicated_state(axes, memory):
     saved = towers.unreplicate(made)
     data = flax.serialization.to_bytes(saved)
     zeros = jax.tree.map(np.zeros_like, saved)
-    back = flax.serialization.from_bytes(zeros, data)
-    support.assert_identical(back, saved)
-    support.assert_identical(towers.replicate(back), made)
+    restored = flax.serialization.from_bytes(zeros, data)
+    support.assert_identical(restored, saved)
+    support.assert_identical(towers.replicate(restored), made)
 
 
 @support.needs_host
@@ -126,9 +126,9 @@ def test_center_in_host_memory_gives_the_same_numbers(axes):
     for leaf in jax.tree.leaves(held.local):
         assert leaf.sharding.memory_kind == "device"
     # It stays in host memory when it is saved and restored.
-    back = towers.replicate(towers.unreplicate(own_state))
-    support.assert_identical(back, own_state)
-    for leaf in jax.tree.leaves(find_state(back).center):
+    restored = towers.replicate(towers.unreplicate(own_state))
+    support.assert_identical(restored, own_state)
+    for leaf in jax.tree.leaves(find_state(restored).center):
         assert leaf.sharding.memory_kind == "pinned_host"
 
 
@@ -441,8 +441,8 @@ def test_sharded_center_can_be_restored_on_other_numbers_of_towers(
             np.testing.assert_array_equal(own, other)
     support.assert_identical(find_state(saved).center, find_state(first).center)
     # A sharded record is restored, too: the last step is within a period.
-    record, theirs = (find_state(s).local.record.rows for s in (saved, first))
-    support.assert_identical(record, theirs)
+    record, expected = (find_state(s).local.record.rows for s in (saved, first))
+    support.assert_identical(record, expected)
 
 
 @pytest.mark.parametrize("memory", support.MEMORIES)
@@ -474,9 +474,9 @@ def test_residual_is_kept_by_each_tower_and_restored():
         state
     )  # residuals are not compared, as they differ on purpose
     again = towers.replicate(towers.unreplicate(state))
-    residual, theirs = (find_state(s).local.codec_state for s in (again, state))
-    assert any(np.any(leaf != leaf[:1]) for leaf in jax.tree.leaves(theirs))
-    support.assert_identical(residual, theirs)
+    residual, expected = (find_state(s).local.codec_state for s in (again, state))
+    assert any(np.any(leaf != leaf[:1]) for leaf in jax.tree.leaves(expected))
+    support.assert_identical(residual, expected)
 
 
 def test_shards_of_another_mesh_are_rejected():

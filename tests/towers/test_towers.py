@@ -81,12 +81,12 @@ def test_unreplicate_undoes_replicate():
     assert stacked["w"].shape == (4, 2, 3)
     assert stacked["w"].sharding.shard_shape(stacked["w"].shape) == (1, 2, 3)
     assert stacked["step"].shape == (4,)
-    back = towers.unreplicate(stacked)
-    support.assert_identical(back, jax.tree.map(jnp.asarray, state))
-    assert back["w"].devices() == {jax.devices()[0]}
+    restored = towers.unreplicate(stacked)
+    support.assert_identical(restored, jax.tree.map(jnp.asarray, state))
+    assert restored["w"].devices() == {jax.devices()[0]}
     # Both have their own memory.
     stacked["w"].delete()
-    np.testing.assert_array_equal(back["w"], state["w"])
+    np.testing.assert_array_equal(restored["w"], state["w"])
     with pytest.raises(errors.TreeMismatchError, match=r"state\['empty'\].*one row"):
         towers.unreplicate(state)
 
@@ -154,9 +154,9 @@ def test_replicate_compiles_once(caplog):
     with jax.log_compiles():
         for _ in range(3):
             state = towers.unreplicate(towers.replicate(state))
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     compiled = [
-        m for m in said if m.startswith("Finished XLA compilation of jit(on_all")
+        m for m in messages if m.startswith("Finished XLA compilation of jit(on_all")
     ]
     assert len(compiled) == 1
 

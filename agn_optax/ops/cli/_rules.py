@@ -13,8 +13,8 @@ from agn_optax.rules import Rule, codecs
 @_options.record(
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
-    answers=", ".join(rules.ANSWERS),
-    combinations=", ".join(rules.COMBINATIONS),
+    answers=", ".join(rules.DOWNLINK_CODECS),
+    combinations=", ".join(rules.COMBINE_METHODS),
     optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
@@ -82,7 +82,7 @@ def make(options: RuleOptions) -> Rule:
       InvalidArgumentError: the options name no rule, or one of them is missing, out of
         range, or does not apply to the rule or optimizer.
     """
-    return rules.named(_options.given(options), _options.option)
+    return rules.rule_from_settings(_options.given(options), _options.option)
 
 
 def codec(options: RuleOptions) -> codecs.Codec:
@@ -91,7 +91,7 @@ def codec(options: RuleOptions) -> codecs.Codec:
     Raises:
       InvalidArgumentError: no codec has that name.
     """
-    return rules.named_codec(_options.given(options), _options.option)
+    return rules.codec_from_settings(_options.given(options), _options.option)
 
 
 def inner(name: str) -> optax.GradientTransformation:

@@ -176,7 +176,7 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
     answer = trees.nbytes(center, rule.codec.answer_dtype)
     if rule.codec.answer_codec is not None:
         # A worker that exchanges in turns has missed one difference of each worker.
-        missed = workers * trees.nbytes(rounds.difference_like(rule, center))
+        missed = workers * trees.nbytes(rounds.delta_like(rule, center))
         answer = min(answer, missed)
     return Work(
         message,

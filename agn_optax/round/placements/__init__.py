@@ -20,13 +20,13 @@ from agn_optax.round.placements._host import check_host_memory as check_host_mem
 from agn_optax.round.placements._host import to_device
 from agn_optax.round.placements._layout import Layout as Layout
 from agn_optax.round.placements._placement import Placement as Placement
-from agn_optax.round.placements._shards import Sharded, gathered
+from agn_optax.round.placements._shards import Sharded, gather_center
 from agn_optax.round.placements._shards import piece_length as piece_length
 from agn_optax.round.placements._stored import HOST_SHAPE as HOST_SHAPE
 from agn_optax.round.placements._stored import CenterShards as CenterShards
 from agn_optax.round.placements._stored import OnHost as OnHost
 from agn_optax.round.placements._stored import OwnCenter as OwnCenter
-from agn_optax.round.placements._stored import held as held
+from agn_optax.round.placements._stored import center_arrays as center_arrays
 from agn_optax.round.placements._stored import rewrapped as rewrapped
 from agn_optax.round.placements._stored import unwrapped as unwrapped
 from agn_optax.round.placements._whole import Gossip, Whole, mean_center
@@ -61,4 +61,4 @@ def whole_center(stored: PyTree) -> PyTree:
         center = to_device(center)
     if isinstance(center, OwnCenter):
         return mean_center(center)
-    return gathered(center) if isinstance(center, CenterShards) else center
+    return gather_center(center) if isinstance(center, CenterShards) else center

@@ -1,15 +1,20 @@
-"""The protocol of a placement: what the round asks of the place of its center.
+"""The protocol of a placement: the operations that a round needs from it.
 
-The round (`_round`) calls these methods and distinguishes no cases:
+The round (`_round`) calls these methods and distinguishes no cases. With two workers of
+two towers each, and a center in shards over both axes, a leaf ``abcd`` is cut twice:
 
-    part        cut a tree that all towers of a worker have alike to this tower's part
-    piece       cut the center to this tower's piece: the worker's share of a part
-    combine     combine the messages of all workers to one, of which each tower gets its
-                piece; also for encoded contributions
-    unite       join the workers' pieces to a part
-    whole       join the towers' parts to the tree
-    store       wrap the center as the optimizer state keeps it, in its memory; `load`
-                undoes that
+                               worker 0             worker 1
+                          tower 0  tower 1     tower 0  tower 1
+    the whole leaf         abcd     abcd        abcd     abcd
+    `cut_part`             ab       cd          ab       cd
+    `cut_piece`            a        c           b        d
+
+    `join_pieces`          piece -> part    communication between workers
+    `join_parts`           part -> whole    communication within a worker
+    `combine`              every worker's message as parts -> this tower's piece
+
+A center that is not in shards has one part and one piece: all of it. `store` converts
+the center to the form that the optimizer state holds, and `load` undoes that.
 """
 
 from __future__ import annotations
@@ -30,16 +35,16 @@ from agn_optax.round.placements._host import to_device, to_host
 from agn_optax.round.placements._placement import Placement
 from agn_optax.round.placements._stored import (
     OnHost,
+    center_arrays,
+    describe_place,
     for_host,
     from_host,
-    held,
-    place_of,
     unwrapped,
 )
 from agn_optax.rules import Rule, robust
 
 PyTree = Any
-How = robust.Combine | Literal["sum", "mean"]
+CombineMethod = robust.Combine | Literal["sum", "mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Layout(abc.ABC):
     axis_name: Any = None
     placement: Placement = dataclasses.field(default_factory=Placement)
 
-    kind: ClassVar[str]  # what the center is, for errors
+    kind: ClassVar[str]  # such as "in shards", for errors
 
     @property
     def workers(self) -> _collectives.Axes:
@@ -72,7 +77,7 @@ class Layout(abc.ABC):
         return self.placement == Placement()
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_readable_in_step(self) -> bool:
         """True if a local step can read the whole center in the state."""
         return not self.is_on_host
 
@@ -80,7 +85,7 @@ class Layout(abc.ABC):
         """Check that a rule can be used with this placement.
 
         Raises:
-          InvalidArgumentError: it cannot.
+          InvalidArgumentError: the rule cannot be used with this placement.
         """
         if rule.codec.answer_codec is not None and not self.is_default:
             combinations.reject(
@@ -95,19 +100,20 @@ class Layout(abc.ABC):
 
     def check_bound_for_steps(self) -> None:
         """Check that the axes that every local step needs are bound while tracing."""
-        return  # none; `B027` asks for a body
+        return  # by default, local steps need no axes
 
-    def check_met(self, rule: str) -> None:
+    def check_all_workers_exchange(self, rule: str) -> None:
         """Check that all workers of the enclosing mesh take part in exchanges.
 
         Raises:
-          InvalidArgumentError: some do not, and would each train a separate model.
+          InvalidArgumentError: workers over another axis would each train a model of
+            their own.
         """
-        if unmet := _collectives.unmet(self.workers):
-            (name,) = unmet
+        if others := _collectives.declared_workers_outside(self.workers):
+            (name,) = others
             raise errors.InvalidArgumentError(
                 f"{rule} exchanges over axis_name={self.axis_name!r}, but the workers "
-                f"are the {_collectives.size(unmet)} members of {name!r}: each would "
+                f"are the {_collectives.size(others)} members of {name!r}: each would "
                 f"train a model of its own. Give the rule axis_name={name!r}"
             )
 
@@ -115,76 +121,90 @@ class Layout(abc.ABC):
         """Check that the center of a state matches this layout and the parameters.
 
         Raises:
-          TreeMismatchError: it does not.
+          TreeMismatchError: the center does not match.
         """
-        there = place_of(stored)
-        if there != self.place:
+        place = describe_place(stored)
+        if place != self.place:
             raise errors.TreeMismatchError(
-                f"the state's center is {there}, but the placement is {self.placement}"
+                f"the state's center is {place}, but the placement is {self.placement}"
             )
-        whole = self._like_whole(unwrapped(stored))
+        whole = self._whole_shapes(unwrapped(stored))
         check.same_tree(params, whole, "params", "center")
 
-    def own(self, tree: PyTree) -> PyTree:
+    def vary_over_workers(self, tree: PyTree) -> PyTree:
         """Mark ``tree`` as varying over the workers, if each has its own center."""
         return tree
 
-    def cuts(self, params: PyTree) -> list[PyTree]:
-        """Return the shapes of this tower's piece in a list, empty without shards."""
+    def piece_shapes(self, params: PyTree) -> list[PyTree]:
+        """Return the shapes of this tower's piece in a list; an empty list if whole."""
         return []
 
     @abc.abstractmethod
-    def part(self, tree: PyTree) -> PyTree:
-        """Cut ``tree``, which a worker's towers have alike, to this tower's part."""
+    def cut_part(self, tree: PyTree) -> PyTree:
+        """Return this tower's part of a tree that a worker's towers have in common."""
 
     @abc.abstractmethod
-    def piece(self, tree: PyTree) -> PyTree:
-        """Cut the center ``tree`` to the piece that this tower keeps."""
+    def cut_piece(self, tree: PyTree) -> PyTree:
+        """Return this tower's piece of a center that all towers have in common."""
 
     @abc.abstractmethod
-    def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
-        """Join the pieces of all workers to this tower's part of the center."""
+    def join_pieces(self, pieces: PyTree, like: PyTree) -> PyTree:
+        """Return this tower's part of the center from the pieces of all workers."""
 
     @abc.abstractmethod
-    def whole(self, parts: PyTree, like: PyTree) -> PyTree:
-        """Join the parts of all towers of this worker to the whole tree."""
+    def join_parts(self, parts: PyTree, like: PyTree) -> PyTree:
+        """Return the whole tree from the parts of all towers of this worker."""
 
-    def count(self, turn: jax.Array) -> Any:
-        """Return the number of workers that take part in one exchange."""
+    def num_participants(self, exchanges: jax.Array) -> Any:
+        """Return the number of workers whose messages are combined in an exchange.
+
+        ``exchanges`` is the number of earlier exchanges, which determines the pairs of
+        gossip.
+        """
         return _collectives.size(self.workers)
 
-    def mean(self, number: jax.Array, turn: jax.Array) -> jax.Array:
-        """Return the mean of a scalar over the workers of one exchange."""
+    def mean_over_participants(
+        self, number: jax.Array, exchanges: jax.Array
+    ) -> jax.Array:
+        """Return the mean of a scalar over the workers of `num_participants`."""
         count = _collectives.size(self.workers)
         return _collectives.psum(number, self.workers) / count
 
     def combine(
-        self, message: PyTree, how: How, like: PyTree, center: PyTree, turn: jax.Array
+        self,
+        message: PyTree,
+        method: CombineMethod,
+        like: PyTree,
+        center: PyTree,
+        exchanges: jax.Array,
     ) -> PyTree:
-        """Combine all workers' messages, given as parts, to this tower's piece.
+        """Combine all workers' messages, and return this tower's piece of the result.
 
-        If an all-reduce cannot combine them, an all-to-all gives each tower all
-        messages for its piece. With gossip, ``turn`` determines the partners, and the
-        combined message includes the pull of their centers.
+        ``message`` is this tower's part of its worker's message. If an all-reduce
+        cannot combine the messages, an all-to-all gives each tower all messages for its
+        piece. With gossip, ``exchanges`` determines the partners, and the combined
+        message includes the pull between their centers.
         """
-        if isinstance(how, robust.Combine):
-            pieces = jax.tree.map(self._collect, like, message)
-            return self._together(jax.tree.map(trees.widened, pieces), how, like)
+        if isinstance(method, robust.Combine):
+            pieces = jax.tree.map(self._gather_messages, like, message)
+            return self._combine_gathered(
+                jax.tree.map(trees.widened, pieces), method, like
+            )
         count = _collectives.size(self.workers)
 
-        def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
-            total = self._sum(m, whole)
-            return total / count if how == "mean" else total
+        def combine_leaf(m: jax.Array, whole: jax.Array) -> jax.Array:
+            total = self._sum_leaf(m, whole)
+            return total / count if method == "mean" else total
 
-        return jax.tree.map(combine, message, like)
+        return jax.tree.map(combine_leaf, message, like)
 
     def combine_encoded(
         self,
         encoded: PyTree,
-        message: Callable[[PyTree], PyTree],
-        how: How,
+        decode: Callable[[PyTree], PyTree],
+        method: CombineMethod,
         like: PyTree,
-        share: jax.Array | None = None,
+        weight: jax.Array | None = None,
     ) -> PyTree:
         """Combine encoded contributions, which must be decoded before they are summed.
 
@@ -194,107 +214,112 @@ class Layout(abc.ABC):
 
         Args:
           encoded: the contribution of this tower's worker: for each leaf of the part, a
-            tree of arrays. These have the leaf's shape if the center is in shards.
-          message: ``encoded -> message``, for a piece.
-          how: the rule's way to combine messages.
+            tree of arrays. If the center is in shards, these have the leaf's shape,
+            because they are cut as the leaf is.
+          decode: ``encoded -> message``, for a piece.
+          method: the rule's ``combine``.
           like: a tree with the shapes of the whole.
-          share: weight of this worker's message relative to the mean, scalar; None if
+          weight: weight of this worker's message relative to the mean, scalar; None if
             all count alike.
         """
-        shares = None if share is None else self._gather(share)
-        sent = jax.tree.map(
+        weights = None if weight is None else self._gather(weight)
+        gathered = jax.tree.map(
             lambda whole, part: jax.tree.map(
-                functools.partial(self._collect_encoded, whole), part
+                functools.partial(self._gather_encoded, whole), part
             ),
             like,
             encoded,
         )
         count = _collectives.size(self.workers)
 
-        def of(worker: Any) -> PyTree:
-            made = message(jax.tree.map(lambda x: x[worker], sent))
-            if shares is None:
-                return made
+        def message_of(worker: Any) -> PyTree:
+            message = decode(jax.tree.map(lambda x: x[worker], gathered))
+            if weights is None:
+                return message
+            return trees.scaled(jax.tree.map(trees.widened, message), weights[worker])
 
-            return trees.scaled(jax.tree.map(trees.widened, made), shares[worker])
-
-        if isinstance(how, robust.Combine):
+        if isinstance(method, robust.Combine):
             pieces = _messages.stacked(
-                lambda worker: jax.tree.map(self._share, of(worker)), count
+                lambda worker: jax.tree.map(
+                    self._elements_to_combine, message_of(worker)
+                ),
+                count,
             )
-            return self._together(pieces, how, like)
-        total = _messages.summed(of, count)
-        return jax.tree.map(lambda t: t / count, total) if how == "mean" else total
+            return self._combine_gathered(pieces, method, like)
+        total = _messages.summed(message_of, count)
+        return jax.tree.map(lambda t: t / count, total) if method == "mean" else total
 
     def _gather(self, part: jax.Array) -> jax.Array:
         """Gather an array from all workers: [workers, ...]."""
-        return _collectives.gather(part[None], self._in_order, same=True)
+        return _collectives.gather(part[None], self._gather_axes, same=True)
 
     @property
-    def _in_order(self) -> _collectives.Axes:
+    def _gather_axes(self) -> _collectives.Axes:
         """Axes of the workers, in the order in which their messages are gathered."""
         return self.workers
 
     @abc.abstractmethod
-    def _sum(self, m: jax.Array, whole: jax.Array) -> jax.Array:
-        """Sum a leaf of all workers' messages, and return this tower's piece."""
+    def _sum_leaf(self, m: jax.Array, whole: jax.Array) -> jax.Array:
+        """Sum one leaf of all workers' messages, and return this tower's piece."""
 
     @abc.abstractmethod
-    def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        """Collect all workers' messages for what this tower combines: [workers, ...].
+    def _gather_messages(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        """Gather the elements of all messages that this tower combines: [workers, ...].
 
-        ``part`` is one leaf of this worker's message, and ``whole`` has its shape in
-        the parameters.
+        ``part`` is one leaf of this worker's message, and ``whole`` has the shape of
+        that leaf in the parameters.
         """
 
-    def _collect_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        """Collect all workers' encoded contributions to this tower's piece."""
-        return self._collect(whole, part)
+    def _gather_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        """Gather one leaf of all encoded contributions to this tower's piece."""
+        return self._gather_messages(whole, part)
 
-    def _share(self, m: jax.Array) -> jax.Array:
+    def _elements_to_combine(self, m: jax.Array) -> jax.Array:
         """Return the elements of a decoded message that this tower combines."""
         return m
 
     @abc.abstractmethod
-    def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
-        """Combine all workers' messages by a robust rule, to this tower's piece.
+    def _combine_gathered(
+        self, pieces: PyTree, method: robust.Combine, like: PyTree
+    ) -> PyTree:
+        """Combine all messages by a robust method, and return this tower's piece.
 
-        ``pieces`` are what this tower combines of each message. The rule's global sums
-        are taken over the towers that have the other elements.
+        ``pieces`` has the elements of each message that this tower combines. Sums over
+        all elements (`robust.Total`) include the towers with the other elements.
         """
 
     def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
-        """Wrap a center and its optimizer's state as an optimizer state keeps them.
+        """Convert a center and its optimizer's state to the form that a state keeps.
 
-        ``like`` is the whole center, or the center as it was stored before.
+        ``like`` gives the shapes: a whole center, or a stored one.
         """
         center = self._wrap(center, like)
         if not self.is_on_host:
             return center, center_state
         return to_host((OnHost(for_host(center)), OnHost(for_host(center_state))))
 
-    def settle(self, center: PyTree, center_state: PyTree) -> Any:
+    def move_to_memory(self, center: PyTree, center_state: PyTree) -> Any:
         """Move a stored center and state to their memory, such as after a restore."""
-        both = center, center_state
-        return to_host(both) if self.is_on_host else both
+        stored = center, center_state
+        return to_host(stored) if self.is_on_host else stored
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""
         if self.is_on_host:
             stored = center.tree, center_state.tree
             center, center_state = from_host(to_device(stored))
-        return held(center), center_state
+        return center_arrays(center), center_state
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         """Wrap a center for a state in the memory of the device."""
         return center
 
     @abc.abstractmethod
-    def _like_whole(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: PyTree) -> PyTree:
         """Return a tree with the shapes of the whole center, from an unwrapped one.
 
         Raises:
-          TreeMismatchError: another layout has made it.
+          TreeMismatchError: the center was stored by another layout.
         """
 
 

@@ -30,29 +30,29 @@ class Sharded(Layout):
     kind: ClassVar[str] = "in shards"
 
     @property
-    def within(self) -> _collectives.Axes:
-        """Axes of the shards whose towers belong to one worker."""
+    def within_axes(self) -> _collectives.Axes:
+        """Axes over which the towers of one worker have different shards."""
         shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name not in self.workers)
 
     @property
-    def across(self) -> _collectives.Axes:
-        """Axes of the shards whose towers are different workers."""
+    def across_axes(self) -> _collectives.Axes:
+        """Axes over which different workers have different shards."""
         shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name in self.workers)
 
     @property
-    def shards(self) -> _collectives.Axes:
+    def shard_axes(self) -> _collectives.Axes:
         """Axes of the shards, in the order of the pieces."""
-        return (*self.within, *self.across)
+        return (*self.within_axes, *self.across_axes)
 
     @property
-    def beside(self) -> _collectives.Axes:
-        """Axes of the workers that keep the same shards."""
-        return tuple(name for name in self.workers if name not in self.across)
+    def replica_axes(self) -> _collectives.Axes:
+        """Axes over which workers have the same shards."""
+        return tuple(name for name in self.workers if name not in self.across_axes)
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_readable_in_step(self) -> bool:
         return False
 
     def check_bound(self) -> None:
@@ -66,105 +66,108 @@ class Sharded(Layout):
     def check_bound_for_steps(self) -> None:
         self.check_bound()
 
-    def cuts(self, params: PyTree) -> list[PyTree]:
-        return [jax.eval_shape(self.piece, params)]
+    def piece_shapes(self, params: PyTree) -> list[PyTree]:
+        return [jax.eval_shape(self.cut_piece, params)]
 
-    def part(self, tree: PyTree) -> PyTree:
-        return self._cut(tree, self.within, _collectives.size(self.across))
+    def cut_part(self, tree: PyTree) -> PyTree:
+        return self._cut(tree, self.within_axes, _collectives.size(self.across_axes))
 
-    def piece(self, tree: PyTree) -> PyTree:
-        return self._cut(tree, self.shards, 1)
+    def cut_piece(self, tree: PyTree) -> PyTree:
+        return self._cut(tree, self.shard_axes, 1)
 
     def _cut(self, tree: PyTree, axes: _collectives.Axes, pieces: int) -> PyTree:
         """Cut every leaf that is sharded to this tower's ``pieces`` of it."""
 
         def cut(leaf: Any) -> jax.Array:
-            leaf, length = jnp.asarray(leaf), self._length(leaf)
+            leaf, length = jnp.asarray(leaf), self._piece_length(leaf)
             if length is None or _collectives.size(axes) == 1:
                 return leaf
             return _slice(leaf, _collectives.index(axes), pieces * length, leaf.ndim)
 
         return jax.tree.map(cut, tree)
 
-    def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
+    def join_pieces(self, pieces: PyTree, like: PyTree) -> PyTree:
         def unite(piece: jax.Array, whole: Any) -> jax.Array:
-            if self._length(whole) is None:
+            if self._piece_length(whole) is None:
                 return piece
-            flat = _collectives.gather(piece.reshape(-1), self.across)
-            if _collectives.size(self.within) == 1:
+            flat = _collectives.gather(piece.reshape(-1), self.across_axes)
+            if _collectives.size(self.within_axes) == 1:
                 return shaped(flat, whole)
-            return _line(flat, whole.ndim)
+            return _with_ndim(flat, whole.ndim)
 
         return jax.tree.map(unite, pieces, like)
 
-    def whole(self, parts: PyTree, like: PyTree) -> PyTree:
+    def join_parts(self, parts: PyTree, like: PyTree) -> PyTree:
         def whole(part: jax.Array, whole: Any) -> jax.Array:
-            if self._length(whole) is None:
+            if self._piece_length(whole) is None:
                 return part
-            flat = _collectives.gather(part.reshape(-1), self.within, same=True)
+            flat = _collectives.gather(part.reshape(-1), self.within_axes, same=True)
             return shaped(flat, whole)
 
         return jax.tree.map(whole, parts, like)
 
     @property
-    def _in_order(self) -> _collectives.Axes:
-        return (*self.beside, *self.across)
+    def _gather_axes(self) -> _collectives.Axes:
+        return (*self.replica_axes, *self.across_axes)
 
-    def _length(self, leaf: Any) -> int | None:
+    def _piece_length(self, leaf: Any) -> int | None:
         """Return the number of elements of a piece; None if the leaf stays whole."""
-        pieces = _collectives.size(self.shards)
+        pieces = _collectives.size(self.shard_axes)
         return piece_length(jnp.shape(leaf), pieces)
 
-    def _sum(self, m: jax.Array, whole: jax.Array) -> jax.Array:
-        length = self._length(whole)
+    def _sum_leaf(self, m: jax.Array, whole: jax.Array) -> jax.Array:
+        length = self._piece_length(whole)
         if length is None:
-            return _collectives.psum(m, (*self.across, *self.beside))
-        flat = _padded(m, length * _collectives.size(self.across))
-        m = _line(_collectives.scatter(flat, self.across), whole.ndim)
-        return _collectives.psum(m, self.beside)
+            return _collectives.psum(m, (*self.across_axes, *self.replica_axes))
+        flat = _padded(m, length * _collectives.size(self.across_axes))
+        m = _with_ndim(_collectives.scatter(flat, self.across_axes), whole.ndim)
+        return _collectives.psum(m, self.replica_axes)
 
-    def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        length = self._length(whole)
+    def _gather_messages(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        length = self._piece_length(whole)
         if length is None:
             return self._gather(part)
-        count = _collectives.size(self.across)
+        count = _collectives.size(self.across_axes)
         flat = _padded(part, length * count).reshape(count, length)
-        pieces = _collectives.all_to_all(flat, self.across)
+        pieces = _collectives.all_to_all(flat, self.across_axes)
         pieces = pieces.reshape(count, *(1,) * (whole.ndim - 1), length)
-        return _collectives.gather(pieces, self.beside)
+        return _collectives.gather(pieces, self.replica_axes)
 
-    def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
+    def _combine_gathered(
+        self, pieces: PyTree, method: robust.Combine, like: PyTree
+    ) -> PyTree:
         def total(parts: PyTree) -> jax.Array:
-            def chosen(is_whole: bool) -> PyTree:
+            def total_of(is_whole: bool) -> jax.Array:
                 def choose(leaf: Any, part: Any) -> Any:
-                    return part if (self._length(leaf) is None) == is_whole else None
+                    return (
+                        part if (self._piece_length(leaf) is None) == is_whole else None
+                    )
 
-                return jax.tree.map(choose, like, parts)
+                return robust.total_of_leaves(jax.tree.map(choose, like, parts))
 
-            summed = _collectives.psum(robust.whole_total(chosen(False)), self.shards)
-            return summed + robust.whole_total(chosen(True))
+            return _collectives.psum(total_of(False), self.shard_axes) + total_of(True)
 
-        return how.of(pieces, total)
+        return method.function(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         like = unwrapped(like)
         if isinstance(like, CenterShards):
             return dataclasses.replace(like, pieces=center)
         shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
-        return CenterShards(center, shapes, *self._cut_here)
+        return CenterShards(center, shapes, *self._current_cut)
 
     @property
-    def _cut_here(self) -> tuple[Any, Any]:
-        """Axes of the pieces (within, across), and the number of pieces over each."""
-        axes = (self.within, self.across)
+    def _current_cut(self) -> tuple[Any, Any]:
+        """The shards' axes and their sizes, each as (within, across workers)."""
+        axes = (self.within_axes, self.across_axes)
         return axes, tuple(map(_collectives.size, axes))
 
-    def _like_whole(self, center: PyTree) -> PyTree:
-        here = self._cut_here
-        if (center.axes, center.cut) != here:
+    def _whole_shapes(self, center: PyTree) -> PyTree:
+        axes, sizes = self._current_cut
+        if (center.axes, center.cut) != (axes, sizes):
             raise errors.TreeMismatchError(
                 f"the state's center is in shards over the axes {center.axes} of sizes "
-                f"{center.cut}, but here over {here[0]} of sizes {here[1]}. Read it "
+                f"{center.cut}, but here over {axes} of sizes {sizes}. Read it "
                 "with center_params on the mesh where it was made, and start anew from "
                 "the result"
             )
@@ -174,15 +177,15 @@ class Sharded(Layout):
         )
 
 
-def gathered(center: CenterShards) -> PyTree:
+def gather_center(center: CenterShards) -> PyTree:
     """Return the whole center, whose axes must be bound here."""
     within, across = center.axes
     axes = (*within, *across)
     hint = "the center is in shards over this axis; use towers.center_params(opt_state)"
     check.axis_bound(axes, hint)
     layout = Sharded(across, Placement(shard_axis=axes))
-    like = layout._like_whole(center)
-    return layout.whole(layout.unite(center.pieces, like), like)
+    like = layout._whole_shapes(center)
+    return layout.join_parts(layout.join_pieces(center.pieces, like), like)
 
 
 def piece_length(shape: tuple[int, ...], pieces: int) -> int | None:
@@ -199,7 +202,7 @@ def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:
     flat = _padded(leaf, pieces * length)
     # A slice beyond the last piece would be clamped into the array.
     piece = jax.lax.dynamic_slice_in_dim(flat, index * length, length)
-    return _line(jnp.where(index < pieces, piece, 0), ndim)
+    return _with_ndim(jnp.where(index < pieces, piece, 0), ndim)
 
 
 def _padded(x: jax.Array, length: int) -> jax.Array:
@@ -207,7 +210,7 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
     return flat if flat.size == length else jnp.pad(flat, (0, length - flat.size))
 
 
-def _line(flat: jax.Array, ndim: int) -> jax.Array:
+def _with_ndim(flat: jax.Array, ndim: int) -> jax.Array:
     """Give a flat array as many dimensions as its leaf has.
 
     Optimizers may read the number of dimensions, such as for a weight decay of matrices

@@ -90,7 +90,7 @@ def rewrapped(tree: PyTree, like: PyTree) -> PyTree:
     return OnHost(tree) if isinstance(like, OnHost) else tree
 
 
-def held(stored: PyTree) -> PyTree:
+def center_arrays(stored: PyTree) -> PyTree:
     """Return the arrays of a stored center, as a tree like the parameters.
 
     For a sharded center, these are this tower's pieces.
@@ -101,7 +101,7 @@ def held(stored: PyTree) -> PyTree:
     return center.pieces if isinstance(center, CenterShards) else center
 
 
-def place_of(stored: PyTree) -> str:
+def describe_place(stored: PyTree) -> str:
     """Describe where a stored center is, as `Layout.place` does."""
     center = stored.tree if isinstance(stored, OnHost) else stored
     kinds = {CenterShards: "in shards", OwnCenter: "each worker's own"}

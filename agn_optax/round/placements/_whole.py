@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives
-from agn_optax.round.placements._layout import How, Layout, shaped
+from agn_optax.round.placements._layout import CombineMethod, Layout, shaped
 from agn_optax.round.placements._stored import OwnCenter
 from agn_optax.rules import Rule, robust
 
@@ -20,54 +20,56 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Layout):
-    """One center, which every tower has whole: a piece and a part are all of it."""
+    """One center, which every tower has whole: part and piece are all of it."""
 
     kind: ClassVar[str] = "whole"
 
-    def part(self, tree: PyTree) -> PyTree:
+    def cut_part(self, tree: PyTree) -> PyTree:
         return jax.tree.map(jnp.asarray, tree)
 
-    def piece(self, tree: PyTree) -> PyTree:
+    def cut_piece(self, tree: PyTree) -> PyTree:
         return jax.tree.map(jnp.asarray, tree)
 
-    def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
+    def join_pieces(self, pieces: PyTree, like: PyTree) -> PyTree:
         return pieces
 
-    def whole(self, parts: PyTree, like: PyTree) -> PyTree:
+    def join_parts(self, parts: PyTree, like: PyTree) -> PyTree:
         return parts
 
-    def _sum(self, m: jax.Array, whole: jax.Array) -> jax.Array:
+    def _sum_leaf(self, m: jax.Array, whole: jax.Array) -> jax.Array:
         return _collectives.psum(m, self.workers)
 
-    def _collect_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+    def _gather_encoded(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         return self._gather(part)
 
-    # A robust rule is divided among the workers: each combines an equal piece of every
-    # leaf, and all gather the results.
+    # The work of a robust method is divided among the workers: each combines an equal
+    # piece of every leaf, and all gather the results.
 
-    def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+    def _gather_messages(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         return _collectives.pieces(part, self.workers)
 
-    def _share(self, m: jax.Array) -> jax.Array:
+    def _elements_to_combine(self, m: jax.Array) -> jax.Array:
         pieces = _collectives.cut(m, _collectives.size(self.workers))
         return pieces[_collectives.index(self.workers)]
 
-    def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
+    def _combine_gathered(
+        self, pieces: PyTree, method: robust.Combine, like: PyTree
+    ) -> PyTree:
         def total(parts: PyTree) -> jax.Array:
-            return _collectives.psum(robust.whole_total(parts), self.workers)
+            return _collectives.psum(robust.total_of_leaves(parts), self.workers)
 
         def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
             return shaped(_collectives.gather(m, self.workers, same=True), whole)
 
-        return jax.tree.map(finish, like, how.of(pieces, total))
+        return jax.tree.map(finish, like, method.function(pieces, total))
 
-    def _like_whole(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: PyTree) -> PyTree:
         return center
 
 
 @dataclasses.dataclass(frozen=True)
 class Gossip(Whole):
-    """A center of each worker; workers exchange in pairs, which ``turn`` determines."""
+    """A center of each worker; workers exchange in pairs that change in turn."""
 
     kind: ClassVar[str] = "each worker's own"
 
@@ -91,23 +93,32 @@ class Gossip(Whole):
             got = f"gossip={self.gossip}, rule {rule.name!r} with {rule.combine}"
             combinations.reject("gossip", "a robust combine", got)
 
-    def own(self, tree: PyTree) -> PyTree:
+    def vary_over_workers(self, tree: PyTree) -> PyTree:
         bound = all(map(check.is_bound, self.workers))
-        return _collectives.apart(tree, self.workers) if bound else tree
+        return _collectives.mark_varying(tree, self.workers) if bound else tree
 
-    def count(self, turn: jax.Array) -> Any:
+    def num_participants(self, exchanges: jax.Array) -> Any:
         if (workers := _collectives.size(self.workers)) == 1:
             return workers
-        return 2 - _collectives.is_alone(self.workers, turn).astype(jnp.int32)
+        return 2 - _collectives.has_no_partner(self.workers, exchanges).astype(
+            jnp.int32
+        )
 
-    def mean(self, number: jax.Array, turn: jax.Array) -> jax.Array:
+    def mean_over_participants(
+        self, number: jax.Array, exchanges: jax.Array
+    ) -> jax.Array:
         if _collectives.size(self.workers) == 1:
-            return super().mean(number, turn)
-        # A worker without a partner is its own.
-        return (number + _collectives.met(number, self.workers, turn)) / 2
+            return super().mean_over_participants(number, exchanges)
+        # A worker without a partner is its own partner.
+        return (number + _collectives.from_partner(number, self.workers, exchanges)) / 2
 
     def combine(
-        self, message: PyTree, how: How, like: PyTree, center: PyTree, turn: jax.Array
+        self,
+        message: PyTree,
+        method: CombineMethod,
+        like: PyTree,
+        center: PyTree,
+        exchanges: jax.Array,
     ) -> PyTree:
         """Combine the messages of two partners, with the pull of their centers.
 
@@ -119,19 +130,19 @@ class Gossip(Whole):
         if _collectives.size(self.workers) == 1:
             return message
         self._check_apart(center)
-        mean = how == "mean"
+        mean = method == "mean"
         pull = self.gossip if mean else self.gossip / 2
         message = jax.tree.map(trees.widened, message)
         center = jax.tree.map(trees.widened, center)
         sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
-        received = _collectives.met(sent, self.workers, turn)
-        alone = _collectives.is_alone(self.workers, turn)
+        received = _collectives.from_partner(sent, self.workers, exchanges)
+        has_no_partner = _collectives.has_no_partner(self.workers, exchanges)
 
-        def both(m: jax.Array, other: jax.Array, c: jax.Array) -> jax.Array:
-            total = m + (other + pull * c)
-            return jnp.where(alone, m, total / 2 if mean else total)
+        def combine_leaf(m: jax.Array, received: jax.Array, c: jax.Array) -> jax.Array:
+            total = m + (received + pull * c)
+            return jnp.where(has_no_partner, m, total / 2 if mean else total)
 
-        return jax.tree.map(both, message, received, center)
+        return jax.tree.map(combine_leaf, message, received, center)
 
     def _check_apart(self, center: PyTree) -> None:
         """Check that a mesh treats the workers' own centers as different arrays.
@@ -139,7 +150,7 @@ class Gossip(Whole):
         Raises:
           InvalidArgumentError: a shard_map treats them as one replicated array.
         """
-        if not _collectives.checked(self.workers):
+        if not _collectives.is_checked(self.workers):
             return
         for leaf in jax.tree.leaves(center):
             varying = _collectives.varying(leaf)
@@ -154,7 +165,7 @@ class Gossip(Whole):
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         return OwnCenter(center, self.workers)
 
-    def _like_whole(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: PyTree) -> PyTree:
         if center.axes != self.workers:
             raise errors.TreeMismatchError(
                 f"the state has a center for each worker of {center.axes}, but here "

@@ -20,7 +20,7 @@ class BufferedState(NamedTuple):
     inner_state: PyTree  # state of the wrapped optimizer
     buffer: PyTree  # like the center: the sum of messages, or of their directions
     lengths: PyTree  # float scalars, sums of the messages' lengths; or EmptyState
-    held: jax.Array  # int32 scalar: number of messages in the buffer
+    buffered: jax.Array  # int32 scalar: number of messages in the buffer
 
 
 def buffered(
@@ -97,9 +97,9 @@ def buffered(
         wide = trees.widened(leaf)
         return jnp.sqrt(jnp.sum(wide * wide))
 
-    def along(leaf: jax.Array, distance: Any, least: float) -> jax.Array:
-        """Scale a leaf to a length; shorter if the leaf is shorter than ``least``."""
-        factor = distance / jnp.maximum(length(leaf), least)
+    def rescale(leaf: jax.Array, new_length: Any, min_length: float) -> jax.Array:
+        """Scale a leaf to a length; shorter if it is shorter than ``min_length``."""
+        factor = new_length / jnp.maximum(length(leaf), min_length)
         return (trees.widened(leaf) * factor).astype(leaf.dtype)
 
     def init_fn(params: PyTree) -> BufferedState:
@@ -114,28 +114,32 @@ def buffered(
     def update_fn(
         updates: PyTree, state: BufferedState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, BufferedState]:
-        is_full = state.held + 1 == size
+        is_full = state.buffered + 1 == size
         lengths: PyTree = optax.EmptyState()
         if is_radial:
             total = jax.tree.map(
-                lambda d, g: d + along(g, 1.0, tiny), state.buffer, updates
+                lambda d, g: d + rescale(g, 1.0, tiny), state.buffer, updates
             )
             lengths = jax.tree.map(lambda n, g: n + length(g), state.lengths, updates)
-            least = LEAST_AGREEMENT * size
-            one = jax.tree.map(lambda d, n: along(d, n / size, least), total, lengths)
+            min_length = LEAST_AGREEMENT * size
+            message = jax.tree.map(
+                lambda d, n: rescale(d, n / size, min_length), total, lengths
+            )
         else:
             total = jax.tree.map(jnp.add, state.buffer, updates)
-            one = jax.tree.map(lambda d: d / size, total)
-        moved, inner_state = optimizer.update(
-            one, state.inner_state, params, **extra_args
+            message = jax.tree.map(lambda d: d / size, total)
+        new_updates, inner_state = optimizer.update(
+            message, state.inner_state, params, **extra_args
         )
 
         zeros = optax.tree.zeros_like
-        return optax.tree.where(is_full, moved, zeros(moved)), BufferedState(
+        return optax.tree.where(
+            is_full, new_updates, zeros(new_updates)
+        ), BufferedState(
             optax.tree.where(is_full, inner_state, state.inner_state),
             optax.tree.where(is_full, zeros(total), total),
             optax.tree.where(is_full, zeros(lengths), lengths),
-            jnp.where(is_full, 0, state.held + 1),
+            jnp.where(is_full, 0, state.buffered + 1),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,7 +19,7 @@ class DelayedNesterovState(NamedTuple):
 
     momentum: PyTree  # shapes and dtypes of the center
     buffer: PyTree  # like the center: the sum of messages since momentum changed
-    held: jax.Array  # int32 scalar: number of these messages
+    buffered: jax.Array  # int32 scalar: number of these messages
 
 
 def delayed_nesterov(
@@ -90,21 +90,20 @@ def delayed_nesterov(
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, DelayedNesterovState]:
-        is_full = state.held + 1 == delay
-        summed = jax.tree.map(jnp.add, state.buffer, updates)
-        taken = jax.tree.map(
+        is_full = state.buffered + 1 == delay
+        buffer = jax.tree.map(jnp.add, state.buffer, updates)
+        new_momentum = jax.tree.map(
             lambda m, d: jnp.where(is_full, momentum * m + d / delay, m),
-            *(state.momentum, summed),
+            *(state.momentum, buffer),
         )
         share = jnp.where(is_full, 1 - spread * delay + spread, spread)
 
         def move(m: jax.Array, g: jax.Array) -> jax.Array:
-            moved = share.astype(m.dtype) * momentum * m + g / delay
-            return -learning_rate * moved
+            return -learning_rate * (share.astype(m.dtype) * momentum * m + g / delay)
 
-        moved = jax.tree.map(move, taken, updates)
-        left = optax.tree.where(is_full, optax.tree.zeros_like(summed), summed)
-        held = jnp.where(is_full, 0, state.held + 1)
-        return moved, DelayedNesterovState(taken, left, held)
+        new_updates = jax.tree.map(move, new_momentum, updates)
+        buffer = optax.tree.where(is_full, optax.tree.zeros_like(buffer), buffer)
+        buffered = jnp.where(is_full, 0, state.buffered + 1)
+        return new_updates, DelayedNesterovState(new_momentum, buffer, buffered)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -79,10 +79,10 @@ def scale_by_drift(
     history = check.positive_int(history, "history")
 
     def init_fn(params: PyTree) -> DriftState:
-        def room(c: Any) -> jax.Array:
+        def empty_history(c: Any) -> jax.Array:
             return jnp.zeros((history, *jnp.shape(c)), jnp.result_type(c))
 
-        return DriftState(jax.tree.map(room, params), jnp.zeros((), jnp.int32))
+        return DriftState(jax.tree.map(empty_history, params), jnp.zeros((), jnp.int32))
 
     def update_fn(
         updates: PyTree,
@@ -95,19 +95,19 @@ def scale_by_drift(
         check.params_given(params, "scale_by_drift")
         check.extra_argument_given(staleness, "staleness=0", "scale_by_drift")
         now = state.applied
-        there = jnp.minimum(now, history - 1)  # age of the oldest version kept
-        late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, there)
+        oldest = jnp.minimum(now, history - 1)  # staleness of the oldest version kept
+        late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, oldest)
         centers = jax.tree.map(
-            lambda kept, c: jax.lax.dynamic_update_index_in_dim(
-                kept, jnp.asarray(c, kept.dtype), now % history, 0
+            lambda versions, c: jax.lax.dynamic_update_index_in_dim(
+                versions, jnp.asarray(c, versions.dtype), now % history, 0
             ),
             *(state.centers, params),
         )
 
-        def scale(m: jax.Array, c: jax.Array, kept: jax.Array) -> jax.Array:
+        def scale(m: jax.Array, c: jax.Array, versions: jax.Array) -> jax.Array:
             wide = trees.wide(m)
             read = jax.lax.dynamic_index_in_dim(
-                kept, (now - late) % history, keepdims=False
+                versions, (now - late) % history, keepdims=False
             )
             drift = jnp.asarray(c).astype(wide) - read.astype(wide)
             return (m.astype(wide) / (drift * drift / gamma + 1)).astype(m.dtype)

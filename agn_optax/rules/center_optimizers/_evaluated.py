@@ -66,11 +66,11 @@ def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
 
     def point(c: jax.Array, other: jax.Array) -> jax.Array:
         wide = trees.wide(c)
-        begin, other = c.astype(wide), other.astype(wide)
-        if is_ahead:  # of a base point, by a part of the momentum
-            found = begin + state.reach.astype(wide) * other
-        else:  # between z and the average
-            found = other + (begin - other) / state.interpolation.astype(wide)
-        return found.astype(c.dtype)
+        center, other = c.astype(wide), other.astype(wide)
+        if is_ahead:  # the center is ahead of the base point by reach * momentum
+            result = center + state.reach.astype(wide) * other
+        else:  # the center is between z and the average
+            result = other + (center - other) / state.interpolation.astype(wide)
+        return result.astype(c.dtype)
 
     return jax.tree.map(point, center, state.momentum if is_ahead else state.z)

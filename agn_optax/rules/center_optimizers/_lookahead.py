@@ -89,12 +89,12 @@ def momentum_lookahead(
             *(state.momentum, updates),
         )
         # g + 2 μ m' - μ m without m, because m' is written over it.
-        moved = jax.tree.map(
+        new_updates = jax.tree.map(
             lambda g, m: -learning_rate * ((2 - momentum) * g + (2 * momentum - 1) * m),
             *(updates, new),
         )
-        moved = optax.tree.cast_like(moved, updates)
-        return moved, LookaheadState(new, jnp.asarray(reach, float))
+        new_updates = optax.tree.cast_like(new_updates, updates)
+        return new_updates, LookaheadState(new, jnp.asarray(reach, float))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -175,24 +175,26 @@ def heloco(
     check.rate(kappa, "kappa", low=0.0, high=math.inf)
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
-    def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
-        g, m = trees.widened(message), trusted.astype(trees.wide(message))
+    def correct(message: jax.Array, momentum: jax.Array) -> jax.Array:
+        g, m = trees.widened(message), momentum.astype(trees.wide(message))
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
         confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)
         # In every case the result is a combination of message and momentum.
         ratio = g_norm / jnp.maximum(m_norm, tiny)
-        taken = jnp.minimum(-k_s * cosine * confidence, beta_max)
-        turn = jnp.minimum(k_d * (1 - cosine) * confidence, 1)
-        rest = 1 - turn
-        square = rest * rest + turn * turn + 2 * turn * rest * cosine  # of |w|
+        beta = jnp.minimum(-k_s * cosine * confidence, beta_max)
+        lambda_ = jnp.minimum(k_d * (1 - cosine) * confidence, 1)
+        rest = 1 - lambda_
+        square = rest * rest + lambda_ * lambda_ + 2 * lambda_ * rest * cosine  # |w|²
         length = jnp.sqrt(jnp.maximum(square, tiny))
         opposes = cosine < 0
         passes = (cosine >= r0) | (m_norm == 0)  # zero momentum has no direction
-        own = jnp.where(passes | opposes, 1, rest / length)
-        added = jnp.where(opposes, -taken * cosine, turn / length) * ratio
-        added = jnp.where(passes, 0, added)
-        return ((own * g + added * m) / math.sqrt(messages)).astype(message.dtype)
+        of_message = jnp.where(passes | opposes, 1, rest / length)
+        of_momentum = jnp.where(opposes, -beta * cosine, lambda_ / length) * ratio
+        of_momentum = jnp.where(passes, 0, of_momentum)
+        return ((of_message * g + of_momentum * m) / math.sqrt(messages)).astype(
+            message.dtype
+        )
 
     def update_fn(
         updates: PyTree, state: LookaheadState, params: PyTree = None, **extra_args: Any

@@ -104,26 +104,34 @@ def ordered_momentum(
         check.extra_argument_given(staleness, "staleness=0", "ordered_momentum")
         now = state.applied
         begun = jnp.maximum(now - jnp.asarray(staleness, jnp.int32), 0)
-        begins = round_of(now) > round_of(jnp.maximum(now - 1, 0))
+        is_new_round = round_of(now) > round_of(jnp.maximum(now - 1, 0))
         late = (round_of(now) - round_of(begun)).astype(float)
         exponent = jnp.where(late > 0, late * log_momentum, 0.0)
-        faded = jnp.exp(exponent)  # β^late
+        decay_factor = jnp.exp(exponent)  # β^late
         # 1 + β + ... + β^late, and exactly 1 for a message that is not late.
-        echoes = 1 - momentum * jnp.expm1(exponent) / (1 - momentum)
+        geometric_sum = 1 - momentum * jnp.expm1(exponent) / (1 - momentum)
 
-        def carry_on(u: jax.Array) -> jax.Array:
-            return jnp.where(begins, momentum * u, u).astype(u.dtype)
+        def decay(u: jax.Array) -> jax.Array:
+            return jnp.where(is_new_round, momentum * u, u).astype(u.dtype)
 
         def move(u: jax.Array, g: jax.Array) -> jax.Array:
-            pushed = jnp.where(begins, u, jnp.zeros_like(u))
-            return -learning_rate * (pushed + echoes.astype(g.dtype) * (g / messages))
+            momentum_part = jnp.where(is_new_round, u, jnp.zeros_like(u))
+            return -learning_rate * (
+                momentum_part + geometric_sum.astype(g.dtype) * (g / messages)
+            )
 
-        carried = jax.tree.map(carry_on, state.momentum)
-        moved = optax.tree.cast_like(jax.tree.map(move, carried, updates), updates)
-        taken = jax.tree.map(
-            lambda u, g: (u + faded.astype(u.dtype) * (g / messages)).astype(u.dtype),
-            *(carried, updates),
+        decayed = jax.tree.map(decay, state.momentum)
+        new_updates = optax.tree.cast_like(
+            jax.tree.map(move, decayed, updates), updates
         )
-        return moved, OrderedMomentumState(taken, optax.safe_increment(now))
+        new_momentum = jax.tree.map(
+            lambda u, g: (u + decay_factor.astype(u.dtype) * (g / messages)).astype(
+                u.dtype
+            ),
+            *(decayed, updates),
+        )
+        return new_updates, OrderedMomentumState(
+            new_momentum, optax.safe_increment(now)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

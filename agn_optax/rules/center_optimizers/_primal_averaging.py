@@ -84,10 +84,10 @@ def primal_averaging(
         **extra_args: Any,
     ) -> tuple[PyTree, PrimalAveragingState]:
         check.params_given(params, "primal_averaging")
-        moved, inner_state = optimizer.update(
+        z_updates, inner_state = optimizer.update(
             updates, state.inner_state, state.z, **extra_args
         )
-        z = optax.apply_updates(state.z, moved)
+        z = optax.apply_updates(state.z, z_updates)
 
         # With μ_y x = c - (1 - μ_y) z, the equations do not need x:
         # c' - c = (1 - μ_x μ_y) (z' - c) - μ_x (1 - μ_y) (z - c)
@@ -95,8 +95,9 @@ def primal_averaging(
             ahead = (1 - averaging * interpolation) * (new - c)
             return (ahead - averaging * (1 - interpolation) * (old - c)).astype(c.dtype)
 
-        center = jax.tree.map(move, params, state.z, z)
-        kept = jnp.asarray(interpolation, float)
-        return center, PrimalAveragingState(inner_state, z, kept)
+        new_updates = jax.tree.map(move, params, state.z, z)
+        return new_updates, PrimalAveragingState(
+            inner_state, z, jnp.asarray(interpolation, float)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,7 +19,7 @@ class RestartState(NamedTuple):
     """State of `restart_momentum`."""
 
     inner_state: PyTree  # state of the wrapped optimizer
-    held: jax.Array  # int32 scalar: number of updates since the last restart
+    updates_since_restart: jax.Array  # int32 scalar
 
 
 def restart_momentum(
@@ -71,32 +71,32 @@ def restart_momentum(
         updates: PyTree, state: RestartState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, RestartState]:
         check.params_given(params, "restart_momentum")
-        begins = state.held == every
-        inner_state = _renewed(begins, state.inner_state, optimizer.init(params))
-        moved, inner_state = optimizer.update(
+        restarts = state.updates_since_restart == every
+        inner_state = _restarted(restarts, state.inner_state, optimizer.init(params))
+        new_updates, inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
         )
-        held = jnp.where(begins, 1, state.held + 1)
-        return moved, RestartState(inner_state, held)
+        updates_since = jnp.where(restarts, 1, state.updates_since_restart + 1)
+        return new_updates, RestartState(inner_state, updates_since)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _renewed(begins: jax.Array, state: PyTree, fresh: PyTree) -> PyTree:
+def _restarted(restarts: jax.Array, state: PyTree, fresh: PyTree) -> PyTree:
     """Return ``fresh`` at a restart, else ``state``.
 
     Counts of schedules and injected hyperparameters are kept in either case.
     """
 
-    def goes_on(node: Any) -> bool:
+    def is_kept(node: Any) -> bool:
         return isinstance(node, _INJECTED | _SCHEDULE)
 
-    def renew(old: Any, new: Any) -> Any:
+    def restart(old: Any, new: Any) -> Any:
         if isinstance(old, _SCHEDULE):
             return old
         if isinstance(old, _INJECTED):
-            inner_state = _renewed(begins, old.inner_state, new.inner_state)
+            inner_state = _restarted(restarts, old.inner_state, new.inner_state)
             return old._replace(inner_state=inner_state)
-        return jnp.where(begins, jnp.asarray(new, jnp.result_type(old)), old)
+        return jnp.where(restarts, jnp.asarray(new, jnp.result_type(old)), old)
 
-    return jax.tree.map(renew, state, fresh, is_leaf=goes_on)
+    return jax.tree.map(restart, state, fresh, is_leaf=is_kept)

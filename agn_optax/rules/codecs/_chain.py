@@ -75,13 +75,13 @@ def _pair(first: Codec, second: Codec) -> Codec:
         return first.init(params), second.init(zeros)
 
     def encode(contribution: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        sent, own = first.encode(contribution, state[0])
+        sent, first_state = first.encode(contribution, state[0])
         leaves, treedef = jax.tree.flatten(sent)
         floating = [leaf for leaf in leaves if _is_floating(leaf)]
-        encoded, other = second.encode(floating, state[1])
-        rest = iter(encoded)
-        leaves = [next(rest) if _is_floating(leaf) else leaf for leaf in leaves]
-        return jax.tree.unflatten(treedef, leaves), (own, other)
+        encoded, second_state = second.encode(floating, state[1])
+        values = iter(encoded)
+        leaves = [next(values) if _is_floating(leaf) else leaf for leaf in leaves]
+        return jax.tree.unflatten(treedef, leaves), (first_state, second_state)
 
     def decode(encoded: PyTree, like: PyTree) -> PyTree:
         sent, floating = abstract(like)

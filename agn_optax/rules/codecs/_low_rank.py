@@ -84,10 +84,10 @@ def low_rank(rank: int = 4) -> Codec:
             return {"left": left, "right": matrix.T @ left}
 
         encoded = jax.tree.map(of_leaf, contribution, state.right)
-        kept = jax.tree.map(
-            lambda old, sent: _kept(sent.get("right"), old), state.right, encoded
+        right = jax.tree.map(
+            lambda old, sent: _next_right(sent.get("right"), old), state.right, encoded
         )
-        return encoded, LowRankState(kept)
+        return encoded, LowRankState(right)
 
     def decode(encoded: PyTree, like: PyTree) -> PyTree:
         def of_leaf(leaf: Any, sent: PyTree) -> jax.Array:
@@ -116,7 +116,7 @@ def _factors(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
     return (rows, columns) if rank * (rows + columns) < rows * columns else None
 
 
-def _kept(new: Any, old: jax.Array) -> jax.Array:
+def _next_right(new: Any, old: jax.Array) -> jax.Array:
     """Return the start of the next iteration: ``new`` if it is finite and not 0."""
     if new is None:
         return old

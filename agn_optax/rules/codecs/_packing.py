@@ -72,15 +72,16 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
     register of bytes is made of whole registers of numbers.
     """
     if 8 % bits == 0:
-        each = 8 // bits
+        per_byte = 8 // bits
         *outer, length = codes.shape
-        width = -(-length // each)
+        width = -(-length // per_byte)
         filled = jnp.pad(
             codes.astype(jnp.uint8),
-            [*((0, 0) for _ in outer), (0, each * width - length)],
+            [*((0, 0) for _ in outer), (0, per_byte * width - length)],
         )
         planes = [
-            filled[..., i * width : (i + 1) * width] << (i * bits) for i in range(each)
+            filled[..., i * width : (i + 1) * width] << (i * bits)
+            for i in range(per_byte)
         ]
         return functools.reduce(jnp.bitwise_or, planes)
     digits = (codes[..., None] >> np.arange(bits, dtype=codes.dtype)) & 1
@@ -112,7 +113,7 @@ def short(x: jax.Array, mantissa_bits: int) -> jax.Array:
 
     Products of two such numbers are exact, so that all programs compute the same.
     """
-    near = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa_bits)
-    above = near * (1 + 2.0**-mantissa_bits)
+    nearest = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa_bits)
+    above = nearest * (1 + 2.0**-mantissa_bits)
     above = jax.lax.reduce_precision(above, 8, mantissa_bits)
-    return jnp.where(near < x, above, near)
+    return jnp.where(nearest < x, above, nearest)

@@ -138,10 +138,10 @@ def quantize(
         if levels is None:
             # No rounded |x| exceeds the largest level: the scale ensures it.
             if noise is None:
-                near = jnp.round(x)
+                rounded = jnp.round(x)
             else:
-                near = jnp.floor(x + noise).clip(-largest, largest)
-            codes = near + largest
+                rounded = jnp.floor(x + noise).clip(-largest, largest)
+            codes = rounded + largest
         else:
             codes = _nearest(x, levels, noise)
         codes = jnp.where(finite[:, None], codes, 0).astype(jnp.uint8)
@@ -154,8 +154,8 @@ def quantize(
         first, *rest = whole_blocks(trees.widened(leaf), block)
         sent = encode_blocks(first, key)
         if rest:
-            own = None if key is None else jax.random.fold_in(key, 1)
-            sent["rest"] = encode_blocks(rest[0], own)
+            rest_key = None if key is None else jax.random.fold_in(key, 1)
+            sent["rest"] = encode_blocks(rest[0], rest_key)
         return sent
 
     def decode_blocks(sent: PyTree, length: int) -> jax.Array:

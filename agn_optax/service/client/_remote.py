@@ -366,7 +366,7 @@ def _version_in(
 
 @functools.lru_cache(maxsize=32)
 def _follow(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
-    return jax.jit(functools.partial(rounds.follow, rule))
+    return jax.jit(functools.partial(rounds.apply_delta, rule))
 
 
 def _abstract(leaf: Any) -> Any:

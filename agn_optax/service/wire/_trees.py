@@ -64,7 +64,7 @@ def travelling(rule: Rule, like: PyTree) -> Travelling:
     center, answers = schema_of(like), rule.codec.answer_dtype
     message = schema_of(rounds.contribution_like(rule, like))
     answer = center.cast(answers.name if answers else "")
-    if (one := rounds.difference_like(rule, like)) is None:
+    if (one := rounds.delta_like(rule, like)) is None:
         return Travelling(center, message, answer)
     differences = functools.lru_cache(64)(lambda count: schema_of([one] * count))
     return Travelling(center, message, answer, one, differences)
