@@ -693,7 +693,8 @@ def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
     """The planner has constants of its own, because it does not import this layer."""
     disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
     assert disk.journal_size(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
-    assert disk.journal_size(snapshot=large, message=large) == _keeper._SNAPSHOTS * large
+    size = disk.journal_size(snapshot=large, message=large)
+    assert size == _keeper._SNAPSHOTS * large
     assert disk.journal_size(snapshot=1.0, message=1.0) == _keeper._RECORDS
 
 
