@@ -135,12 +135,12 @@ class Part:
         """This part's session, as `Worker.resume_token`."""
         if self.session is None:
             return None
-        return [self.session.resume_token, self.machine.settled]
+        return [self.session.resume_token, self.machine.completed]
 
     @property
     def round_length(self) -> int:
         """The local steps of the current round."""
-        return self.length(self.machine.round)
+        return self.length(self.machine.finished_rounds)
 
     @property
     def is_full(self) -> bool:
@@ -218,9 +218,9 @@ class Part:
         return PartState(
             anchor.params,
             anchor.version,
-            self.machine.now.steps,
+            self.machine.current.steps,
             self.exchanges,
-            self.machine.now.weight,
+            self.machine.current.weight,
             self.pace,
         )
 
@@ -252,7 +252,7 @@ class Part:
         session = self.center.join(self.name, params, resume_token=own)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
-            settled=settled,
+            completed=settled,
             exchanges=int(saved.exchanges),
             counts=Counts(int(saved.local_steps), weight),
         )
@@ -289,7 +289,7 @@ class Part:
     def make(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """End the round: its message exists, of these parameters and this state."""
         self._check_loop(params, state)
-        self.machine.make()
+        self.machine.prepare()
         return params, state
 
     def complete(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -298,11 +298,11 @@ class Part:
         If there is no message to complete, nothing is done.
         """
         machine, message = self.machine, self.message
-        if not machine.is_stuck:
+        if not machine.has_pending_message:
             return params, state
         if message is not None:  # else `make` has checked them
             self._check_loop(params, state)
-        elif machine.background:
+        elif machine.sends_in_background:
             return self._send(params, state)
         else:
             anchor, measured = self.require_start(), self._measured(params, state)
@@ -315,7 +315,7 @@ class Part:
             try:
                 message.answer = message.exchange()
             except errors.CenterUnreachableError as error:
-                goes_on = machine.lose()
+                goes_on = machine.lose_center()
                 if not goes_on or isinstance(error, errors.CenterClosedError):
                     raise
                 state = state._replace(codec_state=message.codec_state)
@@ -326,7 +326,7 @@ class Part:
                 if is_settled(error):
                     self._discard()
                 raise
-        if machine.state is State.MADE:
+        if machine.state is State.PENDING:
             machine.answer()
         state = state._replace(codec_state=message.codec_state)
         return self._adopt(params, state, message, message.answer)
@@ -348,11 +348,11 @@ class Part:
             if is_settled(error):
                 self._discard()  # local steps may go on
             else:
-                self.machine.lose()
+                self.machine.lose_center()
                 message.send_in_background(self._give_up)
             raise
         params, state = self._adopt(params, state, message, answer, anchor)
-        if self.machine.background:
+        if self.machine.sends_in_background:
             assert message.sent is not None
             self._spare = message.submission.contribution, message.sent.params
         return params, state
@@ -364,7 +364,7 @@ class Part:
 
     def discard_unsent(self) -> None:
         """Forget a message that a call has not sent because it raised before."""
-        if self.machine.state is State.MADE and self.message is None:
+        if self.machine.state is State.PENDING and self.message is None:
             self.machine.discard()
 
     def _send(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -491,7 +491,7 @@ class Part:
         self.answer = answer._replace(params=None)
         if answer.pace is not None:
             self.pace = answer.pace
-        elif self._follows and self.machine.settled == 2:  # it is measured by then
+        elif self._follows and self.machine.completed == 2:  # it is measured by then
             _log.warning(
                 "%r does not report the speed of worker %r: its rounds stay at %d "
                 "local steps",

@@ -417,7 +417,7 @@ class Worker:
         weight = check.weight(weight)
         if not self._is_due(steps):
             for part in self._parts:
-                part.machine.count(steps, weight)
+                part.machine.count_steps(steps, weight)
             return params, state
         acts = self._exchanging()
         return self._call(params, state, acts, "exchange", steps, weight)
@@ -450,7 +450,7 @@ class Worker:
         try:
             if name:
                 for part in self._parts:
-                    part.machine.begin(name, steps, weight)
+                    part.machine.begin_call(name, steps, weight)
             if kept is not None:
                 params, state = kept
             for act in acts:
@@ -462,11 +462,13 @@ class Worker:
             for part in self._parts:
                 part.discard_unsent()
                 if name:
-                    part.machine.end(returns=False, keeps=keeps and kept is not None)
+                    part.machine.end_call(
+                        returned=False, kept=keeps and kept is not None
+                    )
             raise
         if name:
             for part in self._parts:
-                part.machine.end(returns=True)
+                part.machine.end_call(returned=True)
         return params, state
 
     def _on(self, p: int, act: Act) -> Act:
@@ -505,7 +507,9 @@ class Worker:
     @property
     def _stuck(self) -> list[int]:
         """The part with a message to complete before anything else, if there is one."""
-        return [p for p, part in enumerate(self._parts) if part.machine.is_stuck]
+        return [
+            p for p, part in enumerate(self._parts) if part.machine.has_pending_message
+        ]
 
     @property
     def _announces_next(self) -> bool:
@@ -528,7 +532,7 @@ class Worker:
         receiving = [p for p in now if parts[p].machine.in_flight][:1]
         if not receiving or parts[receiving[0]].is_full:  # it sends, too
             return now[:1]
-        sending = [p for p in now if parts[p].machine.sends_in_background]
+        sending = [p for p in now if parts[p].machine.can_send_in_background]
         return receiving + sending[:1]
 
     def _flushing(self, parts: Iterable[int]) -> Iterator[Act]:
@@ -560,7 +564,7 @@ class Worker:
             numbers = {}
             for p in parts:
                 part = self._parts[p]
-                if part.machine.can_make:
+                if part.machine.can_prepare:
                     self._one(p, part.make, params, state)
                     numbers[p] = part.machine.number
             if numbers and self.before_send is not None:

@@ -306,7 +306,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_receive(receives, 
     assert (center.sent[-1][2], weights[-1]) == (2, 7.0)
     loop.local_step()
     loop.exchange(weight=1.0)
-    assert loop.worker._parts[0].machine.counts == (1, 1.0)
+    assert loop.worker._parts[0].machine.committed == (1, 1.0)
 
 
 class Flaky(Watched):

@@ -409,7 +409,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
                     loop.exchange(params, state)
                 assert [each.version for each in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each.machine.counts.steps for each in loop.worker._parts)
+        made = tuple(each.machine.committed.steps for each in loop.worker._parts)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
