@@ -52,7 +52,7 @@ class Message:
         self.measured["seconds"] = time.monotonic() - begin
         return answer
 
-    def ask_if_answered(self) -> bool:
+    def is_answered(self) -> bool:
         """Return whether the message in flight has an answer or has failed.
 
         A worker of several processes communicates here: all of them must call this.
@@ -88,7 +88,7 @@ class Message:
                     raise
 
 
-def is_settled(error: Exception) -> bool:
+def was_not_applied(error: Exception) -> bool:
     """Return whether an error means that the message has not been applied.
 
     After any other error the message must be sent again. A new message with its

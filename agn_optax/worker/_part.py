@@ -21,7 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
-from agn_optax.worker._flight import Message, is_settled
+from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, Machine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
 from agn_optax.worker._programs import (
@@ -175,7 +175,7 @@ class Part:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                broadcast = {"broadcast": True} if self.programs.follows else {}
+                broadcast = {"broadcast": True} if self.programs.has_downlink_codec else {}
                 snapshot = self.center.pull(**broadcast)
             else:
                 snapshot = self.center.wait(timeout)
@@ -271,7 +271,7 @@ class Part:
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 
-    def ask_if_acting(self) -> bool:
+    def must_act_now(self) -> bool:
         """Return whether an act is due after the local steps made so far.
 
         A worker of several processes communicates here: all of them must call this.
@@ -282,7 +282,7 @@ class Part:
         if not machine.may_receive(length):
             return False
         assert message is not None
-        return message.ask_if_answered()
+        return message.is_answered()
 
     # Acts.
 
@@ -319,11 +319,11 @@ class Part:
                 if not goes_on or isinstance(error, errors.CenterClosedError):
                     raise
                 state = state._replace(codec_state=message.codec_state)
-                sent, state = self.programs.keep_going(params, state)
+                sent, state = self.programs.continue_without_answer(params, state)
                 self._send_in_background(message, sent)
                 return params, state
             except Exception as error:
-                if is_settled(error):
+                if was_not_applied(error):
                     self._discard()
                 raise
         if machine.state is State.PENDING:
@@ -345,7 +345,7 @@ class Part:
         try:
             answer = message.receive()
         except Exception as error:
-            if is_settled(error):
+            if was_not_applied(error):
                 self._discard()  # local steps may go on
             else:
                 self.machine.lose_center()
@@ -400,7 +400,7 @@ class Part:
         anchor, counts = self.require_start(), self.machine.message
         if self._steps is None:
             self._steps = steps, counts.steps
-        is_known = self.programs.follows and self._knows_anchor
+        is_known = self.programs.has_downlink_codec and self._knows_anchor
         submission = Submission(
             self.machine.number,
             contribution,

@@ -18,7 +18,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.round import Fragments, LocalState, parts
 from agn_optax.worker._part import Part, check_called_from_python
-from agn_optax.worker._programs import StreamingState, local_phase, sound
+from agn_optax.worker._programs import StreamingState, local_phase, replace_if_not_finite
 
 PyTree = Any
 Loop = tuple[PyTree, Any]  # parameters and state, of a part or of the whole
@@ -78,7 +78,7 @@ class Divided:
         self.tx = local_phase(self._init, self._step, gradients)
         self._begin_inner = jax.jit(self._init_inner)
         self._mend_inner = jax.jit(
-            lambda state, params: sound(state, self._init_inner(params)),
+            lambda state, params: replace_if_not_finite(state, self._init_inner(params)),
             donate_argnums=0,
         )
 

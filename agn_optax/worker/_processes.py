@@ -175,8 +175,8 @@ class SharedMessage(Message):
         else:
             self.flight = concurrent.futures.Future()  # never done in this process
 
-    def ask_if_answered(self) -> bool:
-        is_done = np.int32(super().ask_if_answered())
+    def is_answered(self) -> bool:
+        is_done = np.int32(super().is_answered())
         return bool(multihost_utils.broadcast_one_to_all(is_done))
 
     def receive(self) -> Answer:

@@ -38,7 +38,7 @@ Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
 # ({part: number of its message}, params, state) -> None.
 BeforeSend = Callable[[Mapping[int, int], PyTree, Any], object]
 # The inner optimizer of a fragment: the real one is for the whole tree.
-_ALONE = optax.identity()
+_NO_INNER = optax.identity()
 
 
 class WorkerState(NamedTuple):
@@ -197,7 +197,7 @@ class Worker:
             self._parts = [
                 Part(
                     shard,
-                    _ALONE,
+                    _NO_INNER,
                     adoption=Adoption(fragments.delay, fragments.mixing),
                     period=fragments.periods(p, lengths),
                     callbacks=[_of_fragment(p, each) for each in callbacks],
@@ -528,7 +528,7 @@ class Worker:
         if stuck := self._stuck:
             return stuck
         parts = self._parts
-        now = [p for p in self._order if parts[p].ask_if_acting()]
+        now = [p for p in self._order if parts[p].must_act_now()]
         receiving = [p for p in now if parts[p].machine.in_flight][:1]
         if not receiving or parts[receiving[0]].is_full:  # it sends, too
             return now[:1]
