@@ -33,7 +33,7 @@ class Message:
 
     session: Any  # a Session
     submission: Submission
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # after sending; None if the local state has it already
     answer: Answer | None = None
     # The parameters as they were sent; None unless local steps go on meanwhile.
@@ -49,7 +49,7 @@ class Message:
         """Send the message on this thread, measure the time, and return the answer."""
         begin = time.monotonic()
         answer = self.session.exchange(self.submission)
-        self.measured["seconds"] = time.monotonic() - begin
+        self.metrics["seconds"] = time.monotonic() - begin
         return answer
 
     def is_answered(self) -> bool:

@@ -16,7 +16,7 @@ and if local steps go on while a message is in flight
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -142,7 +142,9 @@ def programs(
         elif residual == "discarded":
             # A message that is not finite has left nothing in the codec's residual.
             message = rounds.decode(rule, contribution, center)
-            is_finite = _all_true([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
+            is_finite = _all_true(
+                [jnp.isfinite(x).all() for x in jax.tree.leaves(message)]
+            )
             codec_state = jax.lax.cond(
                 is_finite, lambda: fresh.codec_state, lambda: codec_state
             )
@@ -165,7 +167,9 @@ def programs(
         state = rounds.empty_record(rule, state, params, params)
         return contribution, sent, state._replace(codec_state=codec_state)
 
-    def continue_without_answer(params: PyTree, state: LocalState) -> tuple[Sent, LocalState]:
+    def continue_without_answer(
+        params: PyTree, state: LocalState
+    ) -> tuple[Sent, LocalState]:
         # The parameters are not donated, so the program returns a copy of them.
         sent = Sent(params if keeps_sent else None, state.local_steps)
         return sent, rounds.empty_record(rule, state, params, params)
@@ -216,16 +220,16 @@ def local_phase(
     step: Callable[..., tuple[PyTree, Any]],
     gradients: optax.GradientTransformation | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a local phase with a transformation of the gradients before its step.
+    """Return a local phase that transforms the gradients before its step.
 
-    The state of the transformation is in ``inner_state``, too.
+    ``inner_state`` also contains the state of this transformation.
 
     Args:
       init: parameters -> state with an ``inner_state``.
       step: updates, state, parameters and extra arguments -> updates and state.
       gradients: the transformation; None for none.
     """
-    before = None if gradients is None else check.optimizer(gradients, "gradients")
+    transform = None if gradients is None else check.optimizer(gradients, "gradients")
 
     def init_both(params: PyTree) -> Any:
         state = init(params)
@@ -235,22 +239,25 @@ def local_phase(
                 "an inner optimizer that exchanges with a center of its own",
                 "an inner state with an ExchangeState",
             )
-        if before is None:
+        if transform is None:
             return state
-        first = before.init(trees.copy(params))
-        return state._replace(inner_state=InnerState(first, state.inner_state))
+        gradient_state = transform.init(trees.copy(params))
+        return state._replace(inner_state=InnerState(gradient_state, state.inner_state))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         rounds.check_step(updates, params, "worker.tx")
-        if before is None:
+        if transform is None:
             return step(updates, state, params, extra_args)
-        first, own = state.inner_state
-        updates, first = before.update(updates, first, params, **extra_args)
-        state = state._replace(inner_state=own)
+        gradient_state, inner_state = state.inner_state
+        updates, gradient_state = transform.update(
+            updates, gradient_state, params, **extra_args
+        )
+        state = state._replace(inner_state=inner_state)
         updates, state = step(updates, state, params, extra_args)
-        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
+        inner_state = InnerState(gradient_state, state.inner_state)
+        return updates, state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_both, update)
 
@@ -258,17 +265,17 @@ def local_phase(
 def replace_if_not_finite(state: PyTree, fresh: PyTree) -> PyTree:
     """Return ``state``, or ``fresh`` if ``state`` has elements that are not finite.
 
-    Elements that are not finite in ``fresh`` either do not count.
+    Elements that are not finite in ``fresh`` either are ignored.
     """
     fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)
     finite = [
-        (jnp.isfinite(old) | ~jnp.isfinite(new)).all()
+        jnp.isfinite(old) | ~jnp.isfinite(new)
         for old, new in pairs
         if jnp.issubdtype(old.dtype, jnp.floating)
     ]
     return jax.lax.cond(_all_true(finite), lambda: state, lambda: fresh)
 
 
-def _all_true(conditions: list[jax.Array]) -> jax.Array:
-    return jnp.stack([*conditions, jnp.array(True)]).all()
+def _all_true(conditions: Iterable[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.array(True), *(c.all() for c in conditions)]).all()

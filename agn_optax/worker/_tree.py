@@ -319,7 +319,7 @@ class Uplink:
     @property
     def _before(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        return self._worker._parts[0].session.before
+        return self._worker._workers[0].session.before
 
     # Sending and adopting.
 

@@ -99,7 +99,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     }
     assert names <= found
     kept = ocp.load(path, checkpointable_name="center")
-    assert sorted(kept) == ["center_state", "params", "public"]
+    assert sorted(kept) == ["broadcast", "center_state", "params"]
     support.assert_identical(kept["params"]["scale"], center.pull().params["scale"])
 
 

@@ -95,7 +95,7 @@ def kill_before_the_response(loop, monkeypatch):
     def and_apply(sample):
         before(sample)
         if sample == 3:
-            session = loop.worker._parts[0].session
+            session = loop.worker._workers[0].session
             exchange = type(session).exchange
 
             def applied(*args, **kwargs):
@@ -191,7 +191,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
     """It is written once for a retried message, and not for an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
     # Otherwise it would continue without the center.
-    loop.worker._parts[0].machine.patience = 0
+    loop.worker._workers[0].machine.patience = 0
     an_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
@@ -202,7 +202,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
         write(*args, **kwargs)
 
     monkeypatch.setattr(loop.checkpoints, "write", counted)
-    session = loop.worker._parts[0].session
+    session = loop.worker._workers[0].session
     for lost in (True, False):
         with monkeypatch.context() as patched:
             if lost:
@@ -369,7 +369,7 @@ def test_killed_flush_of_fragments_is_completed_once(halved, tmp_path, monkeypat
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
-    monkeypatch.setattr(loop.worker._parts[1].session, "exchange", kill)
+    monkeypatch.setattr(loop.worker._workers[1].session, "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [1, 0]
@@ -385,7 +385,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
 ):
     """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._parts[1].machine.patience = 0
+    loop.worker._workers[1].machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write
@@ -402,14 +402,14 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
     for _, sample in zip(range(3), data, strict=False):
         params, state = a_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
-            session = loop.worker._parts[1].session
+            session = loop.worker._workers[1].session
             patched.setattr(session, "submit", unreachable)
             for _ in range(3 if sample == 1 else 0):
                 with pytest.raises(errors.CenterUnreachableError):
                     loop.exchange(params, state)
                 assert [each.version for each in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each.machine.committed.steps for each in loop.worker._parts)
+        made = tuple(each.machine.committed.steps for each in loop.worker._workers)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
@@ -424,7 +424,7 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
 ):
     """The other fragment, which flush also sends, is not in the last checkpoint."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    workers = loop.worker._parts
+    workers = loop.worker._workers
     workers[1].machine.patience = 0
     params, state = loop.start()
     for sample in data:
@@ -544,7 +544,7 @@ def test_name_that_is_taken_is_rejected_before_anything_is_written(
 def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
     for mean in (1.0, 0.0):
         beside = {
-            name: {"mean": jnp.full(2, mean)} for name in ("parts", "resume_token")
+            name: {"mean": jnp.full(2, mean)} for name in ("fragments", "resume_token")
         }
         loop, data = resumable(journaled, tmp_path / "own", **beside)
         params, state = loop.start()

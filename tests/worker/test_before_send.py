@@ -78,7 +78,7 @@ def test_worker_is_saved_before_its_message_and_sends_the_same_again():
         loop = stepped(worker, *loop)
     assert center.version == 1
     ((parts, state, life),) = saved
-    assert state.parts[0].local_steps == 2
+    assert state.fragments[0].local_steps == 2
     again = a_worker(center, told := [], name="anna")
     again.resend(*again.restore(state, resume_token=life), parts)
     assert (center.version, again.exchanges, told) == (1, 1, [])
