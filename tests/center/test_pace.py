@@ -328,7 +328,7 @@ def test_restored_worker_keeps_its_pace(tmp_path):
     for pace in (0.35, None):
         again = made()
         (part,) = saved.fragments
-        again.restore(saved._replace(parts=(part._replace(pace=pace),)))
+        again.restore(saved._replace(fragments=(part._replace(pace=pace),)))
         assert again._workers[0].round_length == (10 if pace is None else 3)
     loop = worker.restore(saved)
     checkpoint.save(tmp_path / "saved", worker=(worker, *loop))

@@ -263,7 +263,7 @@ def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_
             session.exchange(Submission(1, jnp.zeros(SAMPLES), anchor_version=0))
         loop, _ = resumable(center, tmp_path / "own")
         with pytest.raises(
-            errors.WorkerStateError, match=r"'w' cannot go on.*has restarted"
+            errors.WorkerStateError, match=r"'w' cannot resume.*has restarted"
         ):
             loop.start()
     # Its own center, after later exchanges.
@@ -271,7 +271,7 @@ def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_
     loop, data = resumable(journaled, tmp_path / "own")
     an_epoch(loop, data)
     loop, _ = resumable(journaled, tmp_path / "old")
-    with pytest.raises(errors.WorkerStateError, match=r"'w' has exchanged since its"):
+    with pytest.raises(errors.WorkerStateError, match=r"later exchanges of worker 'w'"):
         loop.start()
     with pytest.raises(errors.InvalidTypeError, match="worker must be"):
         checkpoint.Resumable(journaled, tmp_path)
