@@ -472,8 +472,10 @@ said.write_text(f"{jax.process_count()} {count} ")
 with service.delay_sigterm() as terminated:
     until = time.monotonic() + 60
     # All processes of a worker end at the same step.
-    is_told = lambda: bool(multihost_utils.process_allgather(jnp.asarray(terminated())).any())
-    while not (ends := is_told()):
+    any_terminated = lambda: bool(
+        multihost_utils.process_allgather(jnp.asarray(terminated())).any()
+    )
+    while not (ends := any_terminated()):
         if me.restarts or time.monotonic() > until:
             break
         time.sleep(0.1)
