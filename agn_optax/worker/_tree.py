@@ -16,7 +16,6 @@ message without an answer must be sent again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -48,11 +47,6 @@ class _Round:
     steps: int  # exchanges at the site
     weight: float | None
     record: PyTree
-
-    @functools.cached_property
-    def copied(self) -> PyTree:
-        """A copy of ``params`` that an exchange may donate."""
-        return trees.copy(self.params)
 
 
 @dataclasses.dataclass
@@ -345,12 +339,13 @@ class Uplink:
 
     def _send(self, finished: _Round) -> None:
         assert self._state is not None
-        steps = finished.steps
+        steps, weight = finished.steps, finished.weight
         state = self._state._replace(
             local_steps=jnp.int32(steps), record=finished.record
         )
+        params = trees.copy(finished.params)  # the exchange donates them
         adopted, self._state = self._worker.exchange(
-            finished.copied, state, steps=steps, weight=finished.weight
+            params, state, steps=steps, weight=weight
         )
         # The parent has the round, even if the site cannot adopt the answer.
         self._anchor = finished.params
@@ -406,6 +401,4 @@ class Uplink:
 
     def _zeros_like_center(self) -> PyTree:
         """Return zeros like the site's center."""
-        return jax.tree.map(
-            lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
-        )
+        return optax.tree.zeros_like(self._core.store.like)
