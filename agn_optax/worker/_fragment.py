@@ -251,10 +251,9 @@ class FragmentWorker:
             self.pace,
         )
 
-    def check_restored(
-        self, params: PyTree, state: LocalState, saved: FragmentState
-    ) -> None:
+    def check_restored(self, loop: Loop, saved: FragmentState) -> None:
         """Raise the errors of `Worker.restore`, before anything changes."""
+        params, state = loop
         center = self.center.pull()
         check.same_tree(params, center.params, "saved.params", "center")
         expected = jax.eval_shape(self.programs.start, center.params, params)[1]
@@ -271,13 +270,11 @@ class FragmentWorker:
             )
         self.round_length_at(int(saved.exchanges))  # raises if invalid
 
-    def restore(
-        self, params: PyTree, state: LocalState, saved: FragmentState, resume_token: Any
-    ) -> Loop:
+    def restore(self, loop: Loop, saved: FragmentState, resume_token: Any) -> Loop:
         """Join the center, and continue with these arrays: see `Worker.restore`."""
         is_resumed = resume_token is not None
         token, completed = resume_token if is_resumed else (None, 0)
-        session = self.center.join(self.name, params, resume_token=token)
+        session = self.center.join(self.name, loop[0], resume_token=token)
         weight = None if saved.weight is None else float(saved.weight)
         self.machine.start(
             completed=completed,
@@ -286,9 +283,9 @@ class FragmentWorker:
         )
         version = jax.tree.map(int, saved.anchor_version)
         anchor = Snapshot(saved.anchor, version)
-        self._begin_session(session, (params, state), anchor, is_resumed)
+        self._begin_session(session, loop, anchor, is_resumed)
         self.pace = None if saved.pace is None else float(saved.pace)
-        return params, state
+        return loop
 
     # An exchange, in the order of its actions.
 
@@ -616,8 +613,8 @@ class FragmentWorker:
             raise not_its_state(
                 self.name,
                 state,
-                ". Pass gradient transformations to the worker: Worker(..., "
-                "gradients=...)",
+                ". Local steps are made with worker.tx itself, and gradient "
+                "transformations are passed to Worker(..., gradients=...)",
             )
         check.same_tree(state, expected_state, "state", "this worker's state")
         check.float_leaves(params, "params")

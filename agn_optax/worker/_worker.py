@@ -207,7 +207,7 @@ class Worker:
             ]
             self._model = FragmentedModel(fragments, self._workers, inner, gradients)
         self.tx: optax.GradientTransformationExtraArgs = self._model.tx
-        self._last_sender = self._workers[0]
+        self._last_sender = self._workers[0]  # its answer has the newest numbers
         self._turn = 0  # fragment that comes first if several are due
         # Parameters and state of a call that raised after its arguments were donated:
         # the next call continues from them.
@@ -277,9 +277,8 @@ class Worker:
         for worker, own in zip(self._workers, split, strict=True):
             worker.check_start(own, chief=chief)
         self.leave()
-        loops = self._for_all(
-            lambda worker, own: worker.start(own, chief=chief, timeout=timeout), split
-        )
+        start = functools.partial(FragmentWorker.start, chief=chief, timeout=timeout)
+        loops = self._for_all(start, split)
         return self._begin(loops, None, 0)
 
     def _for_all(self, join: Callable[..., Loop], *args: Sequence[Any]) -> list[Loop]:
@@ -737,23 +736,14 @@ class Worker:
                 )
         self._model.check(saved.params, saved.state)
         loops = self._split(saved.params, saved.state)
-        for worker, loop, own in zip(
-            self._workers, loops, saved.fragments, strict=True
-        ):
-            worker.check_restored(*loop, own)
+        for worker, *args in zip(self._workers, loops, saved.fragments, strict=True):
+            worker.check_restored(*args)
         # Copies may fail, so they are made before the worker leaves.
         params, state = trees.copy((saved.params, saved.state))
-        copies = [
-            own._replace(anchor=trees.copy(own.anchor)) for own in saved.fragments
-        ]
+        copies = [f._replace(anchor=trees.copy(f.anchor)) for f in saved.fragments]
         loops = self._split(params, state)
         self.leave()
-        loops = self._for_all(
-            lambda worker, loop, own, token: worker.restore(*loop, own, token),
-            loops,
-            copies,
-            tokens,
-        )
+        loops = self._for_all(FragmentWorker.restore, loops, copies, tokens)
         return self._begin(loops, state, int(saved.turn) % count)
 
 

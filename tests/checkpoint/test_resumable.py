@@ -532,11 +532,11 @@ def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
 @pytest.mark.parametrize(
     "name", ["path", "like", "elastic", "center", "number", "agn_optax", "center-0"]
 )
-def test_name_that_is_taken_is_rejected_before_anything_is_written(
+def test_reserved_name_is_rejected_before_anything_is_written(
     name, journaled, tmp_path
 ):
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="w")
-    with pytest.raises(errors.InvalidArgumentError, match=f"be named '{name}'.*elasti"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"saved as '{name}'.*elasti"):
         checkpoint.Resumable(worker, tmp_path / "own", **{name: {"mean": jnp.zeros(2)}})
     assert not (tmp_path / "own").exists()
 
