@@ -199,15 +199,17 @@ class TowersPart:
             pairs = zip(leaves, shapes, strict=True)
             return [leaf._replace(shape=shape) for leaf, shape in pairs]
 
-        own, saved = _tree.describe(tree), leaves_of(about)
-        _check_same(comparable(own), comparable(saved), "the towers' state", source)
+        expected, saved = _tree.describe(tree), leaves_of(about)
+        _check_same(
+            comparable(expected), comparable(saved), "the towers' state", source
+        )
         return tree
 
     def restore(self, about: Json, tree: PyTree) -> PyTree:
         state, towers, mesh = tree["state"], self._towers, about["mesh"]
         if about["has_rows"] and dict(towers.mesh.shape) == mesh:
             return jax.tree.map(
-                lambda rows, own: jax.device_put(rows, own.sharding), state, self._state
+                lambda rows, new: jax.device_put(rows, new.sharding), state, self._state
             )
         state = cut_for(state, mesh)
         return towers.replicate(unstacked(state, mesh) if about["has_rows"] else state)
@@ -258,20 +260,20 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 
 def _with_dtypes(params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     """Return an abstract tree like ``params``, with the dtypes of saved leaves."""
-    own, treedef = jax.tree.flatten(params)
-    if len(own) != len(leaves):
+    arrays, treedef = jax.tree.flatten(params)
+    if len(arrays) != len(leaves):
         return params  # `_check_same` names the difference
     abstract = [
-        jax.ShapeDtypeStruct(x.shape, jnp.dtype(leaf.dtype))
-        for x, leaf in zip(own, leaves, strict=True)
+        jax.ShapeDtypeStruct(array.shape, jnp.dtype(leaf.dtype))
+        for array, leaf in zip(arrays, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, abstract)
 
 
 def _check_same(
-    own: Sequence[Leaf], saved: Sequence[Leaf], name: str, source: str
+    expected: Sequence[Leaf], saved: Sequence[Leaf], name: str, source: str
 ) -> None:
-    different = Description(own).difference(
+    different = Description(expected).difference(
         Description(saved), f"{name} has", f"{source} has"
     )
     if different is not None:

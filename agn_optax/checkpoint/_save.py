@@ -68,8 +68,8 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         description, tree = part.to_save()
         description |= {"kind": part.kind, "leaves": _tree.describe(tree)}
         about[name], saved[name] = description, _tree.saved(tree)
-    whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, ABOUT: {"json": json.dumps(whole)}}
+    content = {"format": _FORMAT, "release": __version__, "parts": about}
+    return {**saved, ABOUT: {"json": json.dumps(content)}}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -168,15 +168,13 @@ def load(
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     source = f"the checkpoint in {folder}"
     about = read_about(folder)
-    own, others = {}, {}
-    for name, value in parts.items():
-        if (part := as_part(value, elastic)) is None:
-            others[name] = value
-        else:
-            own[name] = part
-    _check_names(about, own, source)
+    given = {name: as_part(value, elastic) for name, value in parts.items()}
+    described = {name: part for name, part in given.items() if part is not None}
+    others = {name: parts[name] for name, part in given.items() if part is None}
+    _check_names(about, described, source)
     expected = {
-        name: part.expected(about[name], like, source) for name, part in own.items()
+        name: part.expected(about[name], like, source)
+        for name, part in described.items()
     }
     abstract = {
         name: _tree.abstract(tree, leaves_of(about[name]))
@@ -188,9 +186,9 @@ def load(
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
     restored = {name: loaded[name] for name in others}
     # Centers come first, because workers resume at them.
-    for name in sorted(own, key=lambda name: own[name].kind != "center"):
+    for name in sorted(expected, key=lambda name: described[name].kind != "center"):
         tree = _tree.filled(expected[name], leaves_of(about[name]), loaded[name])
-        restored[name] = own[name].restore(about[name], tree)
+        restored[name] = described[name].restore(about[name], tree)
     return restored
 
 
@@ -247,17 +245,17 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """
     try:
         loaded = orbax().load_checkpointables(folder, {ABOUT: None})
-        whole = json.loads(loaded[ABOUT]["json"])
+        content = json.loads(loaded[ABOUT]["json"])
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
             f"there is no checkpoint of agn_optax in {folder}: {error}"
         ) from error
-    if whole["format"] != _FORMAT:
+    if content["format"] != _FORMAT:
         raise errors.DurabilityError(
-            f"{folder} was written by agn_optax {whole['release']}, in a format that "
+            f"{folder} was written by agn_optax {content['release']}, in a format that "
             f"{__version__} does not read"
         )
-    return whole["parts"]
+    return content["parts"]
 
 
 def orbax() -> Any:

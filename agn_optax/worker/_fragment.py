@@ -452,8 +452,8 @@ class FragmentWorker:
         If the codec has a residual, a message that was not applied is added to it, to
         be sent later. After two rejections in a row the residual is discarded instead:
         a message that is rejected again, such as for its size, would always be
-        rejected. If some shards of the center applied their parts of the message, the
-        rest is lost, because nothing may be applied twice.
+        rejected. If only some shards of the center applied the message, the rest of it
+        is lost, because nothing may be applied twice.
 
         Args:
           params: the parameters.
@@ -463,17 +463,16 @@ class FragmentWorker:
           sent_anchor: the anchor of a message that was in flight; None if the worker
             waited for the answer.
         """
-        contribution = message.submission.contribution
+        programs, contribution = self.programs, message.submission.contribution
         adopted = _placed(answer, params)
+        center = adopted.params
         if self._callbacks:
-            dtype = self.center.rule.codec.answer_dtype
-            message.metrics["bytes_received"] = (
-                trees.nbytes(answer.params, dtype)
-                if answer.received is None
-                else answer.received
-            )
-            distance = self.programs.distance(params, adopted.params)
-            message.metrics["distance"] = distance
+            received = answer.received
+            if received is None:
+                dtype = self.center.rule.codec.answer_dtype
+                received = trees.nbytes(answer.params, dtype)
+            message.metrics["bytes_received"] = received
+            message.metrics["distance"] = programs.distance(params, center)
         if answer.rejected:
             _log.warning(
                 "a message of worker %r was rejected; it continues from the center: %s",
@@ -482,28 +481,21 @@ class FragmentWorker:
             )
             is_second = self.answer is not None and self.answer.rejected
             residual = "discarded" if is_second else "restored"
-            params, state = self.programs.reset(
-                params,
-                state,
-                contribution,
-                adopted.params,
-                residual="kept" if answer.in_part else residual,
+            if answer.in_part:
+                residual = "kept"
+            params, state = programs.reset(
+                params, state, contribution, center, residual=residual
             )
         else:
-            restore_residual = self.programs.restore_residual
             is_lost = not (answer.applied or answer.in_part)
-            if is_lost and restore_residual is not None:
-                state = restore_residual(state, contribution)
+            if is_lost and programs.restore_residual is not None:
+                state = programs.restore_residual(state, contribution)
             if sent_anchor is None:
-                params, state = self.programs.adopt(params, state, adopted.params)
+                params, state = programs.adopt(params, state, center)
             else:
-                params, state = self.programs.receive(
-                    params,
-                    state,
-                    contribution,
-                    message.sent,
-                    sent_anchor.params,
-                    adopted.params,
+                anchor = sent_anchor.params
+                params, state = programs.receive(
+                    params, state, contribution, message.sent, anchor, center
                 )
         self._end_exchange(message, adopted)
         return params, state

@@ -95,7 +95,7 @@ class FragmentedModel:
 
     def _init(self, params: PyTree) -> StreamingState:
         pairs = zip(self._workers, self.split_params(params), strict=True)
-        fragments = tuple(worker.programs.tx.init(own) for worker, own in pairs)
+        fragments = tuple(worker.programs.tx.init(part) for worker, part in pairs)
         # A copy, because some optimizers keep the parameters passed to their init.
         return StreamingState(self._inner.init(trees.copy(params)), fragments)
 
@@ -142,4 +142,4 @@ class FragmentedModel:
             inner_state = self._repair_inner(state.inner_state, params)
         else:
             inner_state = state.inner_state
-        return params, StreamingState(inner_state, tuple(own for _, own in loops))
+        return params, StreamingState(inner_state, tuple(state for _, state in loops))

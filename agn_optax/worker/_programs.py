@@ -161,9 +161,9 @@ def programs(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Sent, LocalState]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        kept = params if keeps_sent else None
-        contribution, kept = rounds.overwrite(spare, (contribution, kept))
-        sent = Sent(kept, state.local_steps)
+        copied = params if keeps_sent else None
+        contribution, copied = rounds.overwrite(spare, (contribution, copied))
+        sent = Sent(copied, state.local_steps)
         state = rounds.empty_record(rule, state, params, params)
         return contribution, sent, state._replace(codec_state=codec_state)
 

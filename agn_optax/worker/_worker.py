@@ -219,13 +219,13 @@ class Worker:
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
-        made = f"{self.exchanges} exchanges"
+        progress = f"{self.exchanges} exchanges"
         if self.fragments is not None:
             counts = [worker.exchanges for worker in self._workers]
-            made = f"{counts} exchanges of {len(counts)} fragments"
+            progress = f"{counts} exchanges of {len(counts)} fragments"
         version = "not started" if self.version is None else f"version {self.version}"
         return (
-            f"Worker({self.name!r}, {self.center.rule.name}, {made}, {version}, "
+            f"Worker({self.name!r}, {self.center.rule.name}, {progress}, {version}, "
             f"at {self.center!r})"
         )
 
@@ -270,12 +270,12 @@ class Worker:
                 "start(params, chief=True), got params=None"
             )
         if params is None and self.fragments is not None:
-            whole = self.center.pull() if chief is None else self.center.wait(timeout)
-            params = whole.params
+            center = self.center.pull() if chief is None else self.center.wait(timeout)
+            params = center.params
         self._model.check(params)
         split = self._model.split_params(params)
-        for worker, own in zip(self._workers, split, strict=True):
-            worker.check_start(own, chief=chief)
+        for worker, fragment in zip(self._workers, split, strict=True):
+            worker.check_start(fragment, chief=chief)
         self.leave()
         start = functools.partial(FragmentWorker.start, chief=chief, timeout=timeout)
         loops = self._for_all(start, split)
@@ -284,7 +284,7 @@ class Worker:
     def _for_all(self, join: Callable[..., Loop], *args: Sequence[Any]) -> list[Loop]:
         """Call ``join(worker, ...)`` for every fragment; leave all if one raises."""
         try:
-            return [join(*own) for own in zip(self._workers, *args, strict=True)]
+            return [*map(join, self._workers, *args)]
         except BaseException:
             self.leave()
             raise
