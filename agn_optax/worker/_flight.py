@@ -33,8 +33,8 @@ class Message:
 
     session: Any  # a Session
     submission: Submission
-    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks
     codec_state: PyTree = None  # after sending; None if the local state has it already
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks
     answer: Answer | None = None
     sent: Sent | None = None  # None unless local steps go on meanwhile
     flight: Future[Answer] | None = None  # the answer, if sent in the background

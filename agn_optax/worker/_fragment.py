@@ -324,15 +324,13 @@ class FragmentWorker:
         elif self.machine.sends_in_background:
             return self._send_in_background(params, state)
         else:
-            self.message = message = self._make_message(params, state)
+            anchor = self.require_start()
+            contribution, codec_state, steps = self.programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._new_message(contribution, steps, codec_state)
+            self.message = message
         return self._send_and_wait(message, params, state)
-
-    def _make_message(self, params: PyTree, state: LocalState) -> Message:
-        anchor, metrics = self.require_start(), self._metrics_before(params, state)
-        contribution, codec_state, steps = self.programs.contribute(
-            state, params, anchor.params
-        )
-        return self._new_message(contribution, steps, metrics, codec_state)
 
     def _send_and_wait(
         self, message: Message, params: PyTree, state: LocalState
@@ -364,7 +362,7 @@ class FragmentWorker:
 
     def _send_in_background(self, params: PyTree, state: LocalState) -> Loop:
         """Make a message in buffers of its own, and send it while local steps go on."""
-        anchor, metrics = self.require_start(), self._metrics_before(params, state)
+        anchor = self.require_start()
         spare, self._spare = self._spare, None
         if spare is None:
             contribution, *_ = self.programs.contribute(state, params, anchor.params)
@@ -375,7 +373,7 @@ class FragmentWorker:
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        message = self._new_message(contribution, sent.steps, metrics)
+        message = self._new_message(contribution, sent.steps)
         self._begin_flight(message, sent)
         return params, state
 
@@ -386,11 +384,7 @@ class FragmentWorker:
         message.send_in_background(self._give_up)
 
     def _new_message(
-        self,
-        contribution: PyTree,
-        steps: jax.Array,
-        metrics: dict[str, Any],
-        codec_state: PyTree = None,
+        self, contribution: PyTree, steps: jax.Array, codec_state: PyTree = None
     ) -> Message:
         anchor, counts = self.require_start(), self.machine.message
         if self._step_counts is None:
@@ -406,7 +400,7 @@ class FragmentWorker:
             anchor=anchor.params if sends_anchor else None,
         )
         kind = SharedMessage if isinstance(self.session, SharedSession) else Message
-        return kind(self.session, submission, metrics, codec_state)
+        return kind(self.session, submission, codec_state)
 
     def receive(self, params: PyTree, state: LocalState) -> Loop:
         """Wait for the answer to a message in flight, if there is one, and adopt it.
@@ -524,27 +518,18 @@ class FragmentWorker:
 
     # Callbacks.
 
-    def _metrics_before(self, params: PyTree, state: LocalState) -> dict[str, Any]:
-        """Return the values for callbacks that are known before a message is made."""
-        if not self._callbacks:
-            return {}
-        metrics = {"steps": self.machine.message.steps, **self.reported}
-        if not self.center.rule.codec.is_identity:
-            anchor = self.require_start()
-            metrics["codec_error"] = self.programs.codec_error(
-                state, params, anchor.params
-            )
-        return metrics
-
     def _run_callbacks(self, message: Message, answer: Answer) -> None:
+        submission = message.submission
         metrics = {
+            "steps": submission.steps,
+            **(submission.reported or {}),
             **message.metrics,
             "staleness": answer.staleness,
             "message_norm": answer.norm,
             "applied": answer.applied,
             "rejected": bool(answer.rejected),
             "version": max(jax.tree.leaves(answer.version)),
-            "bytes_sent": trees.nbytes(message.submission.contribution),
+            "bytes_sent": trees.nbytes(submission.contribution),
         }
         values = {k: float(v) for k, v in metrics.items() if v is not None}
         for callback in self._callbacks:

@@ -201,7 +201,6 @@ def programs(
         holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(contribute),
-        codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
