@@ -735,8 +735,9 @@ class Worker:
                 )
         self._model.check(saved.params, saved.state)
         loops = self._split(saved.params, saved.state)
-        for worker, *args in zip(self._workers, loops, saved.fragments, strict=True):
-            worker.check_restored(*args)
+        given = zip(self._workers, loops, saved.fragments, strict=True)
+        for worker, loop, fragment in given:
+            worker.check_restored(loop, fragment)
         # Copies may fail, so they are made before the worker leaves.
         params, state = trees.copy((saved.params, saved.state))
         copies = [f._replace(anchor=trees.copy(f.anchor)) for f in saved.fragments]
