@@ -304,18 +304,16 @@ class FragmentWorker:
         return message.is_answered()
 
     def prepare(self, params: PyTree, state: LocalState) -> Loop:
-        """Check the arrays from which a message will be made, and end the round."""
+        """Check the arrays of a message that will be sent next, and end the round."""
         self._check_loop(params, state)
         self.machine.prepare()
         return params, state
 
-    def discard_unsent(self) -> None:
-        """Discard a message that was prepared by a call that raised before sending."""
-        if self.machine.state is State.PENDING and self.message is None:
-            self.machine.discard()
-
     def send(self, params: PyTree, state: LocalState) -> Loop:
-        """Send the message, if there is one; unless it is in the background, adopt."""
+        """Send the prepared message, if there is one.
+
+        If it is not sent in the background, wait for the answer and adopt it.
+        """
         if not self.machine.has_pending_message:
             return params, state
         message = self.message
@@ -366,8 +364,8 @@ class FragmentWorker:
         spare, self._spare = self._spare, None
         if spare is None:
             contribution, *_ = self.programs.contribute(state, params, anchor.params)
-            kept = params if self.programs.keeps_sent else None
-            spare = trees.copy((contribution, kept))
+            copied = params if self.programs.keeps_sent else None
+            spare = trees.copy((contribution, copied))
         contribution, sent, state = self.programs.send(
             spare, params, state, anchor.params
         )
@@ -432,6 +430,11 @@ class FragmentWorker:
         """Discard a message that was not applied, so that it is not sent again."""
         self.message = None
         self.machine.discard()
+
+    def discard_unsent(self) -> None:
+        """Discard a message if the call that prepared it raised before sending it."""
+        if self.machine.state is State.PENDING and self.message is None:
+            self.machine.discard()
 
     def _adopt(
         self,
