@@ -10,7 +10,7 @@ data continues after that exchange, and later local steps are repeated.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agn_optax import errors
@@ -188,7 +188,7 @@ class Resumable:
         Raises:
           WorkerStateError: an exchange is in flight; `Worker.receive` waits for it.
         """
-        self._write(params, state)
+        self._before_send((), params, state)
 
     def __enter__(self) -> Resumable:
         return self
@@ -223,15 +223,9 @@ class Resumable:
         return {f"center-{p}": part(p) for p in range(len(shards))}
 
     def _before_send(
-        self, messages: Mapping[int, int], params: PyTree, state: LocalState
+        self, fragments: Iterable[int], params: PyTree, state: LocalState
     ) -> None:
-        """Write a checkpoint before these messages are sent: see `Worker`."""
-        self._write(params, state, messages)
-
-    def _write(
-        self, params: PyTree, state: LocalState, fragments: Iterable[int] = ()
-    ) -> None:
-        """Write a checkpoint of a worker that will send messages of these fragments."""
+        """Write a checkpoint before these fragments send messages: see `Worker`."""
         worker, centers = self.worker, self._center_parts
         present = {name for part in centers.values() for name in part.center.workers}
         if other_workers := present - {worker.name}:
