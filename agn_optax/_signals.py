@@ -1,4 +1,4 @@
-"""Temporary signal handlers, and a block that finishes before SIGTERM ends it."""
+"""Temporary signal handlers, and a delay of SIGTERM until the end of a block."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-_ONCE = 1.0  # seconds within which a repeated signal counts once: srun forwards it, too
+# s within which repeated signals count as one, because srun forwards them, too.
+_REPEAT_TIME = 1.0
 
 
 @contextlib.contextmanager
 def handled(
     signums: Iterable[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Have signals call ``handler``, in the main thread, between two instructions.
+    """Call ``handler`` when one of these signals comes, on the main thread.
 
     A blocking call of the main thread may continue after a signal: Python does not
-    interrupt it if the signal comes right before the call, or to another thread. A
-    caller that handles signals in this way should therefore block for short times only.
+    interrupt it if the signal comes right before the call, or to another thread. So the
+    main thread should block for short times only.
 
     Signals that are ignored, as by nohup or in background jobs, stay ignored.
     """
     with contextlib.ExitStack() as stack:
         for signum in signums:
-            # None means a handler that Python did not set, and could not restore.
+            # None is a handler that Python did not set and cannot restore.
             if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None):
                 stack.callback(signal.signal, signum, before)
                 signal.signal(signum, handler)
@@ -34,7 +35,7 @@ def handled(
 
 
 @contextlib.contextmanager
-def told_to_end() -> Iterator[Callable[[], bool]]:
+def delay_sigterm() -> Iterator[Callable[[], bool]]:
     """Delay SIGTERM until the end of a block, which then ends the program.
 
     An engine that takes a worker's resources away (``scancel``, preemption, a drained
@@ -48,10 +49,10 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
     changes.
 
     Yields:
-      A function that returns whether this process was told to end.
+      A function that returns whether SIGTERM has come.
 
     Raises:
-      SystemExit: at the end of the block, if this process was told to end.
+      SystemExit: at the end of the block, if SIGTERM has come.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -59,12 +60,12 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
       >>> center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.ones(2))
       >>> with agn_optax.Worker(center, optax.sgd(0.1), period=10) as worker:
       ...     params, state = worker.start()
-      ...     with service.told_to_end() as told:
+      ...     with service.delay_sigterm() as terminated:
       ...         for step in range(25):
       ...             updates, state = worker.tx.update(params, state, params)
       ...             params = optax.apply_updates(params, updates)
       ...             params, state = worker.exchange(params, state)
-      ...             if told():
+      ...             if terminated():
       ...                 break
       ...         params, state = worker.flush(params, state)
       >>> worker.exchanges
@@ -74,7 +75,7 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
 
     def record(signum: int, frame: FrameType | None) -> None:
         times.append(time.monotonic())
-        if times[-1] > times[0] + _ONCE:
+        if times[-1] > times[0] + _REPEAT_TIME:
             raise SystemExit(128 + signum)
 
     is_main = threading.current_thread() is threading.main_thread()

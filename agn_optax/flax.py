@@ -3,11 +3,10 @@
     linen   a `TrainState`: a new one is returned, with other params and opt_state
     nnx     a model and its `nnx.Optimizer`: both are updated in place, as nnx does
 
-Only trained parameters and the state of the worker's optimizer take part. Everything
-else (batch statistics, random keys, counters) is local to the worker and does not
-change. Give every worker its own random keys, and recompute the batch statistics with
-the center's parameters before the center is evaluated or shipped: docs/loops.md shows
-how.
+An exchange changes only trained parameters and the state of the worker's optimizer.
+Everything else (batch statistics, random keys, counters) stays local to the worker.
+Give every worker its own random keys, and recompute the batch statistics with the
+center's parameters before the center is evaluated or shipped: docs/loops.md shows how.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ def start(
       >>> center.version, int(state.step)
       (2, 4)
     """
-    params, _ = _taken(worker, state, optimizer)
+    params, _ = _params_and_state(worker, state, optimizer)
     loop = worker.start(params, chief=chief, timeout=timeout)
-    return _given(state, optimizer, *loop)
+    return _updated(state, optimizer, *loop)
 
 
 def exchange(
@@ -119,10 +118,9 @@ def exchange(
         opt_state = (state if optimizer is None else optimizer).opt_state
         worker.exchange(None, opt_state, weight=weight)
         return state
-    loop = worker.exchange(
-        *_taken(worker, state, optimizer), steps=steps, weight=weight
-    )
-    return _given(state, optimizer, *loop)
+    loop = _params_and_state(worker, state, optimizer)
+    loop = worker.exchange(*loop, steps=steps, weight=weight)
+    return _updated(state, optimizer, *loop)
 
 
 def flush(worker: Worker, state: Any, optimizer: Any = None) -> Any:
@@ -153,12 +151,14 @@ def flush(worker: Worker, state: Any, optimizer: Any = None) -> Any:
       >>> center.version
       1
     """
-    loop = worker.flush(*_taken(worker, state, optimizer))
-    return _given(state, optimizer, *loop)
+    loop = worker.flush(*_params_and_state(worker, state, optimizer))
+    return _updated(state, optimizer, *loop)
 
 
-def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
-    """Return the parameters and the optimizer state to pass to the worker.
+def _params_and_state(
+    worker: Worker, state: Any, optimizer: Any
+) -> tuple[PyTree, PyTree]:
+    """Return the parameters and the optimizer state of a state or a model.
 
     Raises:
       InvalidTypeError, InvalidArgumentError: see `start`.
@@ -171,13 +171,13 @@ def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
         _check_tx(
             worker, optimizer.tx, "nnx.Optimizer(model, worker.tx, wrt=nnx.Param)"
         )
-        params = nnx.state(state, optimizer.wrt, **_mode(optimizer))
+        params = nnx.state(state, optimizer.wrt, **_graph_mode(optimizer))
         return _arrays(params), _arrays(optimizer.opt_state)
     is_state = dataclasses.is_dataclass(state) and not isinstance(state, type)
     if not (is_state and hasattr(state, "params") and hasattr(state, "opt_state")):
         raise errors.InvalidTypeError(
             "state must be a dataclass with params and opt_state, such as a TrainState "
-            "of Flax, or an nnx model with its optimizer beside it, got "
+            "of Flax, or an nnx model passed with its optimizer, got "
             f"{check.show(state)}"
         )
     if hasattr(state, "tx"):
@@ -185,14 +185,14 @@ def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
     return state.params, state.opt_state
 
 
-def _given(state: Any, optimizer: Any, params: PyTree, opt_state: PyTree) -> Any:
-    """Return the state or the model, with new parameters and optimizer state."""
+def _updated(state: Any, optimizer: Any, params: PyTree, opt_state: PyTree) -> Any:
+    """Return the state or the model with new parameters and optimizer state."""
     if optimizer is None:
         return dataclasses.replace(state, params=params, opt_state=opt_state)
     from flax import nnx  # noqa: PLC0415
 
     nnx.update(state, params)
-    nnx.update(optimizer.opt_state, nnx.state(opt_state, **_mode(optimizer)))
+    nnx.update(optimizer.opt_state, nnx.state(opt_state, **_graph_mode(optimizer)))
     return state
 
 
@@ -204,7 +204,7 @@ def _arrays(variables: PyTree) -> PyTree:
     return as_pure(variables)
 
 
-def _mode(optimizer: Any) -> dict[str, Any]:
+def _graph_mode(optimizer: Any) -> dict[str, Any]:
     """Return the optimizer's graph or tree mode; older Flax has only one mode."""
     return {"graph": optimizer.graph} if hasattr(optimizer, "graph") else {}
 
@@ -212,7 +212,7 @@ def _mode(optimizer: Any) -> dict[str, Any]:
 def _check_tx(worker: Worker, tx: Any, wanted: str) -> None:
     if tx != worker.tx:  # equality: older Flax keeps an equal copy
         raise errors.InvalidArgumentError(
-            f"the optimizer is not that of worker {worker.name!r}, whose rule records "
-            f"what it sends: make it as {wanted}. A transformation of gradients before "
-            "it is an argument of the worker, Worker(..., gradients=...)"
+            f"the optimizer does not belong to worker {worker.name!r}, whose tx "
+            f"records what the worker sends: make it as {wanted}. Pass gradient "
+            "transformations to the worker: Worker(..., gradients=...)"
         )

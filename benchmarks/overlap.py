@@ -134,9 +134,9 @@ def train(
             start = time.monotonic()
             params, state = jax.block_until_ready(local(params, state))
             steps.append((start, time.monotonic()))
-            start, before = time.monotonic(), worker._parts[0].message
+            start, before = time.monotonic(), worker._workers[0].message
             params, state = worker.exchange(params, state)
-            if worker._parts[0].message not in (None, before):
+            if worker._workers[0].message not in (None, before):
                 departures.append(start)
             if len(answers) > max(answered, 1):  # all programs are compiled by now
                 answered = len(answers)

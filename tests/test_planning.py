@@ -145,7 +145,7 @@ def test_planned_memory_is_that_of_a_real_worker_and_center(name, center_dtype):
     assert cost.worker.inner_state == nbytes(saved.state.inner_state)
     assert cost.worker.record == nbytes(saved.state.record)
     assert cost.worker.codec_state == nbytes(saved.state.codec_state)
-    anchors = saved.parts[0].anchor, saved.state.anchor
+    anchors = saved.fragments[0].anchor, saved.state.anchor
     assert cost.worker.anchor == nbytes(anchors)
     assert cost.center.center == cost.center.version == nbytes(kept.params)
     assert cost.center.center_state == nbytes(kept.center_state)

@@ -1,18 +1,16 @@
 """A worker whose process may be killed at any moment.
 
-Before a message is sent, everything that it was computed from is on disk: the worker's
-state, the position in its data, and the number of the exchange. If the process is
-killed at any time, there are two cases for the exchange of the last checkpoint. If it
-was not applied, it is sent as if nothing had happened. If it was applied, it is sent
-again, and the center, which recognizes its number, answers without applying it again.
-In both cases the data continues after the last applied exchange, and the local steps
-since then are repeated.
+Before a message is sent, everything from which it is computed is written to disk: the
+worker's state, the position in its data, and the number of the exchange. If the process
+is killed, the next process sends the exchange of the last checkpoint again. The center
+applies it, unless it already has: it recognizes the number, and then only answers. The
+data continues after that exchange, and later local steps are repeated.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agn_optax import errors
@@ -27,7 +25,7 @@ PyTree = Any
 
 
 # Names of arguments of `load` and `Rotation.write`, and of the other parts.
-_TAKEN = {"path", "like", "elastic", "number", "center", "worker", _save.ABOUT}
+_RESERVED = {"path", "like", "elastic", "number", "center", "worker", _save.ABOUT}
 
 
 class Resumable:
@@ -38,39 +36,43 @@ class Resumable:
     in the center exactly once, even if the process is killed (SIGKILL) during an
     exchange or while a checkpoint is written.
 
-    This holds as long as the center is not restarted with a loss. The center may be
-    served, or outlive its process by a `agn_optax.center.Journal`, or be in this
-    process and have no other worker; it is then saved with the worker. For a center in
-    shards the same applies to each shard. A center that lost exchanges reports that,
-    and `start` raises an error.
+    This holds as long as the center never loses applied exchanges at a restart. The
+    center may be
+
+    - served by another process,
+    - or in this process, with an `agn_optax.center.Journal`,
+    - or in this process without other workers: it is saved with the worker.
+
+    For a center in shards the same applies to each shard. If a center has lost
+    exchanges, `start` raises an error.
 
     A worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each
-    fragment. Answers of fragments in flight are adopted before that, even if their
-    delay is not over. With a ``delay``, samples of the local steps between a message
-    and its answer count by the share ``mixing``, as they do without checkpoints: the
-    adopted answer replaces the rest of the worker's own progress. That holds for rules
-    that send displacements and adopt the center after the message, such as downpour and
-    diloco.
+    fragment. Before that it adopts the answers of fragments in flight, even if their
+    delay is not over. With a ``delay``, the samples of local steps between a message
+    and its answer count only by the fraction ``mixing``, as without checkpoints. That
+    holds for rules that send displacements and adopt the center after the message, such
+    as downpour and diloco.
 
     A power failure may destroy the last checkpoints, because not all of their files are
     synced to disk.
 
     Use it in place of the worker: other attributes (``tx``, ``exchange``, ``flush``,
-    ...) are those of the worker. At each call of ``exchange`` and ``flush``, the
-    position in the data must be that after the local steps so far. If one raises
+    ...) are those of the worker. At each call of ``exchange`` and ``flush``, the data
+    iterator must be right after the samples of the local steps so far. If one raises
     because the center is unreachable (``patience`` is 0), repeat it before the next
-    local step. The checkpoint of an exchange takes 0.1 s, and some seconds per
-    gigabyte: choose the period accordingly.
+    local step. Writing a checkpoint takes 0.1 s, and some seconds per gigabyte: choose
+    the period accordingly.
 
     Args:
       worker: the worker. Its name must be unique, and the same in all processes.
-      directory: directory of this worker's checkpoints alone, created if necessary.
+      directory: directory for this worker's checkpoints only, created if necessary.
       keep: number of checkpoints to keep.
-      **beside: objects to save with the worker, by name: either checkpointables of
+      **others: objects to save with the worker, by name: either checkpointables of
         Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
-        statistics, random keys), which are saved with their values at that time, and
-        filled by `start`. Some names are reserved: ``center``, and the arguments of
-        `load` and of the function that writes checkpoints.
+        statistics, random keys). A dict is saved with its values at each checkpoint,
+        and `start` writes the restored arrays into it. Some names are reserved:
+        ``center``, and the arguments of `load` and of the function that writes
+        checkpoints.
 
     Attributes:
       worker: the worker.
@@ -86,17 +88,17 @@ class Resumable:
       >>> import tempfile, grain, jax.numpy as jnp, optax, agn_optax
       >>> rule, seen = agn_optax.rules.downpour(), []
       >>> folder = tempfile.TemporaryDirectory()
-      >>> for attempt in range(2):  # in a process each
+      >>> for attempt in range(2):  # really in two processes
       ...     center = agn_optax.LocalCenter(rule)
       ...     worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name="w")
       ...     data = iter(grain.MapDataset.range(6).to_iter_dataset())
-      ...     loop = agn_optax.checkpoint.Resumable(worker, folder.name, data=data)
-      ...     params, state = loop.start(jnp.zeros(6), chief=True)
+      ...     resumable = agn_optax.checkpoint.Resumable(worker, folder.name, data=data)
+      ...     params, state = resumable.start(jnp.zeros(6), chief=True)
       ...     for sample in data:
       ...         grads = -jnp.zeros(6).at[sample].set(1.0)
-      ...         updates, state = loop.tx.update(grads, state, params)
+      ...         updates, state = resumable.tx.update(grads, state, params)
       ...         params = optax.apply_updates(params, updates)
-      ...         params, state = loop.exchange(params, state)
+      ...         params, state = resumable.exchange(params, state)
       ...         if attempt == 0 and sample == 4:
       ...             break  # its process is killed
       >>> print(center.pull().params, center.version)
@@ -110,19 +112,19 @@ class Resumable:
         directory: str | os.PathLike[str],
         *,
         keep: int = 2,
-        **beside: Any,
+        **others: Any,
     ) -> None:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
         check.whole_number(keep, "keep", least=1, optional=False)
-        for name in beside:
-            if name in _TAKEN or name.startswith("center-"):
+        for name in others:
+            if name in _RESERVED or name.startswith("center-"):
                 raise errors.InvalidArgumentError(
-                    f"a part beside the worker cannot be named {name!r}: the names "
-                    f"{', '.join(sorted(_TAKEN))} and center-NUMBER are taken"
+                    f"an object cannot be saved as {name!r}: the names "
+                    f"{', '.join(sorted(_RESERVED))} and center-NUMBER are reserved"
                 )
         self.worker = worker
         self.resumed = False
-        self._beside = beside
+        self._others = others
         self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,10 +145,10 @@ class Resumable:
     ) -> tuple[PyTree, LocalState]:
         """Continue from the last checkpoint; without one, start as `Worker.start`.
 
-        The exchange for which the checkpoint was written is made first.
+        It first repeats the exchange for which the checkpoint was written.
 
         Args:
-          params: see `Worker.start`; they also determine the containers.
+          params: see `Worker.start`; the result has the same containers.
           chief: see `Worker.start`.
           timeout: see `Worker.start`.
 
@@ -156,8 +158,8 @@ class Resumable:
         Raises:
           RuleMismatchError, TreeMismatchError: the checkpoint does not match this
             worker.
-          WorkerStateError: the center was restarted with a loss, or has later exchanges
-            of this worker.
+          WorkerStateError: the center has lost exchanges at a restart, or has later
+            exchanges of this worker.
 
         Also raises the errors of `Worker.start`.
         """
@@ -165,20 +167,20 @@ class Resumable:
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
-        beside: dict[str, Any] = {
+        others: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value
-            for name, value in self._beside.items()
+            for name, value in self._others.items()
         }
         centers = self._center_parts
         # A center that was saved with the worker does not know its session.
-        worker = _Sending(self.worker, keeps_session=not centers)
-        parts = {"worker": worker, **centers, **beside}
-        there = _save.load(latest[1], like=params, **parts)
-        for name, value in self._beside.items():
+        worker = _ResumablePart(self.worker, keeps_session=not centers)
+        parts = {"worker": worker, **centers, **others}
+        loaded = _save.load(latest[1], like=params, **parts)
+        for name, value in self._others.items():
             if isinstance(value, dict):
-                value.update(there[name])
+                value.update(loaded[name])
         self.resumed = True
-        return there["worker"]
+        return loaded["worker"]
 
     def save(self, params: PyTree, state: LocalState) -> None:
         """Write a checkpoint now, between two exchanges.
@@ -186,7 +188,7 @@ class Resumable:
         Raises:
           WorkerStateError: an exchange is in flight; `Worker.receive` waits for it.
         """
-        self._write(params, state)
+        self._before_send((), params, state)
 
     def __enter__(self) -> Resumable:
         return self
@@ -207,12 +209,12 @@ class Resumable:
 
     @property
     def _center_parts(self) -> dict[str, CenterPart]:
-        """The parts for the center, or its shards, if all end with this process."""
+        """The parts for the center, or for all shards, if these must be saved."""
         center: Any = self.worker.center
         if not isinstance(center, ShardedCenter):
-            return {"center": CenterPart(center)} if _ends(center) else {}
+            return {"center": CenterPart(center)} if _is_in_memory_only(center) else {}
         shards: Sequence[Any] = center.centers
-        if not all(map(_ends, shards)):
+        if not all(map(_is_in_memory_only, shards)):
             return {}
 
         def part(p: int) -> CenterPart:
@@ -221,40 +223,34 @@ class Resumable:
         return {f"center-{p}": part(p) for p in range(len(shards))}
 
     def _before_send(
-        self, messages: Mapping[int, int], params: PyTree, state: LocalState
+        self, fragments: Iterable[int], params: PyTree, state: LocalState
     ) -> None:
-        """Write a checkpoint of a worker whose messages exist: see `Worker`."""
-        self._write(params, state, messages)
-
-    def _write(
-        self, params: PyTree, state: LocalState, sends: Iterable[int] = ()
-    ) -> None:
-        """Write a checkpoint of a worker that sends the messages of some parts next."""
+        """Write a checkpoint before these fragments send messages: see `Worker`."""
         worker, centers = self.worker, self._center_parts
         present = {name for part in centers.values() for name in part.center.workers}
-        if others := present - {worker.name}:
+        if other_workers := present - {worker.name}:
             combinations.reject(
                 "Resumable with a center in memory",
                 "other workers of the center",
-                f"worker {worker.name!r} beside {sorted(others)}",
+                f"worker {worker.name!r} beside {sorted(other_workers)}",
             )
-        sending = _Sending(worker, params, state, sends=sends)
+        part = _ResumablePart(worker, params, state, fragments=fragments)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
-        self.checkpoints.write(number, worker=sending, **centers, **self._beside)
+        self.checkpoints.write(number, worker=part, **centers, **self._others)
 
 
-def _ends(center: Any) -> bool:
-    """Return whether a center ends with this process."""
+def _is_in_memory_only(center: Any) -> bool:
+    """Return whether a center is lost when this process ends."""
     return isinstance(center, LocalCenter) and not center.core.outlives
 
 
-class _Sending(WorkerPart):
-    """A worker at the moment before it sends messages.
+class _ResumablePart(WorkerPart):
+    """A worker right before it sends messages.
 
     Args:
       worker: the worker.
       *loop: its parameters and state.
-      sends: the parts of the model that have a message.
+      fragments: the fragments whose messages are sent next.
       keeps_session: whether the center knows the saved session.
     """
 
@@ -262,33 +258,32 @@ class _Sending(WorkerPart):
         self,
         worker: Worker,
         *loop: PyTree,
-        sends: Iterable[int] = (),
+        fragments: Iterable[int] = (),
         keeps_session: bool = True,
     ) -> None:
         super().__init__(worker, *loop)
-        self._sends, self._keeps_session = list(sends), keeps_session
+        self._fragments, self._keeps_session = list(fragments), keeps_session
 
-    def taken(self) -> tuple[dict[str, Any], PyTree]:
-        about, tree = super().taken()
-        return about | {"sends": self._sends}, tree
+    def to_save(self) -> tuple[dict[str, Any], PyTree]:
+        about, tree = super().to_save()
+        return about | {"fragments_to_send": self._fragments}, tree
 
-    def go_on(self, about: Any, tree: PyTree) -> Any:
-        worker, token = (
-            self._worker,
-            about["resume_token"] if self._keeps_session else None,
-        )
+    def restore(self, about: Any, tree: PyTree) -> Any:
+        worker, token = self._worker, None
+        if self._keeps_session:
+            token = about["resume_token"]
         if token is not None and about["worker"] != worker.name:
             raise errors.WorkerStateError(
                 f"this checkpoint is of worker {about['worker']!r}, and the center "
                 f"knows its exchanges by that name: give worker {worker.name!r} the "
                 "same name"
             )
-        params, state = self.restored(about, tree, token)
+        params, state = self.restore_worker(about, tree, token)
         try:
-            return worker.resend(params, state, about["sends"])
+            return worker.resend(params, state, about["fragments_to_send"])
         except errors.WorkerStateError as error:
             worker.leave()
             raise errors.WorkerStateError(
-                f"worker {worker.name!r} has exchanged since its last checkpoint "
-                f"was written, and cannot go on from that: {error}"
+                f"the center has later exchanges of worker {worker.name!r} than its "
+                f"last checkpoint, so it cannot resume from there: {error}"
             ) from error

@@ -24,7 +24,7 @@ from agn_optax.towers import Towers
 from agn_optax.worker import Worker
 
 PyTree = Any
-ABOUT = "agn_optax"  # name under which a checkpoint describes its parts
+ABOUT = "agn_optax"  # name of the item that describes the parts of a checkpoint
 _FORMAT = 1
 
 
@@ -56,18 +56,20 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
       ['agn_optax', 'center']
     """
     if ABOUT in parts:
-        raise errors.InvalidArgumentError(f"the name {ABOUT!r} is taken; use another")
+        raise errors.InvalidArgumentError(
+            f"the name {ABOUT!r} is reserved; use another"
+        )
     saved, about = {}, {}
     for name, value in parts.items():
         part = as_part(value)
         if part is None:
             saved[name] = value
             continue
-        own, tree = part.taken()
-        own |= {"kind": part.kind, "leaves": _tree.describe(tree)}
-        about[name], saved[name] = own, _tree.saved(tree)
-    whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, ABOUT: {"json": json.dumps(whole)}}
+        description, tree = part.to_save()
+        description |= {"kind": part.kind, "leaves": _tree.describe(tree)}
+        about[name], saved[name] = description, _tree.saved(tree)
+    content = {"format": _FORMAT, "release": __version__, "parts": about}
+    return {**saved, ABOUT: {"json": json.dumps(content)}}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -100,8 +102,8 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
       ...     )
       ...     center = agn_optax.LocalCenter(rule)
       ...     worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="w")
-      ...     there = agn_optax.checkpoint.load(path, worker=worker, center=center)
-      >>> params, state = there["worker"]
+      ...     loaded = agn_optax.checkpoint.load(path, worker=worker, center=center)
+      >>> params, state = loaded["worker"]
       >>> print(params["w"], center.version)
       [1. 1. 1.] 0
     """
@@ -164,73 +166,75 @@ def load(
     Example: see `save`.
     """
     ocp, folder = orbax(), pathlib.Path(path).resolve()
-    where = f"the checkpoint in {folder}"
+    source = f"the checkpoint in {folder}"
     about = read_about(folder)
     given = {name: as_part(value, elastic) for name, value in parts.items()}
-    own = {name: part for name, part in given.items() if part is not None}
-    _check_names(about, own, where)
+    described = {name: part for name, part in given.items() if part is not None}
+    others = {name: parts[name] for name, part in given.items() if part is None}
+    _check_names(about, described, source)
     expected = {
-        name: part.expected(about[name], like, where) for name, part in own.items()
+        name: part.expected(about[name], like, source)
+        for name, part in described.items()
     }
-    others = {name: value for name, value in parts.items() if name not in own}
     abstract = {
-        name: _tree.abstract(expected[name], leaves_of(about[name])) for name in own
+        name: _tree.abstract(tree, leaves_of(about[name]))
+        for name, tree in expected.items()
     }
     try:
-        kept = ocp.load_checkpointables(folder, {**abstract, **others})
+        loaded = ocp.load_checkpointables(folder, {**abstract, **others})
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
-    there = {name: kept[name] for name in others}
+    restored = {name: loaded[name] for name in others}
     # Centers come first, because workers resume at them.
-    for name in sorted(own, key=lambda name: own[name].kind != "center"):
-        tree = _tree.filled(expected[name], leaves_of(about[name]), kept[name])
-        there[name] = own[name].go_on(about[name], tree)
-    return there
+    for name in sorted(expected, key=lambda name: described[name].kind != "center"):
+        tree = _tree.filled(expected[name], leaves_of(about[name]), loaded[name])
+        restored[name] = described[name].restore(about[name], tree)
+    return restored
 
 
 class Rotation:
     """Numbered checkpoints in a directory, of which the last ones are kept.
 
     Args:
-      directory: directory of these checkpoints alone, created if necessary.
+      directory: directory for these checkpoints only, created if necessary.
       keep: number of checkpoints to keep.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         ocp = orbax()
         training, options = ocp.training, ocp.options.ArrayOptions
-        # Compressing floating numbers takes several times as long as writing them.
-        plain = options(saving=options.Saving(use_compression=False))
-        self._kept = training.Checkpointer(
+        # Compressing floats takes several times as long as writing them.
+        uncompressed = options(saving=options.Saving(use_compression=False))
+        self._checkpointer = training.Checkpointer(
             pathlib.Path(directory).resolve(),
-            context=ocp.Context(array_options=plain),
+            context=ocp.Context(array_options=uncompressed),
             preservation_policy=training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
 
     def __str__(self) -> str:
-        return str(self._kept.directory)
+        return str(self._checkpointer.directory)
 
     @property
     def latest(self) -> tuple[int, pathlib.Path] | None:
         """Number and path of the last complete checkpoint; None if there is none."""
-        latest = self._kept.latest
+        latest = self._checkpointer.latest
         return None if latest is None else (latest.step, pathlib.Path(latest.path))
 
     def write(self, number: int, **parts: Any) -> None:
-        """Write a checkpoint, whose number must be higher than all before.
+        """Write a checkpoint, with a number higher than those of all earlier ones.
 
         Raises the errors of `save`.
         """
         saved = checkpointables(**parts)
         try:
-            self._kept.save_checkpointables(number, saved, force=True)
+            self._checkpointer.save_checkpointables(number, saved, force=True)
         except OSError as error:
             raise errors.DurabilityError(f"cannot write to {self}: {error}") from error
 
     def close(self) -> None:
         """Release Orbax's checkpointer."""
-        self._kept.close()
+        self._checkpointer.close()
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
@@ -240,18 +244,18 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
       DurabilityError: there is no checkpoint, or agn_optax did not write it.
     """
     try:
-        kept = orbax().load_checkpointables(folder, {ABOUT: None})
-        whole = json.loads(kept[ABOUT]["json"])
+        loaded = orbax().load_checkpointables(folder, {ABOUT: None})
+        content = json.loads(loaded[ABOUT]["json"])
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
             f"there is no checkpoint of agn_optax in {folder}: {error}"
         ) from error
-    if whole["format"] != _FORMAT:
+    if content["format"] != _FORMAT:
         raise errors.DurabilityError(
-            f"{folder} was written by agn_optax {whole['release']}, in a format that "
+            f"{folder} was written by agn_optax {content['release']}, in a format that "
             f"{__version__} does not read"
         )
-    return whole["parts"]
+    return content["parts"]
 
 
 def orbax() -> Any:
@@ -286,7 +290,7 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
 
 
 def _check_names(
-    about: Mapping[str, Any], parts: Mapping[str, Part], where: str
+    about: Mapping[str, Any], parts: Mapping[str, Part], source: str
 ) -> None:
     """Check that requested parts were saved, and that no required part is missing.
 
@@ -296,16 +300,16 @@ def _check_names(
     for name, part in parts.items():
         kind = about[name]["kind"] if name in about else None
         if kind != part.kind:
-            has = ", ".join(f"{name!r} ({of['kind']})" for name, of in about.items())
+            has = ", ".join(f"{name!r} ({a['kind']})" for name, a in about.items())
             raise errors.InvalidArgumentError(
-                f"{where} must have a {part.kind} {name!r}, got {has or 'nothing'}"
+                f"{source} must have a {part.kind} {name!r}, got {has or 'nothing'}"
             )
     kinds = {part.kind for part in parts.values()}
     for kind in ("worker", "center"):
-        saved = {name for name, of in about.items() if of["kind"] == kind}
+        saved = {name for name, a in about.items() if a["kind"] == kind}
         if "worker" in kinds and not saved <= parts.keys():
             missing = sorted(saved - parts.keys())
             raise errors.TreeMismatchError(
-                f"{where} has {len(saved)} {kind}s, and {missing} were not given: "
+                f"{source} has {len(saved)} {kind}s, and {missing} were not given: "
                 "workers can only be loaded together, and with their center"
             )

@@ -35,22 +35,22 @@ def abstract(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 def filled(like: PyTree, leaves: Sequence[Leaf], loaded: PyTree) -> PyTree:
     """Return a loaded tree in the form of ``like``."""
 
-    def fill(own: Any, array: Any, found: Any) -> Any:
-        found = array if found is None else found
-        if not trees.is_key(own):
-            return found
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(own))
+    def fill(wanted: Any, empty: Any, array: Any) -> Any:
+        array = empty if array is None else array
+        if not trees.is_key(wanted):
+            return array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(wanted))
 
     return jax.tree.map(fill, like, _arrays(like, leaves), loaded)
 
 
 def _arrays(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    made = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(like), made)
+    arrays = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """Return a tree with random keys as their data, and with numbers as arrays."""
+    """Return a tree with the data of random keys, and with numbers as arrays."""
 
     def plain(leaf: Any) -> Any:
         if trees.is_key(leaf):

@@ -31,7 +31,6 @@ from agn_optax.round._fragments import FragmentsState as FragmentsState
 from agn_optax.round._fragments import (
     local_step_of_fragments as local_step_of_fragments,
 )
-from agn_optax.round._measure import codec_error as codec_error
 from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from agn_optax._internal import trees
-from agn_optax.round._round import LocalState, contribute, decode, encode
-from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
@@ -29,21 +26,3 @@ def distance(params: PyTree, center: PyTree) -> jax.Array:
         return x.astype(wide) - c.astype(wide)
 
     return norm(jax.tree.map(difference, params, center))
-
-
-def codec_error(
-    rule: Rule, state: LocalState, params: PyTree, center: PyTree
-) -> jax.Array:
-    r"""Return the codec's relative error, :math:`\|\hat k - k\| / \|k\|`.
-
-    :math:`k` is the contribution and :math:`\hat k` the decoded one. ``center`` is the
-    anchor if the state keeps none.
-    """
-    if rule.codec.is_identity:
-        return jnp.zeros(())
-    plain = dataclasses.replace(rule, codec=codecs.identity())
-    whole, _ = contribute(plain, state, params, center)
-    sent, _ = encode(rule, whole, state.codec_state)
-    lost = distance(decode(rule, sent, whole), whole)
-    size = norm(whole)
-    return jnp.where(size > 0, lost / jnp.where(size > 0, size, 1), 0)

@@ -11,7 +11,7 @@ This package needs the extra ``agn_optax[service]``; `agn_optax` itself does not
 it. Names that are imported `as` themselves are for the layers above, not for users.
 """
 
-from agn_optax._signals import told_to_end
+from agn_optax._signals import delay_sigterm
 from agn_optax.service import _absl  # noqa: F401 before gRPC is imported
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _published as publishing  # noqa: F401
@@ -54,8 +54,8 @@ __all__ = [
     "Server",
     "Tls",
     "connect",
+    "delay_sigterm",
     "environment",
     "serve",
     "tls",
-    "told_to_end",
 ]

@@ -12,9 +12,9 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax._signals import told_to_end
+from agn_optax._signals import delay_sigterm
 from agn_optax.towers import Towers
-from agn_optax.training._places import OfTowers, OfWorker
+from agn_optax.training._trainers import TowersTrainer, WorkerTrainer
 from agn_optax.worker import Worker
 
 PyTree = Any
@@ -26,7 +26,7 @@ class Fitted(NamedTuple):
     """The result of `fit`."""
 
     state: PyTree  # after the last step and the last exchange
-    metrics: Metrics  # the last record
+    metrics: Metrics  # of the last record
     steps: int  # local steps, including those of earlier processes
 
 
@@ -115,47 +115,47 @@ def fit(
             f"worker={check.show(worker)} and towers={check.show(towers)}"
         )
     check.whole_number(every, "every", least=1, optional=False)
-    place: OfWorker | OfTowers
+    trainer: WorkerTrainer | TowersTrainer
     if worker is not None:
-        place = OfWorker(train_step, worker, chief, data, directory)
+        trainer = WorkerTrainer(train_step, worker, chief, data, directory)
     else:
-        place = OfTowers(train_step, towers, data, directory)
+        trainer = TowersTrainer(train_step, towers, data, directory)
     metrics: Mapping[str, Any] = {}
-    recorded, values = -1, dict[str, float]()
+    recorded_at, values = -1, dict[str, float]()
 
     def record() -> dict[str, float]:
-        own = dict(place.mean(metrics))
+        arrays = dict(trainer.mean(metrics))
         if evaluate is not None:
-            measured = evaluate(place.center(state))
-            own |= {f"center/{name}": value for name, value in measured.items()}
-        numbers = jax.device_get(list(own.values()))  # one transfer for all
-        values = dict(zip(own, map(float, numbers), strict=True))
+            evaluated = evaluate(trainer.center(state))
+            arrays |= {f"center/{name}": value for name, value in evaluated.items()}
+        numbers = jax.device_get(list(arrays.values()))  # one transfer for all
+        values = dict(zip(arrays, map(float, numbers), strict=True))
         if progress:
-            _show(place.steps, values)
+            _show(trainer.steps, values)
         for callback in callbacks:
-            callback(place.steps, values)
+            callback(trainer.steps, values)
         return values
 
-    with place:
-        state = place.start(state)
-        with told_to_end() as is_told:
+    with trainer:
+        state = trainer.start(state)
+        with delay_sigterm() as is_terminated:
             for batch in data:
-                state, metrics = place.step(state, batch)
-                place.steps += 1
-                state = place.exchange(state)
-                if is_told():
+                state, metrics = trainer.step(state, batch)
+                trainer.steps += 1
+                state = trainer.exchange(state)
+                if is_terminated():
                     break
-                if place.steps % every == 0:
-                    place.save(state)
-                    recorded, values = place.steps, record()
+                if trainer.steps % every == 0:
+                    trainer.save(state)
+                    recorded_at, values = trainer.steps, record()
                     if stop is not None and stop(values):
                         break
-            state = place.finish(state)
-            if is_told():
-                place.leave()
-        if recorded != place.steps:
+            state = trainer.finish(state)
+            if is_terminated():
+                trainer.leave()
+        if recorded_at != trainer.steps:
             values = record()
-    return Fitted(state, values, place.steps)
+    return Fitted(state, values, trainer.steps)
 
 
 def _show(step: int, metrics: Metrics) -> None:

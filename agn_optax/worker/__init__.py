@@ -3,14 +3,14 @@
 Names imported `as` themselves are for the layers above.
 """
 
-from agn_optax.worker._part import PartState
+from agn_optax.worker._fragment import FragmentState
 from agn_optax.worker._processes import from_first_process
 from agn_optax.worker._programs import StreamingState
 from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 
 __all__ = [
-    "PartState",
+    "FragmentState",
     "StreamingState",
     "Worker",
     "WorkerState",

@@ -1,4 +1,4 @@
-"""An exchange of a worker, from sending its message until its answer is adopted."""
+"""A message of a worker, from sending until its answer is adopted."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ _BACKOFF = Backoff(first=0.5)
 
 @dataclasses.dataclass(eq=False)
 class Message:
-    """An exchange that has begun, kept until its answer is adopted.
+    """A message, kept until its answer is adopted.
 
-    If it fails, the same message is sent again with the same sequence number, because
-    the center may have applied it.
+    If sending fails, the same message is sent again with the same sequence number,
+    because the center may have applied it.
     """
 
     session: Any  # a Session
     submission: Submission
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # after sending; None if the local state has it already
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks
     answer: Answer | None = None
-    # The parameters as they were sent; None unless local steps go on meanwhile.
-    sent: Sent | None = None
-    flight: Future[Answer] | None = None  # the exchange in the background, retried
+    sent: Sent | None = None  # None unless local steps go on meanwhile
+    flight: Future[Answer] | None = None  # the answer, if sent in the background
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def exchange(self) -> Answer:
@@ -49,13 +48,14 @@ class Message:
         """Send the message on this thread, measure the time, and return the answer."""
         begin = time.monotonic()
         answer = self.session.exchange(self.submission)
-        self.measured["seconds"] = time.monotonic() - begin
+        self.metrics["seconds"] = time.monotonic() - begin
         return answer
 
-    def ask_if_answered(self) -> bool:
+    def is_answered(self) -> bool:
         """Return whether the message in flight has an answer or has failed.
 
-        A worker of several processes communicates here: all of them must call this.
+        For a worker of several processes this is a collective: every process must call
+        it.
         """
         assert self.flight is not None
         return self.flight.done()
@@ -71,7 +71,7 @@ class Message:
         return _result_of(self.flight)
 
     def _retried(self, give_up: float) -> Answer:
-        lost: float | None = None  # time at which the center was lost
+        lost_at: float | None = None
         # Wait until the contribution is computed: if the worker leaves meanwhile,
         # nothing may be sent.
         jax.block_until_ready(self.submission.contribution)
@@ -82,22 +82,22 @@ class Message:
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:
-                lost = lost or time.monotonic()
-                is_over = time.monotonic() - lost >= give_up
-                if is_over or self.abandoned.wait(next(pauses)):
+                lost_at = lost_at or time.monotonic()
+                gives_up = time.monotonic() - lost_at >= give_up
+                if gives_up or self.abandoned.wait(next(pauses)):
                     raise
 
 
-def is_settled(error: Exception) -> bool:
-    """Return whether an error means that the message has not been applied.
+def was_not_applied(error: Exception) -> bool:
+    """Return whether an error means that the message was not applied.
 
-    After any other error the message must be sent again. A new message with its
-    sequence number would get the answer of the old one.
+    After any other error the same message must be sent again: a new message with its
+    sequence number would get the old answer.
     """
-    unknown = isinstance(error, errors.CenterUnreachableError)
-    return isinstance(error, errors.AgnOptaxError) and not (
-        unknown or type(error) is errors.CenterError
+    is_unknown = isinstance(error, errors.CenterUnreachableError) or (
+        type(error) is errors.CenterError
     )
+    return isinstance(error, errors.AgnOptaxError) and not is_unknown
 
 
 def _result_of(future: Future[Answer]) -> Answer:

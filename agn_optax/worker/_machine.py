@@ -1,23 +1,24 @@
-"""The exchange machine of a worker: when a message is made, sent, and sent again.
+"""The exchange machine of a worker: when a message is sent, sent again and adopted.
 
-The machine holds no arrays, no lock, no socket, no thread and no clock. Its owner
-reports events, and asks questions that are answered from numbers alone:
+The machine holds no arrays, lock, socket, thread or clock. Its owner reports events to
+it, and asks it what to do next:
 
     start, leave     begin a session, or end it
-    begin, end       a call of the loop begins with the counts of its round, or ends
-    make             a message exists; it is made of the round
+    begin_call, end_call  a call of the training loop begins with the local steps that
+                     were made before it, or ends
+    prepare          a message is to be sent, with the local steps of the round so far
     send             the message is sent in the background, and a new round begins
     answer           the answer has arrived, for which the caller has waited
-    lose             the center is unreachable: the same message must be sent again
+    lose_center      the center is unreachable: the same message must be sent again
     discard          the message was certainly not applied: before `send` its steps stay
                      in the round, afterwards they are lost
     adopt            the answer was adopted
-    is_full, must_act, may_receive, is_due, background  what to do next
+    is_full, must_act, may_receive, is_due, sends_in_background  what to do next
 
-The counts of a call (local steps and their weight) become those of the round when the
-call returns, or when a message exists with them. If the call raises, the same call
-again has the same effect, and another one does not lose the steps of arrays that are
-kept. The table `NEXT` has the allowed events for each state.
+The steps of a call are committed to the round when the call returns, or when a message
+is sent with them. If the call raises, they are rolled back, and the same call can be
+repeated; if the arrays with these steps are kept, another call includes them. `NEXT`
+has the allowed events for each state.
 """
 
 from __future__ import annotations
@@ -29,38 +30,41 @@ from typing import NamedTuple
 class State(enum.Enum):
     """The states of a worker between and during its exchanges."""
 
-    GONE = "it has not started, or it has left"
+    NO_SESSION = "the worker has not started, or it has left"
     LOCAL = "local steps are made, and no message exists"
-    MADE = "a message exists: the caller waits for its answer, or sends it again"
+    PENDING = "a message is to be sent, perhaps again; the caller waits for its answer"
     ANSWERED = "the answer has arrived and is not adopted yet"
     IN_FLIGHT = "a message is sent in the background, and local steps go on"
 
 
 # The state after an event, by the state before and the event.
 NEXT = {
-    (State.GONE, "start"): State.LOCAL,
-    (State.LOCAL, "begin"): State.LOCAL,
-    (State.LOCAL, "make"): State.MADE,
-    (State.LOCAL, "leave"): State.GONE,
-    (State.MADE, "begin"): State.MADE,
-    (State.MADE, "send"): State.IN_FLIGHT,
-    (State.MADE, "answer"): State.ANSWERED,
-    (State.MADE, "lose"): State.MADE,
-    (State.MADE, "discard"): State.LOCAL,
-    (State.MADE, "leave"): State.GONE,
-    (State.ANSWERED, "begin"): State.ANSWERED,
+    (State.NO_SESSION, "start"): State.LOCAL,
+    (State.LOCAL, "begin_call"): State.LOCAL,
+    (State.LOCAL, "prepare"): State.PENDING,
+    (State.LOCAL, "leave"): State.NO_SESSION,
+    (State.PENDING, "begin_call"): State.PENDING,
+    (State.PENDING, "send"): State.IN_FLIGHT,
+    (State.PENDING, "answer"): State.ANSWERED,
+    (State.PENDING, "lose_center"): State.PENDING,
+    (State.PENDING, "discard"): State.LOCAL,
+    (State.PENDING, "leave"): State.NO_SESSION,
+    (State.ANSWERED, "begin_call"): State.ANSWERED,
     (State.ANSWERED, "adopt"): State.LOCAL,
-    (State.ANSWERED, "leave"): State.GONE,
-    (State.IN_FLIGHT, "begin"): State.IN_FLIGHT,
-    (State.IN_FLIGHT, "lose"): State.IN_FLIGHT,
+    (State.ANSWERED, "leave"): State.NO_SESSION,
+    (State.IN_FLIGHT, "begin_call"): State.IN_FLIGHT,
+    (State.IN_FLIGHT, "lose_center"): State.IN_FLIGHT,
     (State.IN_FLIGHT, "discard"): State.LOCAL,
     (State.IN_FLIGHT, "adopt"): State.LOCAL,
-    (State.IN_FLIGHT, "leave"): State.GONE,
+    (State.IN_FLIGHT, "leave"): State.NO_SESSION,
 }
-# A worker may leave on another thread at any time: its exchange then goes on to its
-# end, and has no effect.
-_ALWAYS = ("begin", "make", "send", "answer", "lose", "discard", "adopt", "leave")
-NEXT |= {(State.GONE, event): State.GONE for event in _ALWAYS}
+# A worker may leave on another thread at any time: its exchange then ends without an
+# effect.
+NEXT |= {
+    (State.NO_SESSION, event): State.NO_SESSION
+    for _, event in [*NEXT]
+    if event != "start"
+}
 
 
 class Counts(NamedTuple):
@@ -77,23 +81,23 @@ class Counts(NamedTuple):
 
 
 class Machine:
-    """The exchanges of a worker, or of one fragment of a worker.
+    """The state of a worker's exchanges, or of those of one fragment.
 
     Args:
       overlap: whether messages after the first one are sent in the background.
-      delay: local steps after which an answer is adopted; 0 adopts it once it is there.
-        With a delay, all messages are sent in the background.
+      delay: local steps after which an answer is adopted; 0 adopts it as soon as it
+        arrives. With a delay, all messages are sent in the background.
       patience: local steps without an answer after which the worker waits; None is one
         round. With 0, a lost center is an error.
 
     Attributes:
       state: the state; all other attributes are numbers.
       exchanges: number of answers adopted, in all sessions.
-      settled: number of exchanges of this session that are over.
-      counts: counts of the round so far, by calls that have returned.
-      now: counts of the loop's arrays: the same, with those of the call under way, or
-        of one that raised and whose arrays are kept.
-      message: counts of the message under way.
+      completed: number of exchanges completed in this session.
+      committed: counts of the round so far, of calls that have returned.
+      current: counts in the loop's arrays: ``committed`` with those of the call in
+        progress, or of a call that raised and whose arrays are kept.
+      message: counts of the message.
     """
 
     def __init__(
@@ -102,70 +106,72 @@ class Machine:
         self.overlap = overlap
         self.delay = delay
         self.patience = patience
-        self.state = State.GONE
+        self.state = State.NO_SESSION
         self.exchanges = 0
-        self.settled = 0
-        self.counts = self.now = self.message = Counts()
-        self._call = ""  # name of the call under way; "" if it counts nothing
-        self._before = Counts()  # `now` before that call
-        self._begun = False  # whether a round began in that call
-        # Name of the last call that raised after its arrays were donated, until one
+        self.completed = 0
+        self.committed = self.current = self.message = Counts()
+        self._call = ""  # name of the call in progress; "" if it counts nothing
+        self._before_call = Counts()  # `current` before that call
+        self._round_began = False  # whether a round began in that call
+        # Name of the last call that raised after its arrays were donated, until a call
         # returns; and whether its counts are in a message, or were discarded.
         self._raised = ""
-        self._spent = False
+        self._raised_was_used = False
 
     def start(
-        self, *, settled: int = 0, exchanges: int | None = None, counts: Counts
+        self, *, completed: int = 0, exchanges: int | None = None, counts: Counts
     ) -> None:
-        """Begin a session, new or resumed, in which ``settled`` exchanges are over."""
+        """Begin a session, or resume one with ``completed`` exchanges."""
         self._move("start")
         if exchanges is not None:
             self.exchanges = exchanges
-        self.settled = settled
-        self.counts = self.now = counts
+        self.completed = completed
+        self.committed = self.current = counts
         self._call = self._raised = ""
 
     def leave(self) -> None:
         """End the session; the counts of a message without an answer are lost."""
         self._move("leave")
 
-    def begin(self, call: str, steps: int = 0, weight: float | None = None) -> None:
+    def begin_call(
+        self, call: str, steps: int = 0, weight: float | None = None
+    ) -> None:
         """Begin a call of this name, with its local steps and their weight."""
-        self._move("begin")
-        self._call, self._before, self._begun = call, self.now, False
+        self._move("begin_call")
+        self._call, self._before_call, self._round_began = call, self.current, False
         if call != self._raised:
-            self.now = self.now.plus(steps, weight)
-        elif self._spent:
-            self.now = self.counts
-        else:  # it is repeated
-            self.now = self.counts.plus(steps, weight)
+            self.current = self.current.plus(steps, weight)
+        elif self._raised_was_used:
+            self.current = self.committed
+        else:  # the call that raised is repeated
+            self.current = self.committed.plus(steps, weight)
 
-    def count(self, steps: int, weight: float | None) -> None:
-        """Count a call that is not due."""
-        self.counts = self.now = self.now.plus(steps, weight)
+    def count_steps(self, steps: int, weight: float | None) -> None:
+        """Count the local steps of a call that does nothing else."""
+        self.committed = self.current = self.current.plus(steps, weight)
 
-    def end(self, *, returns: bool, keeps: bool = False) -> None:
+    def end_call(self, *, returned: bool, kept: bool = False) -> None:
         """End the call.
 
         Args:
-          returns: whether it returns; if it raises, the round has no counts of it.
-          keeps: whether arrays with its local steps are kept for the next call.
+          returned: whether the call returned; if it raised, its counts are rolled back.
+          kept: whether arrays with its local steps are kept for the next call.
         """
-        if returns:
-            self.counts, self._raised = self.now, ""
-        elif self._begun or keeps:
-            self._raised, self._spent = self._call, self._begun
+        if returned:
+            self.committed, self._raised = self.current, ""
+        elif self._round_began or kept:
+            self._raised, self._raised_was_used = self._call, self._round_began
         else:
-            self.now = self._before
+            self.current = self._before_call
         self._call = ""
 
-    def make(self) -> None:
-        """Record that a message exists, made of the round."""
-        self._move("make")
-        self.message = self.now
+    def prepare(self) -> None:
+        """Record that a message is to be sent, with the local steps of the round."""
+        self._move("prepare")
+        self.message = self.current
 
     def send(self) -> None:
-        """Record that the message is sent in the background, and begin a round."""
+        """Record that the message is sent in the background; a new round begins."""
         self._move("send")
         self._begin_round()
 
@@ -173,9 +179,9 @@ class Machine:
         """Record that the answer has arrived, for which the caller waits."""
         self._move("answer")
 
-    def lose(self) -> bool:
-        """Record that the center is lost; return whether to go on without it."""
-        self._move("lose")
+    def lose_center(self) -> bool:
+        """Record that the center is lost; return whether to continue without it."""
+        self._move("lose_center")
         return self.patience != 0
 
     def discard(self) -> None:
@@ -190,33 +196,33 @@ class Machine:
         """
         begins = resets or self.state is State.ANSWERED
         self._move("adopt")
-        self.settled += 1
+        self.completed += 1
         self.exchanges += 1
         if begins:
             self._begin_round()
 
     @property
     def number(self) -> int:
-        """The number of the message under way, or of the next one, in its session."""
-        return self.settled + 1
+        """The number of the message in its session; without one, of the next."""
+        return self.completed + 1
 
     @property
-    def round(self) -> int:
-        """The number of rounds before this one, by which its length is scheduled."""
+    def finished_rounds(self) -> int:
+        """The number of finished rounds; the length of a round depends on it."""
         return self.exchanges + self.in_flight
 
     @property
     def in_flight(self) -> bool:
-        """True if local steps go on while a message has no answer."""
+        """True if a message is in flight, while local steps go on."""
         return self.state is State.IN_FLIGHT
 
     @property
-    def is_stuck(self) -> bool:
-        """True if a message must be completed before anything else."""
-        return self.state in (State.MADE, State.ANSWERED)
+    def has_pending_message(self) -> bool:
+        """True if a message must be sent, or its answer adopted, before all else."""
+        return self.state in (State.PENDING, State.ANSWERED)
 
     @property
-    def background(self) -> bool:
+    def sends_in_background(self) -> bool:
         """True if the next message is sent in the background.
 
         With overlap the first one is not, so that a new worker starts from a center
@@ -225,46 +231,46 @@ class Machine:
         return bool(self.delay or (self.overlap and self.exchanges))
 
     @property
-    def sends_in_background(self) -> bool:
-        """True if a message that is made now is sent in the background."""
-        return self.state is State.LOCAL and self.background
+    def can_send_in_background(self) -> bool:
+        """True if a message can be prepared now, and will be sent in the background."""
+        return self.state is State.LOCAL and self.sends_in_background
 
     @property
-    def can_make(self) -> bool:
-        """True if a message can be made: the round has steps, and there is none."""
-        return self.state is State.LOCAL and self.now.steps > 0
+    def can_prepare(self) -> bool:
+        """True if a message can be prepared: the round has steps, and none exists."""
+        return self.state is State.LOCAL and self.current.steps > 0
 
     def is_full(self, length: int) -> bool:
         """Return whether a round of ``length`` is full."""
-        return self.now.steps >= length
+        return self.current.steps >= length
 
     def must_act(self, length: int) -> bool:
-        """Return whether a call must send, or wait for an answer."""
+        """Return whether a call must send a message, or wait for an answer."""
         if not self.in_flight:
-            return self.is_stuck or self.is_full(length)
+            return self.has_pending_message or self.is_full(length)
         delay = min(self.delay, length)  # the round may be shorter
         patience = delay or length
         if self.patience is not None:
             patience = max(self.patience, delay, 1)
-        return self.now.steps >= patience
+        return self.current.steps >= patience
 
     def may_receive(self, length: int) -> bool:
         """Return whether an answer to the message in flight may be adopted."""
-        return self.in_flight and self.now.steps >= min(self.delay, length)
+        return self.in_flight and self.current.steps >= min(self.delay, length)
 
     def is_due(self, length: int, steps: int = 1) -> bool:
-        """Return whether a call after ``steps`` more local steps acts, or may act."""
-        made = self.now.steps + steps
+        """Return whether a call after ``steps`` more local steps may do anything."""
+        made = self.current.steps + steps
         if made >= length or self._raised:
             return True
         if self.state is State.LOCAL:
             return False
-        return self.is_stuck or (self.in_flight and made >= self.delay)
+        return self.has_pending_message or (self.in_flight and made >= self.delay)
 
     def _begin_round(self) -> None:
-        self.counts = self.now = self._before = Counts()
-        self._begun = True
-        self._spent = self._spent or not self._call
+        self.committed = self.current = self._before_call = Counts()
+        self._round_began = True
+        self._raised_was_used = self._raised_was_used or not self._call
 
     def _move(self, event: str) -> None:
         self.state = NEXT[self.state, event]

@@ -2,9 +2,9 @@
 
 All processes run one program with a `Worker` each. These workers make the same calls at
 the same time, because the first process broadcasts each answer of the center to the
-others. The broadcasts are collectives, like those of the program, and must be issued on
-the same thread. Therefore a message in flight is in the first process only, and the
-others ask it whether the answer has arrived.
+others. The broadcasts are collectives, like those of the program, and must be called on
+the same thread. So only the first process has a message in flight, and it broadcasts
+whether the answer has arrived.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
 
     def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
         self.rule = rule
-        self._treedef: Any = None  # structure of the parameters, once known
-        self._center: Any = _in_first(connect)  # None in the other processes
-        self._name = _agreed(repr(self._center))
+        self._treedef: Any = None  # structure of the parameters; None until known
+        self._center: Any = _run_in_first(connect)  # None in the other processes
+        self._name = _broadcast_json(repr(self._center))
 
     def __repr__(self) -> str:
         """Return a description of the first process's center."""
@@ -95,7 +95,7 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
     ) -> Any:
         if params is not None:
             self._treedef = jax.tree.structure(params)
-        session = _in_first(
+        session = _run_in_first(
             lambda: self._center.join(
                 worker, params, timeout=timeout, resume_token=resume_token
             )
@@ -105,7 +105,8 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         self._treedef = jax.tree.structure(params)
         return self.shared(
-            Snapshot, lambda: self._center.initialize(_here(params), worker=worker)
+            Snapshot,
+            lambda: self._center.initialize(_local_copies(params), worker=worker),
         )
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -123,16 +124,15 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
         self.close()
 
     def shared(self, kind: type[Record], ask: Callable[[], Record]) -> Record:
-        """Call ``ask`` in the first process, and return its record in all."""
-        record = _in_first(ask)
+        """Call a function in the first process; return its record in all processes."""
+        record = _run_in_first(ask)
         params = record and record.params
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        own = record and {
-            **record._asdict(),
-            "params": trees.describe(params).structure,
-        }
-        fields, kinds = _agreed([own, [(x.dtype.name, x.shape) for x in leaves]])
-        arrays = map(jnp.asarray, _of_first(leaves, kinds))
+        structure = trees.describe(params).structure
+        plain = record and {**record._asdict(), "params": structure}
+        kinds = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
+        fields, kinds = _broadcast_json([plain, kinds])
+        arrays = map(jnp.asarray, _broadcast_arrays(leaves, kinds))
         if self._treedef is not None:
             fields["params"] = self._treedef.unflatten(arrays)
         else:
@@ -143,21 +143,21 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
 
 
 class SharedSession:
-    """A session of the first process, which all processes know by its ids."""
+    """A session of the first process, whose ids all processes have."""
 
-    def __init__(self, own: Session | None, center: _SharedCenter) -> None:
-        self._own: Any = own  # None in the other processes
+    def __init__(self, session: Session | None, center: _SharedCenter) -> None:
+        self._session: Any = session  # None in the other processes
         self.center = center
-        known = own and [own.worker, own.session_id, own.resume_token]
-        self.worker, self.session_id, self.resume_token = _agreed(known)
+        ids = session and [session.worker, session.session_id, session.resume_token]
+        self.worker, self.session_id, self.resume_token = _broadcast_json(ids)
 
     def exchange(self, submission: Submission) -> Answer:
         """Exchange in the first process, on any thread, without the other processes."""
-        return cast(Answer, self._own.exchange(_here(submission)))
+        return cast(Answer, self._session.exchange(_local_copies(submission)))
 
     def leave(self) -> None:
-        if self._own is not None:
-            self._own.leave()
+        if self._session is not None:
+            self._session.leave()
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,8 +175,8 @@ class SharedMessage(Message):
         else:
             self.flight = concurrent.futures.Future()  # never done in this process
 
-    def ask_if_answered(self) -> bool:
-        is_done = np.int32(super().ask_if_answered())
+    def is_answered(self) -> bool:
+        is_done = np.int32(super().is_answered())
         return bool(multihost_utils.broadcast_one_to_all(is_done))
 
     def receive(self) -> Answer:
@@ -187,13 +187,13 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _in_first(act: Callable[[], Any]) -> Any:
-    """Call ``act`` in the first process, and return its result there, else None.
+def _run_in_first(call: Callable[[], Any]) -> Any:
+    """Call a function in the first process; return its result there, else None.
 
     All processes wait for it, and all raise its error.
     """
-    future = in_background(act, "agn-optax first process") if _is_first() else None
-    while (failure := _agreed(_outcome(future))) is None:
+    future = in_background(call, "agn-optax first process") if _is_first() else None
+    while (failure := _broadcast_json(_outcome(future))) is None:
         pass
     if future is not None:
         return future.result()
@@ -216,7 +216,7 @@ def _outcome(future: Any) -> list[str] | None:
     return [] if error is None else [type(error).__name__, str(error)]
 
 
-def _agreed(value: Any) -> Any:
+def _broadcast_json(value: Any) -> Any:
     """Broadcast the first process's value, which must be serializable as JSON."""
     # A norm is an array, which becomes a float.
     text = np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)
@@ -228,28 +228,30 @@ def _agreed(value: Any) -> Any:
     return json.loads(multihost_utils.broadcast_one_to_all(buffer).tobytes()[:size])
 
 
-def _of_first(leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]) -> Any:
+def _broadcast_arrays(
+    leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]
+) -> Any:
     """Broadcast the first process's arrays as bits: sums would lose signs of zeros."""
     if not _is_first():
         leaves = [np.zeros(shape, jnp.dtype(dtype)) for dtype, shape in kinds]
-    bits = multihost_utils.broadcast_one_to_all([_bits(leaf) for leaf in leaves])
+    bits = multihost_utils.broadcast_one_to_all([_as_bits(leaf) for leaf in leaves])
     return [
-        each.view(leaf.dtype).reshape(leaf.shape)
-        for each, leaf in zip(bits, leaves, strict=True)
+        array.view(leaf.dtype).reshape(leaf.shape)
+        for array, leaf in zip(bits, leaves, strict=True)
     ]
 
 
-def _bits(leaf: np.ndarray) -> np.ndarray:
+def _as_bits(leaf: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return flat if flat.size % 4 else flat.view(np.uint32)
 
 
-def _here(tree: PyTree) -> PyTree:
-    """Replace arrays that every process has whole by this process's copies."""
+def _local_copies(tree: PyTree) -> PyTree:
+    """Replace arrays that every process has in full by this process's copies."""
 
-    def own(leaf: Any) -> Any:
+    def local_copy(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf.addressable_data(0)
         return leaf
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(local_copy, tree)

@@ -1,22 +1,22 @@
-"""The compiled programs of a worker: its local phase, and the halves of its exchanges.
+"""The compiled programs of a worker: for its local phase and for its exchanges.
 
     start       adopt the first center
-    contribute  make the contribution
+    contribute  make the contribution of a message
     adopt       adopt the answer for which the worker has waited
     reset       reset the worker to the center, after its message was rejected
-    take_back   return a dropped message to the residual of the codec
+    restore_residual  add a dropped message to the residual of the codec
 
-and if local steps go on while the message is in flight
+and if local steps go on while a message is in flight
 
     send        make the contribution, and begin the next round
-    keep_going  begin the next round; the contribution was made before
-    receive     adopt the answer, and keep the progress made meanwhile
+    continue_without_answer  begin the next round; the contribution was made before
+    receive     adopt the answer, and keep the local steps made since the message
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -36,13 +36,13 @@ class Sent(NamedTuple):
     """Data to recover the parameters as they were when a message was sent."""
 
     params: PyTree  # a copy; None if not needed or recovered from the contribution
-    steps: jax.Array  # int32: local steps of which the contribution was made
+    steps: jax.Array  # int32: local steps in the contribution
 
 
 class Adoption(NamedTuple):
     """Settings for the adoption of an answer."""
 
-    delay: int = 0  # adopt after so many local steps; 0 adopts as soon as it arrives
+    delay: int = 0  # local steps before the adoption; 0 adopts when it arrives
     mixing: float = 0.0  # share of the worker's own parameters that stays
 
 
@@ -50,7 +50,7 @@ AT_ONCE = Adoption()
 
 
 class InnerState(NamedTuple):
-    """States of the inner optimizer, and of the transformation before it."""
+    """States of the inner optimizer and of the transformation of the gradients."""
 
     gradients: PyTree
     inner: PyTree
@@ -78,20 +78,20 @@ def programs(
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
-    # Only a penalty reads the anchor at every step, and then the state keeps it. For a
-    # contribution the worker keeps the last snapshot, which needs no copy.
+    # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
+    # For contributions the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
     delay, mixing = adoption
-    # True if the progress made meanwhile is kept in full, not mixed. A rule that adopts
-    # the center before the message moves worker and center by the same force, which
-    # must be that at the time of sending.
+    # True if local steps since the message are kept in full, not mixed. A rule that
+    # adopts the center before the message moves worker and center by the same force,
+    # which is that at the time of sending.
     keeps_progress = not delay or rule.adopts == "before"
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.
     keeps_sent = keeps_progress and not recovers
     # True if answers may be differences from the broadcast parameters adopted last.
-    follows = rule.codec.answer_codec is not None
+    has_downlink_codec = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -136,20 +136,22 @@ def programs(
         state = rounds.begin_round(rule, state, params, center)
         fresh = tx.init(params)
         # States that are not finite would spoil the next round too.
-        codec_state = sound(state.codec_state, fresh.codec_state)
+        codec_state = replace_if_not_finite(state.codec_state, fresh.codec_state)
         if rounds.has_residual(rule) and residual == "restored":
             codec_state = rounds.restore_residual(rule, contribution, codec_state)
         elif residual == "discarded":
             # A message that is not finite has left nothing in the codec's residual.
             message = rounds.decode(rule, contribution, center)
-            is_finite = _all([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
+            is_finite = _all_true(
+                [jnp.isfinite(x).all() for x in jax.tree.leaves(message)]
+            )
             codec_state = jax.lax.cond(
                 is_finite, lambda: fresh.codec_state, lambda: codec_state
             )
-        inner_state = sound(state.inner_state, fresh.inner_state)
+        inner_state = replace_if_not_finite(state.inner_state, fresh.inner_state)
         return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
-    def take_back(state: LocalState, contribution: PyTree) -> LocalState:
+    def restore_residual(state: LocalState, contribution: PyTree) -> LocalState:
         codec_state = rounds.restore_residual(rule, contribution, state.codec_state)
         return state._replace(codec_state=codec_state)
 
@@ -159,13 +161,15 @@ def programs(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Sent, LocalState]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        kept = params if keeps_sent else None
-        contribution, kept = rounds.overwrite(spare, (contribution, kept))
-        sent = Sent(kept, state.local_steps)
+        copied = params if keeps_sent else None
+        contribution, copied = rounds.overwrite(spare, (contribution, copied))
+        sent = Sent(copied, state.local_steps)
         state = rounds.empty_record(rule, state, params, params)
         return contribution, sent, state._replace(codec_state=codec_state)
 
-    def keep_going(params: PyTree, state: LocalState) -> tuple[Sent, LocalState]:
+    def continue_without_answer(
+        params: PyTree, state: LocalState
+    ) -> tuple[Sent, LocalState]:
         # The parameters are not donated, so the program returns a copy of them.
         sent = Sent(params if keeps_sent else None, state.local_steps)
         return sent, rounds.empty_record(rule, state, params, params)
@@ -192,21 +196,20 @@ def programs(
     return SimpleNamespace(
         tx=tx,
         keeps_sent=keeps_sent,
-        follows=follows,
+        has_downlink_codec=has_downlink_codec,
         # True if contributions or answers need an anchor that the state does not keep.
-        holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
+        holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(contribute),
-        codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
         # None if the codec keeps no residual.
-        take_back=jax.jit(take_back, donate_argnums=0)
+        restore_residual=jax.jit(restore_residual, donate_argnums=0)
         if rounds.has_residual(rule)
         else None,
         send=jax.jit(send, donate_argnums=(0, 2)),
-        keep_going=jax.jit(keep_going, donate_argnums=1),
+        continue_without_answer=jax.jit(continue_without_answer, donate_argnums=1),
         receive=jax.jit(receive, donate_argnums=(0, 1)),
     )
 
@@ -216,16 +219,16 @@ def local_phase(
     step: Callable[..., tuple[PyTree, Any]],
     gradients: optax.GradientTransformation | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a local phase with a transformation of the gradients before its step.
+    """Return a local phase that transforms the gradients before its step.
 
-    The state of the transformation is in ``inner_state``, too.
+    ``inner_state`` also contains the state of this transformation.
 
     Args:
       init: parameters -> state with an ``inner_state``.
       step: updates, state, parameters and extra arguments -> updates and state.
       gradients: the transformation; None for none.
     """
-    before = None if gradients is None else check.optimizer(gradients, "gradients")
+    transform = None if gradients is None else check.optimizer(gradients, "gradients")
 
     def init_both(params: PyTree) -> Any:
         state = init(params)
@@ -235,40 +238,43 @@ def local_phase(
                 "an inner optimizer that exchanges with a center of its own",
                 "an inner state with an ExchangeState",
             )
-        if before is None:
+        if transform is None:
             return state
-        first = before.init(trees.copy(params))
-        return state._replace(inner_state=InnerState(first, state.inner_state))
+        gradient_state = transform.init(trees.copy(params))
+        return state._replace(inner_state=InnerState(gradient_state, state.inner_state))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         rounds.check_step(updates, params, "worker.tx")
-        if before is None:
+        if transform is None:
             return step(updates, state, params, extra_args)
-        first, own = state.inner_state
-        updates, first = before.update(updates, first, params, **extra_args)
-        state = state._replace(inner_state=own)
+        gradient_state, inner_state = state.inner_state
+        updates, gradient_state = transform.update(
+            updates, gradient_state, params, **extra_args
+        )
+        state = state._replace(inner_state=inner_state)
         updates, state = step(updates, state, params, extra_args)
-        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
+        inner_state = InnerState(gradient_state, state.inner_state)
+        return updates, state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_both, update)
 
 
-def sound(state: PyTree, fresh: PyTree) -> PyTree:
+def replace_if_not_finite(state: PyTree, fresh: PyTree) -> PyTree:
     """Return ``state``, or ``fresh`` if ``state`` has elements that are not finite.
 
-    Elements that are not finite in ``fresh`` either do not count.
+    Elements that are not finite in ``fresh`` either are ignored.
     """
     fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)
     finite = [
-        (jnp.isfinite(old) | ~jnp.isfinite(new)).all()
+        jnp.isfinite(old) | ~jnp.isfinite(new)
         for old, new in pairs
         if jnp.issubdtype(old.dtype, jnp.floating)
     ]
-    return jax.lax.cond(_all(finite), lambda: state, lambda: fresh)
+    return jax.lax.cond(_all_true(finite), lambda: state, lambda: fresh)
 
 
-def _all(conditions: list[jax.Array]) -> jax.Array:
-    return jnp.stack([*conditions, jnp.array(True)]).all()
+def _all_true(conditions: Iterable[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.array(True), *(c.all() for c in conditions)]).all()

@@ -6,17 +6,16 @@ parameters are the site's center, and an exchange at the site is one of its loca
 The site does not stop while it waits for its parent, so it adopts the answer and keeps
 the progress that it has made meanwhile.
 
-If the parent does not answer, the site sends the same message again. If the parent does
-not know the site any more, or rejects it, the site joins it again; the progress of the
-site's center since it last adopted the parent is kept, and sent. The parent then tells
-the last exchange that it knows of the previous session, and the site decides by this
-whether to send a message without an answer again.
+If the parent does not answer, the site sends the same message again. If the parent no
+longer knows the site, or rejects it, the site joins again; the progress of the site's
+center since it last adopted the parent is kept, and sent. The parent then reports the
+last exchange that it knows of the previous session. This tells the site whether a
+message without an answer must be sent again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -37,31 +36,26 @@ from agn_optax.worker._worker import Worker
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _POLL = 0.5  # s between checks whether another site has initialized the parent
-_LONGEST = 15.0  # s, the longest pause between two attempts to reach the parent
+_MAX_PAUSE = 15.0  # s between two attempts to reach the parent
 
 
 @dataclasses.dataclass
 class _Round:
     """The progress of a site in one round with its parent."""
 
-    sent: PyTree  # the site's center at the end of the round
+    params: PyTree  # the site's center at the end of the round
     steps: int  # exchanges at the site
     weight: float | None
     record: PyTree
 
-    @functools.cached_property
-    def copied(self) -> PyTree:
-        """A copy of ``sent`` that an exchange may donate."""
-        return trees.copy(self.sent)
-
 
 @dataclasses.dataclass
-class _Lost:
+class _EndedSession:
     """A session with the parent that has ended, kept until the next one begins."""
 
     resume_token: Any  # as `Worker.resume_token`
     before: Any  # as `Session.before`
-    codec_state: PyTree  # state of the codec before the message under way
+    codec_state: PyTree  # state of the codec before the unanswered message
 
 
 class Uplink:
@@ -78,9 +72,8 @@ class Uplink:
 
     Attributes:
       ready: an event, set when the site has joined its parent, or was rejected.
-      error: the error because of which the site continues without its parent, while it
-        tries to reach or to join it again; None if there is none. ``core.detached`` has
-        the text.
+      error: why the site has no parent at the moment, while it tries to reach or to
+        join it again; None if it has one. ``core.detached`` has the text.
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
@@ -111,62 +104,60 @@ class Uplink:
         # Each exchange sends a round of the site. With patience 0 it raises if the
         # parent is lost, and is then retried.
         self._worker = Worker(parent, optax.identity(), period=1, name=name, patience=0)
-        # The worker's state, and whether it has joined; if its session has ended, the
-        # session's data.
-        self._state: LocalState | None = None
+        self._state: LocalState | None = None  # the worker's
         self._joined = False
-        self._lost: _Lost | None = None
-        self._since = ""  # time of day at which `error` began
+        self._ended_session: _EndedSession | None = None
+        self._failing_since = ""  # time of day at which `error` began
         # The site's center when it last adopted the parent: later changes are progress.
-        self._base: PyTree = None
+        self._anchor: PyTree = None
         self._rounds: list[_Round] = []  # rounds still to be sent, in order
-        self._given: _Round | None = None  # round that initializes the parent
-        # Under the lock of the site's center: the sums over its exchanges since the
-        # last of these rounds. A program adds each to the record, without a wait for
-        # the result under the lock.
+        self._initial_round: _Round | None = None  # round that initializes the parent
+        # Sums over the exchanges at the site since the last of these rounds, changed
+        # under the lock of the site's center. The record is computed by a program, and
+        # nobody waits for it under the lock.
         self._steps = 0
         self._weight: float | None = None  # None until a message has a weight
         self._record: PyTree = None  # None before the first exchange
-        self._begin_record = jax.jit(lambda: rule.record.init(self._like()))
-        self._accumulate = jax.jit(self._recorded, donate_argnums=1)
+        self._init_record = jax.jit(lambda: rule.record.init(self._zeros_like_center()))
+        self._accumulate = jax.jit(self._add_to_record, donate_argnums=1)
         self._stopped = threading.Event()
-        self._given_up = threading.Event()  # set: do not wait to send what is left
+        self._stop_waiting = threading.Event()  # set: end with unsent progress
         with core.atomically():
             core.observer = self._observe
             if core.is_initialized:
-                self._base = self._now()
-        self._ended = in_background(self._run, f"{name} uplink", lasting=True)
+                self._anchor = self._center_params()
+        self._thread = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Send the remaining progress, if there is any, and leave the parent."""
         self._stopped.set()
-        wait([self._ended], timeout)
-        self._given_up.set()
+        wait([self._thread], timeout)
+        self._stop_waiting.set()
 
     # The loop.
 
     def _run(self) -> None:
-        backoff = Backoff(_POLL, longest=_LONGEST)
+        backoff = Backoff(_POLL, longest=_MAX_PAUSE)
         pauses = backoff.pauses()
         try:
             while not self._is_over:
                 try:
                     if self._is_due:
-                        self._act()
+                        self._attempt()
                     else:
                         self._core.wait_for(lambda: self._steps >= self._period, _POLL)
                     pauses = backoff.pauses()
                 except Exception as error:  # any: a later attempt may succeed
-                    self._fails(error)
+                    self._record_failure(error)
                     if self._stopped.is_set():
-                        self._given_up.wait(_POLL)
+                        self._stop_waiting.wait(_POLL)
                     else:
                         self._stopped.wait(next(pauses))
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
                     "reached: %s",
-                    self._steps + sum(left.steps for left in self._rounds),
+                    self._steps + sum(unsent.steps for unsent in self._rounds),
                     self.error,
                 )
         finally:
@@ -178,8 +169,8 @@ class Uplink:
         if not self._stopped.is_set():
             return False
         # A site that has never joined has nothing to send.
-        owes = self._state is not None and (self._steps or self._rounds)
-        return self._given_up.is_set() or not owes
+        has_unsent = self._state is not None and (self._steps or self._rounds)
+        return self._stop_waiting.is_set() or not has_unsent
 
     @property
     def _is_due(self) -> bool:
@@ -187,44 +178,48 @@ class Uplink:
         enough = 1 if self._stopped.is_set() else self._period
         return not self._joined or bool(self._rounds) or self._steps >= enough
 
-    def _act(self) -> None:
-        """Attempt the next action: join, or send a round.
+    def _attempt(self) -> None:
+        """Join the parent, or send a round.
 
-        If it fails, the actions before are not undone.
+        If this raises, the steps before the error are not undone.
         """
         if not self._joined:
-            if not self._meet():
+            if not self._initialize_either():
                 self._core.wait_for(lambda: self._core.is_initialized, _POLL)
                 return
             self._join()
         else:
             if not self._rounds:
-                self._rounds.append(self._take())
+                self._rounds.append(self._end_round())
             self._send(self._rounds[0])
         if self.error is not None:
             _log.warning("this center has its parent again")
         self.error, self._core.detached = None, ""
         self.ready.set()
 
-    def _fails(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         """Record and log why an attempt failed, and prepare the next one.
 
-        The next attempt sends again if the parent is unreachable, else it joins again.
+        If the parent is unreachable, the next attempt sends the same message again;
+        after any other error it joins again.
         """
-        is_lost = isinstance(error, errors.CenterUnreachableError)
-        if self._joined and not is_lost:
+        is_unreachable = isinstance(error, errors.CenterUnreachableError)
+        if self._joined and not is_unreachable:
             assert self._state is not None
             codec_state = self._state.codec_state
-            self._lost = _Lost(self._worker.resume_token, self._before, codec_state)
+            self._ended_session = _EndedSession(
+                self._worker.resume_token, self._last_known, codec_state
+            )
             self._joined = False
-        if not is_lost:
+        if not is_unreachable:
             self.ready.set()
         is_new = type(error) is not type(self.error)
         if is_new:
-            self._since = time.strftime("%X")
+            self._failing_since = time.strftime("%X")
         text = (
-            f"this center goes on without its parent since {self._since}: {error}. "
-            "What its workers do is kept, and sent once the parent is there again"
+            f"this center goes on without its parent since {self._failing_since}: "
+            f"{error}. The progress of its workers is kept, and sent when the parent "
+            "is back"
         )
         if is_new:
             _log.warning("%s", text)
@@ -232,82 +227,84 @@ class Uplink:
 
     # Joining the parent.
 
-    def _meet(self) -> bool:
+    def _initialize_either(self) -> bool:
         """Initialize one center with the other's parameters.
 
         Returns:
           False if neither has parameters yet.
         """
-        if self._given is None:
+        if self._initial_round is None:
             try:
                 params = self._parent.pull().params
             except errors.NotInitializedError:
                 if not self._core.is_initialized:
                     return False
-                self._given = self._take()
+                self._initial_round = self._end_round()
             else:
-                self._begin(params)
+                self._set_anchor(params)
                 return True
-        given = self._given
+        initial = self._initial_round
         try:
-            self._parent.initialize(given.sent, worker=self._worker.name)
-        except errors.AlreadyInitializedError:  # another site was quicker
-            if self._base is None:  # this site only has the parameters of its chief
-                self._base = given.sent
-            elif given.steps:
-                self._rounds.append(given)
+            self._parent.initialize(initial.params, worker=self._worker.name)
+        except errors.AlreadyInitializedError:  # another site was first
+            if self._anchor is None:  # this site only has the parameters of its chief
+                self._anchor = initial.params
+            elif initial.steps:
+                self._rounds.append(initial)
         else:  # the parent's first parameters include all progress
-            self._base = given.sent
+            self._anchor = initial.params
             self._rounds.clear()
-        self._given = None
+        self._initial_round = None
         return True
 
-    def _begin(self, params: PyTree) -> None:
-        """Set the site's base, and initialize its center with ``params`` if needed."""
-        if self._base is not None:
+    def _set_anchor(self, params: PyTree) -> None:
+        """Set the anchor; if the site's center has no parameters, initialize it."""
+        if self._anchor is not None:
             return
         with self._core.atomically():
             if not self._core.is_initialized:
                 self._core.initialize(params, worker=None)
-            self._base = self._now()
-        self._take()  # discarded: parameters of the site's chief yield to the parent's
+            self._anchor = self._center_params()
+        self._end_round()  # discarded: the parent's parameters replace the chief's
 
     def _join(self) -> None:
-        adopted, state = self._worker.start(self._base)
-        base, left, lost = self._base, self._rounds, self._lost
-        if lost is not None:
-            if left and self._has_arrived(lost):
+        adopted, state = self._worker.start(self._anchor)
+        anchor, unsent, ended = self._anchor, self._rounds, self._ended_session
+        if ended is not None:
+            if unsent and self._has_arrived(ended):
                 # The codec begins again: its residual is lost rather than sent twice.
-                base, left = left[0].sent, left[1:]
+                anchor, unsent = unsent[0].params, unsent[1:]
             else:
-                state = state._replace(codec_state=lost.codec_state)
-        if jax.tree.all(jax.tree.map(jnp.array_equal, base, adopted)):
-            self._base, self._rounds = base, left
+                state = state._replace(codec_state=ended.codec_state)
+        if jax.tree.all(jax.tree.map(jnp.array_equal, anchor, adopted)):
+            self._anchor, self._rounds = anchor, unsent
         else:
-            self._adopt(adopted, base, left)
+            self._adopt(adopted, anchor, unsent)
         # Set last: if a call above raises, the next attempt joins again.
-        self._joined, self._state, self._lost = True, state, None
+        self._joined, self._state, self._ended_session = True, state, None
 
-    def _has_arrived(self, lost: _Lost) -> bool:
-        """Return whether the unanswered message of a lost session reached the parent.
+    def _has_arrived(self, ended: _EndedSession) -> bool:
+        """Return whether the unanswered message of an ended session was applied.
 
         If this is unknown, the result is True, so that the message is not sent again:
         nothing may count twice.
         """
-        (tokens, sequence), (now, _) = lost.resume_token, self._worker.resume_token
-        then, before = lost.before, self._before
+        tokens, sequence = ended.resume_token
+        new_tokens, _ = self._worker.resume_token
+        before, last_known = ended.before, self._last_known
         if isinstance(tokens[0], str):  # the parent is not in shards
-            tokens, now, then, before = [tokens], [now], [then], [before]
-        found = set()
-        for (center, session_id), (center_now, _), first, known in zip(
-            tokens, now, then, before, strict=True
+            tokens, new_tokens = [tokens], [new_tokens]
+            before, last_known = [before], [last_known]
+        found = set()  # for each shard True, False, or None if unknown
+        for (center, session), (new_center, _), old, last in zip(
+            tokens, new_tokens, before, last_known, strict=True
         ):
-            if known is not None and known[0] == session_id:
-                found.add(known[1] > sequence)
-            elif center != center_now:  # a parent with a new id has never had it
+            if last is not None and last[0] == session:
+                found.add(last[1] > sequence)
+            elif center != new_center:  # a parent with a new id has never had it
                 found.add(False)
-            else:  # no exchange was settled since that session began, or unknown
-                found.add(False if known is not None and known == first else None)
+            else:  # no exchange was completed since that session began, or unknown
+                found.add(False if last is not None and last == old else None)
         if found - {True, False} or len(found) > 1:
             _log.warning(
                 "the parent may have a message of %d exchanges, or a part of it, which "
@@ -317,17 +314,17 @@ class Uplink:
         return found != {False}
 
     @property
-    def _before(self) -> Any:
+    def _last_known(self) -> Any:
         """The last exchange that the parent knows, as in `Session.before`."""
-        return self._worker._parts[0].session.before
+        return self._worker._workers[0].session.before
 
     # Sending and adopting.
 
-    def _now(self) -> PyTree:
-        """Return the site's center, safe from overwriting; called under its lock."""
+    def _center_params(self) -> PyTree:
+        """Return parameters that stay as they are; called under the core's lock."""
         return self._core.snapshot().params
 
-    def _take(self) -> _Round:
+    def _end_round(self) -> _Round:
         """End a round of progress: return it, and begin the next one."""
         with self._core.atomically():
             version = self._core.store.current
@@ -340,31 +337,34 @@ class Uplink:
             record = self._parent.rule.record.init(sent)
         return _Round(sent, steps, weight, record)
 
-    def _send(self, sent: _Round) -> None:
+    def _send(self, finished: _Round) -> None:
         assert self._state is not None
-        steps = sent.steps
-        state = self._state._replace(local_steps=jnp.int32(steps), record=sent.record)
+        steps, weight = finished.steps, finished.weight
+        state = self._state._replace(
+            local_steps=jnp.int32(steps), record=finished.record
+        )
+        params = trees.copy(finished.params)  # the exchange donates them
         adopted, self._state = self._worker.exchange(
-            sent.copied, state, steps=steps, weight=sent.weight
+            params, state, steps=steps, weight=weight
         )
         # The parent has the round, even if the site cannot adopt the answer.
-        self._base = sent.sent
+        self._anchor = finished.params
         del self._rounds[0]
-        self._adopt(adopted, sent.sent, self._rounds)
+        self._adopt(adopted, finished.params, self._rounds)
 
-    def _adopt(self, adopted: PyTree, base: PyTree, left: list[_Round]) -> None:
-        """Replace ``base`` by the parent's parameters, and keep all progress since.
+    def _adopt(self, adopted: PyTree, anchor: PyTree, unsent: list[_Round]) -> None:
+        """Replace ``anchor`` by the parent's parameters, and keep all progress since.
 
-        The rounds in ``left`` are moved as well. If this raises, nothing has changed.
+        The rounds in ``unsent`` are moved as well. If this raises, nothing has changed.
         """
-        left = [
+        unsent = [
             dataclasses.replace(
-                part, sent=rounds.with_progress(adopted, part.sent, base)
+                later, params=rounds.with_progress(adopted, later.params, anchor)
             )
-            for part in left
+            for later in unsent
         ]
-        self._core.shift(adopted, base)
-        self._base, self._rounds = adopted, left
+        self._core.shift(adopted, anchor)
+        self._anchor, self._rounds = adopted, unsent
 
     def _observe(self, submission: Submission) -> jax.Array | None:
         """Add an exchange at the site to the sums; called under the center's lock.
@@ -379,12 +379,12 @@ class Uplink:
         if not self._keeps_record:
             return None
         if self._record is None:
-            self._record = self._begin_record()
+            self._record = self._init_record()
         contribution = submission.contribution
         self._record, read = self._accumulate(contribution, self._record)
         return read
 
-    def _recorded(
+    def _add_to_record(
         self, contribution: PyTree, record: PyTree
     ) -> tuple[PyTree, jax.Array]:
         """Add an encoded contribution at the site to the parent's record.
@@ -392,13 +392,13 @@ class Uplink:
         Returns:
           The record, and an array that is ready once the contribution has been read.
         """
-        gradients = rounds.decode(self._core.rule, contribution, self._like())
+        gradients = rounds.decode(
+            self._core.rule, contribution, self._zeros_like_center()
+        )
         rule = self._parent.rule
         record = rounds.add_to_record(rule, record, gradients, gradients)
         return record, jnp.zeros((), jnp.bool)
 
-    def _like(self) -> PyTree:
+    def _zeros_like_center(self) -> PyTree:
         """Return zeros like the site's center."""
-        return jax.tree.map(
-            lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
-        )
+        return optax.tree.zeros_like(self._core.store.like)

@@ -5,8 +5,8 @@ With ``overlap``, or if the center is lost, it does not wait but makes further l
 steps while the message is in flight. When the answer arrives, the worker adopts it and
 keeps the progress that it has made since the message was sent.
 
-A model has one part, or with fragments several, and each part has its own exchanges.
-The worker decides whose turn it is, and runs the acts of the parts in order.
+With fragments, each fragment has its own exchanges. The worker decides whose turn it
+is, and runs the actions of the fragments in order.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
-from agn_optax.worker._part import (
+from agn_optax.worker._fragment import (
     Callback,
-    Part,
-    PartState,
+    FragmentState,
+    FragmentWorker,
     check_called_from_python,
 )
-from agn_optax.worker._phase import Divided, Whole
+from agn_optax.worker._phase import FragmentedModel, WholeModel
 from agn_optax.worker._programs import Adoption
 
 PyTree = Any
-# One action of a call: (params, state) -> (params, state).
-Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
-# ({part: number of its message}, params, state) -> None.
+Loop = tuple[PyTree, Any]  # parameters and state
+Action = Callable[[PyTree, Any], Loop]  # a step of an exchange
+# ({fragment: number of its message}, params, state) -> None.
 BeforeSend = Callable[[Mapping[int, int], PyTree, Any], object]
-# The inner optimizer of a fragment: the real one is for the whole tree.
-_ALONE = optax.identity()
+# The inner optimizer of a fragment; the real one is applied to the whole tree.
+_NO_INNER = optax.identity()
 
 
 class WorkerState(NamedTuple):
@@ -46,8 +46,8 @@ class WorkerState(NamedTuple):
 
     params: PyTree
     state: Any  # ``LocalState``; with fragments, a `StreamingState`
-    parts: tuple[PartState, ...]  # one; with fragments, one for each
-    turn: Any = 0  # int: part that comes first if several are due
+    fragments: tuple[FragmentState, ...]  # one; with fragments, one for each
+    turn: Any = 0  # int: fragment that comes first if several are due
 
 
 class Worker:
@@ -99,9 +99,8 @@ class Worker:
         steps of the round. ``message_norm`` and ``staleness``: of the message.
         ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
         1). ``distance``: norm of the difference between worker and center before the
-        adoption. ``version``: version of the center. ``codec_error``: error of the
-        codec relative to the norm of the contribution. ``seconds``: time from sending
-        to the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
+        adoption. ``version``: version of the center. ``seconds``: time from sending to
+        the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
         numbers given to `report` are included. Callbacks cost a pass over the
         parameters per exchange, and wait for the device. An exception in a callback is
         logged and not raised, because the exchange has been made. `agn_optax.sinks` has
@@ -167,64 +166,65 @@ class Worker:
     ) -> None:
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")
-        shards: Sequence[Center] = ()
         if fragments is not None:
             center = divided = _divided(center, fragments, period, overlap)
-            shards = divided.centers
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
+        _check_callbacks(callbacks)
         self.center = center
         self.fragments = fragments
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
-        callbacks = _callbacks(callbacks)
-        settings: dict[str, Any] = {
-            "name": self.name,
-            "overlap": overlap,
-            "patience": patience,
-            "give_up": give_up,
-        }
-        self._phase: Whole | Divided
+        fragment_worker = functools.partial(
+            FragmentWorker,
+            name=self.name,
+            overlap=overlap,
+            patience=patience,
+            give_up=give_up,
+        )
+        self._model: WholeModel | FragmentedModel
         if fragments is None:
-            settings |= {"period": period, "callbacks": callbacks}
-            self._parts = [Part(center, inner, gradients, **settings)]
-            self._phase = Whole(self._parts[0])
+            only = fragment_worker(
+                center, inner, gradients, period=period, callbacks=tuple(callbacks)
+            )
+            self._workers = [only]  # one for each fragment
+            self._model = WholeModel(only)
         else:
-            lengths = rounds.as_schedule(period)
-            self._parts = [
-                Part(
+            schedule = rounds.as_schedule(period)
+            self._workers = [
+                fragment_worker(
                     shard,
-                    _ALONE,
+                    _NO_INNER,
                     adoption=Adoption(fragments.delay, fragments.mixing),
-                    period=fragments.periods(p, lengths),
-                    callbacks=[_of_fragment(p, each) for each in callbacks],
-                    **settings,
+                    period=fragments.periods(f, schedule),
+                    callbacks=[_with_fragment(f, callback) for callback in callbacks],
                 )
-                for p, shard in enumerate(shards)
+                for f, shard in enumerate(divided.centers)
             ]
-            self._phase = Divided(fragments, self._parts, inner, gradients)
-        self.tx: optax.GradientTransformationExtraArgs = self._phase.tx
-        self._last = self._parts[0]  # part with the last message
-        self._turn = 0  # part whose turn is first
-        # Parameters and state of a call that raised after it had donated its arguments:
+            self._model = FragmentedModel(fragments, self._workers, inner, gradients)
+        self.tx: optax.GradientTransformationExtraArgs = self._model.tx
+        self._last_sender = self._workers[0]  # its answer has the newest numbers
+        self._turn = 0  # fragment that comes first if several are due
+        # Parameters and state of a call that raised after its arguments were donated:
         # the next call continues from them.
-        self._kept: tuple[PyTree, Any] | None = None
-        # Called when messages exist, before they are made of the given parameters and
-        # state, and before they are sent. All earlier messages have been answered.
+        self._kept: Loop | None = None
+        # Called once for each message, or for all messages of a flush, before it is
+        # made from these parameters and this state. All earlier messages have been
+        # answered then.
         self.before_send: BeforeSend | None = None
 
     def __repr__(self) -> str:
         """Return the worker's name, rule and progress."""
-        made = f"{self.exchanges} exchanges"
+        progress = f"{self.exchanges} exchanges"
         if self.fragments is not None:
-            counts = [part.exchanges for part in self._parts]
-            made = f"{counts} exchanges of {len(counts)} fragments"
-        where = "not started" if self.version is None else f"version {self.version}"
+            counts = [worker.exchanges for worker in self._workers]
+            progress = f"{counts} exchanges of {len(counts)} fragments"
+        version = "not started" if self.version is None else f"version {self.version}"
         return (
-            f"Worker({self.name!r}, {self.center.rule.name}, {made}, {where}, "
+            f"Worker({self.name!r}, {self.center.rule.name}, {progress}, {version}, "
             f"at {self.center!r})"
         )
 
@@ -269,66 +269,71 @@ class Worker:
                 "start(params, chief=True), got params=None"
             )
         if params is None and self.fragments is not None:
-            whole = self.center.pull() if chief is None else self.center.wait(timeout)
-            params = whole.params
-        self._phase.check(params)
-        cut = self._phase.cut(params)
-        for part, own in zip(self._parts, cut, strict=True):
-            part.check_start(own, chief=chief)
+            center = self.center.pull() if chief is None else self.center.wait(timeout)
+            params = center.params
+        self._model.check(params)
+        split = self._model.split_params(params)
+        for worker, fragment in zip(self._workers, split, strict=True):
+            worker.check_start(fragment, chief=chief)
         self.leave()
-        loops = self._all(
-            lambda part, own: part.start(own, chief=chief, timeout=timeout), cut
-        )
-        self._turn, self._last = 0, self._parts[0]
-        return self._phase.joined(loops, None)
+        start = functools.partial(FragmentWorker.start, chief=chief, timeout=timeout)
+        loops = self._for_all(start, split)
+        return self._begin(loops, None, 0)
 
-    def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
-        """Call ``begin(part, ...)`` for every part; leave all if one raises."""
+    def _for_all(self, join: Callable[..., Loop], *args: Sequence[Any]) -> list[Loop]:
+        """Call ``join(worker, ...)`` for every fragment; leave all if one raises."""
         try:
-            return [begin(*of_one) for of_one in zip(self._parts, *each, strict=True)]
+            return [*map(join, self._workers, *args)]
         except BaseException:
             self.leave()
             raise
 
+    def _begin(self, loops: Sequence[Loop], state: Any, turn: int) -> Loop:
+        self._turn, self._last_sender = turn, self._workers[0]
+        return self._model.join(loops, state)
+
     @property
     def exchanges(self) -> int:
         """The number of exchanges made."""
-        return min(part.exchanges for part in self._parts)
+        return min(worker.exchanges for worker in self._workers)
 
     @property
     def dropped(self) -> int:
         """The number of messages that the center did not apply."""
-        return sum(part.dropped for part in self._parts)
+        return sum(worker.dropped for worker in self._workers)
 
     @property
     def rejected(self) -> int:
         """The number of messages that the center rejected by its limits."""
-        return sum(part.rejected for part in self._parts)
+        return sum(worker.rejected for worker in self._workers)
 
     @property
     def rejection(self) -> str:
         """The reason why the last message was rejected; "" if it was not."""
-        return "" if self._last.answer is None else self._last.answer.rejected
+        answer = self._last_sender.answer
+        return "" if answer is None else answer.rejected
 
     @property
     def staleness(self) -> int | None:
         """The staleness of the last message; None before the first."""
-        return None if self._last.answer is None else self._last.answer.staleness
+        answer = self._last_sender.answer
+        return None if answer is None else answer.staleness
 
     @property
     def norm(self) -> Any:
         """The norm of the last message; None before the first."""
-        return None if self._last.answer is None else self._last.answer.norm
+        answer = self._last_sender.answer
+        return None if answer is None else answer.norm
 
     @property
     def pace(self) -> float | None:
         """The speed as a share of the fastest worker's; None if not measured."""
-        return self._last.pace
+        return self._last_sender.pace
 
     @property
     def version(self) -> Any:
         """The version of the center adopted last; None before the start."""
-        versions = tuple(part.version for part in self._parts)
+        versions = tuple(worker.version for worker in self._workers)
         if self.fragments is None:
             return versions[0]
         return None if None in versions else versions
@@ -340,24 +345,27 @@ class Worker:
         It has the ids of the session and the center, and the number of exchanges that
         are over. It can be serialized as JSON.
         """
-        tokens = [part.resume_token for part in self._parts]
+        tokens = [worker.resume_token for worker in self._workers]
         if self.fragments is None:
             return tokens[0]
         return None if None in tokens else tokens
 
     @property
     def due(self) -> bool:
-        """True if the next call of `exchange` acts, or may act on a message in flight.
+        """True if the next call of `exchange` sends a message, or may adopt an answer.
 
         This is for loops that must first gather their arrays, such as those of
-        `Towers`: on all other steps `exchange` returns its arguments unchanged.
+        `Towers`: at all other steps `exchange` returns its arguments unchanged.
         """
         return self._is_due(1)
 
     def _is_due(self, steps: int) -> bool:
-        """Return whether a call of `exchange` with ``steps`` acts, or may act."""
-        # A list: all lengths are asked for, and raise if they are invalid.
-        due = [part.machine.is_due(part.round_length, steps) for part in self._parts]
+        """Return whether a call of `exchange` with ``steps`` may do anything."""
+        # A list, so that every invalid round length raises.
+        due = [
+            worker.machine.is_due(worker.round_length, steps)
+            for worker in self._workers
+        ]
         return self._kept is not None or any(due)
 
     def exchange(
@@ -410,164 +418,171 @@ class Worker:
             ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
         """
-        for part in self._parts:
-            part.require_start()
+        for worker in self._workers:
+            worker.require_start()
         check_called_from_python(self.name, state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
         if not self._is_due(steps):
-            for part in self._parts:
-                part.machine.count(steps, weight)
+            for worker in self._workers:
+                worker.machine.count_steps(steps, weight)
             return params, state
-        acts = self._exchanging()
-        return self._call(params, state, acts, "exchange", steps, weight)
+        actions = self._exchange_actions()
+        return self._run(params, state, actions, "exchange", steps, weight)
 
-    def _call(
+    # A call is a sequence of actions.
+
+    def _run(
         self,
         params: PyTree,
         state: Any,
-        acts: Iterable[Act],
-        name: str = "",
+        actions: Iterable[Action],
+        call: str = "",
         steps: int = 0,
         weight: float | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Run the acts of a call in order, with its steps and weight counted.
+    ) -> Loop:
+        """Run the actions of a call in order, with its steps and weight counted.
 
         If the call raises, its steps and weight are not counted, and it can be repeated
-        with the same arguments. If an act before the one that raised has donated the
-        loop's arrays, its results are kept, and the next call continues from them.
+        with the same arguments. If an action before the one that raised has donated the
+        arguments, its results are kept, and the next call continues from them.
 
         Args:
-          params: the loop's parameters.
-          state: the loop's state.
-          acts: the acts.
-          name: name of the call; "" for one that neither counts nor sends.
+          params: the parameters.
+          state: the state.
+          actions: the actions.
+          call: name of the call; "" for one that neither counts nor sends.
           steps: its local steps.
           weight: their weight.
         """
         kept, self._kept = self._kept, None
-        keeps = kept is None  # arrays of this call, if any
+        is_own = kept is None  # whether arrays that will be kept are of this call
         try:
-            if name:
-                for part in self._parts:
-                    part.machine.begin(name, steps, weight)
+            if call:
+                for worker in self._workers:
+                    worker.machine.begin_call(call, steps, weight)
             if kept is not None:
                 params, state = kept
-            for act in acts:
-                loop = act(params, state)
+            for action in actions:
+                loop = action(params, state)
                 if loop[0] is not params or loop[1] is not state:
                     kept = params, state = loop
         except BaseException:
             self._kept = kept
-            for part in self._parts:
-                part.discard_unsent()
-                if name:
-                    part.machine.end(returns=False, keeps=keeps and kept is not None)
+            is_kept = is_own and kept is not None
+            for worker in self._workers:
+                worker.discard_unsent()
+                if call:
+                    worker.machine.end_call(returned=False, kept=is_kept)
             raise
-        if name:
-            for part in self._parts:
-                part.machine.end(returns=True)
+        if call:
+            for worker in self._workers:
+                worker.machine.end_call(returned=True)
         return params, state
 
-    def _on(self, p: int, act: Act) -> Act:
-        """Return an act of one part as an act on the whole tree."""
-        return functools.partial(self._one, p, act)
-
-    def _one(self, p: int, act: Act, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        states, cut = self._phase.states(state), self._phase.cut(params)
-        part, rejected = self._parts[p], self._parts[p].rejected
-        loop = act(cut[p], states[p])
-        if loop[0] is cut[p] and loop[1] is states[p]:
-            return params, state
-        self._last = part
-        loops = [*zip(cut, states, strict=True)]
-        loops[p] = loop
-        return self._phase.joined(loops, state, resets=part.rejected > rejected)
-
-    # The acts of a call, in order.
-
-    def _exchanging(self) -> Iterator[Act]:
-        """Yield the acts of `exchange`, if it acts at all."""
-        if self._announces_next:
-            yield from self._receiving()
-        acting = self._acting()
-        for p in acting:
-            part = self._parts[p]
-            length = part.round_length
-            yield self._on(p, part.receive)
-            if part.machine.must_act(length):
-                part.length(part.exchanges + 1)  # raises if the next period is invalid
-                yield self._making([p])
-                yield self._on(p, part.complete)
-        if acting:
-            self._turn = (acting[-1] + 1) % len(self._parts)
+    def _exchange_actions(self) -> Iterator[Action]:
+        """Yield the actions of `exchange`, if anything is to be done."""
+        if self._calls_before_send:
+            yield from self._receive_actions()
+        due = self._due_fragments()
+        for f in due:
+            worker = self._workers[f]
+            length = worker.round_length
+            yield self._on_whole(f, worker.receive)
+            if worker.machine.must_act(length):
+                worker.round_length_at(worker.exchanges + 1)  # raises if invalid
+                yield self._prepare_action([f])
+                yield self._on_whole(f, worker.send)
+        if due:
+            self._turn = (due[-1] + 1) % len(self._workers)
 
     @property
-    def _stuck(self) -> list[int]:
-        """The part with a message to complete before anything else, if there is one."""
-        return [p for p, part in enumerate(self._parts) if part.machine.is_stuck]
-
-    @property
-    def _announces_next(self) -> bool:
-        """True if this call makes a message of which ``before_send`` is told."""
-        if self.before_send is None or self._stuck:
+    def _calls_before_send(self) -> bool:
+        """True if this call prepares a message, and so calls ``before_send``."""
+        if self.before_send is None or self._pending:
             return False
-        return any(part.is_full for part in self._parts)
+        return any(worker.is_full for worker in self._workers)
+
+    def _due_fragments(self) -> list[int]:
+        """Return the fragments of one call: one to adopt, and perhaps one to send."""
+        if pending := self._pending:
+            return pending
+        workers = self._workers
+        due = [f for f in self._order if workers[f].must_act_now()]
+        receiving = [f for f in due if workers[f].machine.in_flight][:1]
+        if not receiving or workers[receiving[0]].is_full:  # it also sends
+            return due[:1]
+        sending = [f for f in due if workers[f].machine.can_send_in_background]
+        return receiving + sending[:1]
+
+    @property
+    def _pending(self) -> list[int]:
+        """The fragment with a message that must be completed first, if there is one."""
+        workers = enumerate(self._workers)
+        return [f for f, worker in workers if worker.machine.has_pending_message]
 
     @property
     def _order(self) -> list[int]:
-        """The parts in the order of their turns."""
-        return [*range(self._turn, len(self._parts)), *range(self._turn)]
+        """The fragments in the order of their turns."""
+        return [*range(self._turn, len(self._workers)), *range(self._turn)]
 
-    def _acting(self) -> list[int]:
-        """Return the parts of one call: one to adopt, and perhaps one to send."""
-        if stuck := self._stuck:
-            return stuck
-        parts = self._parts
-        now = [p for p in self._order if parts[p].ask_if_acting()]
-        receiving = [p for p in now if parts[p].machine.in_flight][:1]
-        if not receiving or parts[receiving[0]].is_full:  # it sends, too
-            return now[:1]
-        sending = [p for p in now if parts[p].machine.sends_in_background]
-        return receiving + sending[:1]
+    def _flush_actions(self, fragments: Iterable[int]) -> Iterator[Action]:
+        """Yield the actions of `flush`, which ends the rounds of these fragments.
 
-    def _flushing(self, parts: Iterable[int]) -> Iterator[Act]:
-        """Yield the acts of `flush`, which ends the rounds of parts.
-
-        If a part already has a message, its answer must be adopted before the next is
-        made. The next period is not checked: the steps are sent in any case. Workers of
-        synchronous rounds wait for each other, so all take the parts in turns.
+        If a fragment already has a message, its answer must be adopted first. The next
+        period is not checked, because the steps are sent in any case. All workers send
+        the fragments in turns, because in synchronous rounds they wait for each other.
         """
-        yield from self._finishing()
-        yield self._making(parts)
-        yield from self._finishing()
+        yield from self._complete_actions()
+        yield self._prepare_action(fragments)
+        yield from self._complete_actions()
 
-    def _finishing(self) -> Iterator[Act]:
-        """Yield the acts that complete all messages; no new one is made."""
-        for p in self._order:
-            yield self._on(p, self._parts[p].complete)
-        yield from self._receiving()
+    def _complete_actions(self) -> Iterator[Action]:
+        """Yield the actions that complete all messages; none is prepared."""
+        for f in self._order:
+            yield self._on_whole(f, self._workers[f].send)
+        yield from self._receive_actions()
 
-    def _receiving(self) -> Iterator[Act]:
-        """Yield the acts that adopt the answers of all messages in flight."""
-        for p in self._order:
-            yield self._on(p, self._parts[p].receive)
+    def _receive_actions(self) -> Iterator[Action]:
+        """Yield the actions that adopt the answers to all messages in flight."""
+        for f in self._order:
+            yield self._on_whole(f, self._workers[f].receive)
 
-    def _making(self, parts: Iterable[int]) -> Act:
-        """Return an act: messages of the rounds of parts exist, before any is sent."""
+    def _prepare_action(self, fragments: Iterable[int]) -> Action:
+        """Return an action that prepares messages, and calls ``before_send``."""
 
-        def act(params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        def prepare(params: PyTree, state: Any) -> Loop:
             numbers = {}
-            for p in parts:
-                part = self._parts[p]
-                if part.machine.can_make:
-                    self._one(p, part.make, params, state)
-                    numbers[p] = part.machine.number
+            for f in fragments:
+                worker = self._workers[f]
+                if worker.machine.can_prepare:
+                    self._on_whole(f, worker.prepare)(params, state)
+                    numbers[f] = worker.machine.number
             if numbers and self.before_send is not None:
                 self.before_send(numbers, params, state)
             return params, state
 
+        return prepare
+
+    def _on_whole(self, fragment: int, action: Action) -> Action:
+        """Return an action of a fragment as an action on the whole model."""
+        worker = self._workers[fragment]
+
+        def act(params: PyTree, state: Any) -> Loop:
+            loops, rejected = self._split(params, state), worker.rejected
+            before = loops[fragment]
+            loop = action(*before)
+            if loop[0] is before[0] and loop[1] is before[1]:
+                return params, state
+            self._last_sender = worker
+            loops[fragment] = loop
+            return self._model.join(loops, state, resets=worker.rejected > rejected)
+
         return act
+
+    def _split(self, params: PyTree, state: Any) -> list[Loop]:
+        states = self._model.split_state(state)
+        return [*zip(self._model.split_params(params), states, strict=True)]
 
     def report(self, **numbers: Any) -> None:
         """Report numbers of this worker, such as its loss, for monitoring.
@@ -592,7 +607,7 @@ class Worker:
         """
         for name, number in numbers.items():
             check.real_scalar(number, f"report({name}=...)")
-        reported = {**self._parts[0].reported, **numbers}
+        reported = {**self._workers[0].reported, **numbers}
         if len(reported) > (most := MOST_REPORTED) or any(
             len(name) > most for name in numbers
         ):
@@ -600,8 +615,8 @@ class Worker:
                 f"a worker reports {most} numbers at most, whose names have {most} "
                 f"characters at most, got {len(reported)}: {sorted(reported)}"
             )
-        for part in self._parts:
-            part.reported = reported
+        for worker in self._workers:
+            worker.reported = reported
 
     def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Exchange now, unless the round has had no local steps.
@@ -612,29 +627,28 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        for part in self._parts:
-            part.require_start()
+        for worker in self._workers:
+            worker.require_start()
         check_called_from_python(self.name, state)
-        acts = self._flushing(range(len(self._parts)))
-        return self._call(params, state, acts, "flush")
+        actions = self._flush_actions(range(len(self._workers)))
+        return self._run(params, state, actions, "flush")
 
     def resend(
-        self, params: PyTree, state: Any, parts: Sequence[int]
+        self, params: PyTree, state: Any, fragments: Sequence[int]
     ) -> tuple[PyTree, Any]:
-        """Exchange the messages of some parts of which ``before_send`` was told.
+        """Send the messages of the fragments for which ``before_send`` was called.
 
-        This is for a worker that was restored from what `save` returned at that time:
-        they are the same messages, so the center does not apply them twice, and
-        ``before_send`` is not called again.
+        This is for a worker restored from what `save` returned in that call: the center
+        does not apply these messages twice. ``before_send`` is not called again.
         """
         hook, self.before_send = self.before_send, None
         try:
-            acts = self._flushing(parts)
-            params, state = self._call(params, state, acts, "flush")
+            actions = self._flush_actions(fragments)
+            params, state = self._run(params, state, actions, "flush")
         finally:
             self.before_send = hook
-        if len(parts) == 1:
-            self._turn = (parts[0] + 1) % len(self._parts)
+        if len(fragments) == 1:
+            self._turn = (fragments[0] + 1) % len(self._workers)
         return params, state
 
     def receive(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -645,7 +659,7 @@ class Worker:
 
         Arguments, results and errors are those of `exchange`.
         """
-        return self._call(params, state, self._receiving())
+        return self._run(params, state, self._receive_actions())
 
     def leave(self) -> None:
         """Leave the center, which then no longer waits for this worker.
@@ -654,8 +668,8 @@ class Worker:
         ``with worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
         self._kept = None
-        for part in self._parts:
-            part.leave()
+        for worker in self._workers:
+            worker.leave()
 
     def __enter__(self) -> Worker:
         return self
@@ -679,13 +693,13 @@ class Worker:
         Raises:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
-        for part in self._parts:
-            part.require_start()
+        for worker in self._workers:
+            worker.require_start()
         check_called_from_python(self.name, state)
         params, state = self._kept or (params, state)
-        self._phase.states(state)  # raises if it is not of this worker
-        parts = tuple(part.save() for part in self._parts)
-        return WorkerState(params, state, parts, self._turn)
+        self._model.split_state(state)  # raises if it does not belong to this worker
+        fragments = tuple(worker.save() for worker in self._workers)
+        return WorkerState(params, state, fragments, self._turn)
 
     def restore(
         self, saved: WorkerState, *, resume_token: Any = None
@@ -709,62 +723,55 @@ class Worker:
           WorkerStateError: the center is older than ``saved``, or does not know the
             session.
         """
-        count = len(self._parts)
+        count = len(self._workers)
         tokens: Sequence[Any] = [None] * count if resume_token is None else resume_token
         if self.fragments is None:
             tokens = [resume_token]
-        for what, given in (("saved", saved.parts), ("resume_token", tokens)):
-            if len(given) != count:
+        for name, fragments in (("saved", saved.fragments), ("resume_token", tokens)):
+            if len(fragments) != count:
                 raise errors.WorkerStateError(
-                    f"{what} is of a worker with {len(given)} fragments, and worker "
-                    f"{self.name!r} has {count}"
+                    f"{name} is of a worker with {len(fragments)} fragments, but "
+                    f"worker {self.name!r} has {count}"
                 )
-        self._phase.check(saved.params, saved.state)
-        cut, states = self._phase.cut(saved.params), self._phase.states(saved.state)
-        for part, *own in zip(self._parts, cut, states, saved.parts, strict=True):
-            part.check_restored(*own)
+        self._model.check(saved.params, saved.state)
+        loops = self._split(saved.params, saved.state)
+        given = zip(self._workers, loops, saved.fragments, strict=True)
+        for worker, loop, fragment in given:
+            worker.check_restored(loop, fragment)
         # Copies may fail, so they are made before the worker leaves.
         params, state = trees.copy((saved.params, saved.state))
-        kept = [own._replace(anchor=trees.copy(own.anchor)) for own in saved.parts]
-        cut, states = self._phase.cut(params), self._phase.states(state)
-        each = [*zip(cut, states, kept, strict=True)]
+        copies = [f._replace(anchor=trees.copy(f.anchor)) for f in saved.fragments]
+        loops = self._split(params, state)
         self.leave()
-        loops = self._all(
-            lambda part, own, resume_token: part.restore(*own, resume_token),
-            each,
-            tokens,
-        )
-        self._turn, self._last = int(saved.turn) % count, self._parts[0]
-        return self._phase.joined(loops, state)
+        loops = self._for_all(FragmentWorker.restore, loops, copies, tokens)
+        return self._begin(loops, state, int(saved.turn) % count)
 
 
-def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
-    for each in given:
-        if not callable(each):
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        if not callable(callback):
             raise errors.InvalidTypeError(
                 "callbacks must be functions of a step and its values, or objects of "
-                f"agn_optax.sinks, got {check.show(each)}"
+                f"agn_optax.sinks, got {check.show(callback)}"
             )
-    return tuple(given)
 
 
-def _of_fragment(p: int, callback: Callback) -> Callback:
-    return lambda step, values: callback(step, {**values, "fragment": float(p)})
+def _with_fragment(fragment: int, callback: Callback) -> Callback:
+    return lambda step, values: callback(step, {**values, "fragment": float(fragment)})
 
 
 def _divided(
     center: Center, fragments: Fragments, period: Any, overlap: bool
 ) -> ShardedCenter:
-    """Return a center in shards with one fragment each, or raise if that cannot be."""
+    """Return a center with a shard for each fragment; raise if that is impossible."""
     such_as = "an agn_optax.Fragments, such as Fragments(2)"
     check.instance(fragments, Fragments, f"fragments must be {such_as}")
     if not isinstance(center, ShardedCenter):
         center = ShardedCenter([center])
     if len(center.centers) != len(fragments):
         raise errors.InvalidArgumentError(
-            "a worker with fragments needs a center in as many shards, each of "
-            f"which keeps one: got {len(fragments)} fragments, and shards: "
-            f"{len(center.centers)}"
+            "a worker with fragments needs a center with one shard for each of them, "
+            f"got {len(fragments)} fragments, and shards: {len(center.centers)}"
         )
     fragments.check(center.rule)
     if fragments.eager:

@@ -45,7 +45,7 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
         params, state = one_local_step(worker, params, state)
         params, state = worker.exchange(params, state)
     if leave == "vanishes":  # its connection breaks for good
-        worker._parts[0].session.disconnect()
+        worker._workers[0].session.disconnect()
     else:
         worker.leave()
     return worker, (worker.exchanges - worker.dropped) * period

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from helpers import support
@@ -55,18 +54,13 @@ def test_callback_gets_the_metrics_of_every_exchange(overlap):
         assert {type(value) for value in values.values()} == {float}
 
 
-def test_callback_gets_the_error_and_bytes_of_a_codec():
+def test_callback_gets_the_bytes_of_a_codec():
     told = Records()
     codec = codecs.cast("bfloat16")
     center = agn_optax.LocalCenter(rules.easgd(0.5, codec=codec), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.3), period=1, callbacks=[told])
     run(worker, 1, told)
     ((_, values),) = told
-    sent = np.concatenate([np.array([0.5]), np.array([1.0, 2.0, 3.0])]) - 0.3
-    sent = sent.astype(np.float32)
-    lost = sent - sent.astype(jnp.bfloat16).astype(np.float32)
-    expected = np.linalg.norm(lost) / np.linalg.norm(sent)
-    assert values["codec_error"] == pytest.approx(expected, rel=1e-4)
     assert values["distance"] == pytest.approx(0.6, rel=1e-2)
     assert (values["bytes_sent"], values["bytes_received"]) == (8, 8)
 

@@ -527,10 +527,10 @@ def test_resumed_message_has_the_same_extras(tmp_path):
         def killed(*args, **kwargs):
             raise KilledError
 
-        first.worker._parts[0].session.exchange = killed
+        first.worker._workers[0].session.exchange = killed
         with pytest.raises(KilledError):
             first.exchange(*loop, weight=2.0)
-        first.worker._parts[0].session = None  # it does not leave
+        first.worker._workers[0].session = None  # it does not leave
     assert center.version == 0
     with contextlib.closing(resumable()) as again:
         again.start()

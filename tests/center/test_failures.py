@@ -77,11 +77,11 @@ def test_interrupted_adoption_is_completed_without_a_second_exchange(
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._parts[0].programs.contribute(state, params, {"a": jnp.ones(2)})[0],
+        worker._workers[0].programs.contribute(state, params, {"a": jnp.ones(2)})[0],
         anchor_version=0,
         worker="w",
     )
-    programs = worker._parts[0].programs
+    programs = worker._workers[0].programs
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -137,9 +137,9 @@ def test_restore_rejects_the_state_of_another_worker():
     other = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.state"):
         other.restore(saved)
-    without = (saved.parts[0]._replace(anchor=None),)
+    without = (saved.fragments[0]._replace(anchor=None),)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.anchor"):
-        worker.restore(saved._replace(parts=without))
+        worker.restore(saved._replace(fragments=without))
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.params"):
         worker.restore(saved._replace(params={"b": jnp.ones(2)}))
 
@@ -203,13 +203,13 @@ def test_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), {"a": jnp.ones(2)})
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
     params, state = worker.start()
-    real = getattr(worker._parts[0].session, after)
+    real = getattr(worker._workers[0].session, after)
 
     def interrupted(*args, **kwargs):
         real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker._parts[0].session, after, interrupted)
+    monkeypatch.setattr(worker._workers[0].session, after, interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.exchange({"a": params["a"] - 1}, state)
     monkeypatch.undo()

@@ -165,7 +165,7 @@ def test_failed_exchange_is_applied_once(where, monkeypatch):
     def lost(*args, **kwargs):
         raise errors.CenterUnreachableError("nobody answers")
 
-    session = worker._parts[0].session
+    session = worker._workers[0].session
     with monkeypatch.context() as patch:
         patch.setattr(session, where, lost)
         with pytest.raises(errors.CenterUnreachableError):
@@ -190,7 +190,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
         raise errors.CenterUnreachableError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker._parts[1].session, "submit", lost)
+        patch.setattr(worker._workers[1].session, "submit", lost)
         with pytest.raises(errors.CenterUnreachableError):
             worker.flush(*loop)
     assert versions(center) == (1, 0)
@@ -250,7 +250,7 @@ def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
             raise errors.MessageRejectedError("not this one")
         return submit(submission)
 
-    for p, each in enumerate(worker._parts):
+    for p, each in enumerate(worker._workers):
         submit = each.session.submit
         monkeypatch.setattr(
             each.session, "submit", functools.partial(counted, p, submit)
@@ -306,7 +306,7 @@ def test_fragment_is_received_exactly_after_its_delay():
     for i in range(2 * PERIOD):
         loop = local(*loop, at(feeds(PARAMS, 2 * PERIOD), i))
         if i % PERIOD == PERIOD // 2 and i:  # a message was sent at the step before
-            flight = worker._parts[0].message.flight
+            flight = worker._workers[0].message.flight
             flight.result(60)
         due.append(worker.due)
         loop = worker.exchange(*loop)
@@ -328,7 +328,7 @@ def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
         loop = step(worker.tx, *loop, at(feeds(PARAMS, 8), i))
         loop = worker.exchange(*loop, steps=PERIOD)
     worker.flush(*loop)
-    counts = [each.exchanges for each in worker._parts]
+    counts = [each.exchanges for each in worker._workers]
     assert max(counts) - min(counts) <= 1
     assert min(counts) >= 4
 
@@ -476,7 +476,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
     worker = worker_of(shards())
     params, state = worker.start()
     with pytest.raises(
-        errors.TreeMismatchError, match=r"which wants what worker\.start"
+        errors.TreeMismatchError, match=r"pass the state that worker\.start"
     ):
         worker.flush(params, None)
     saved = worker.save(params, state)

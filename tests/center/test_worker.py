@@ -177,7 +177,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
-    submit, rejections = worker._parts[0].session.submit, [None, None]
+    submit, rejections = worker._workers[0].session.submit, [None, None]
 
     def flaky(*args, **kwargs):
         if rejections:
@@ -185,7 +185,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
             raise errors.MessageRejectedError("not now")
         submit(*args, **kwargs)
 
-    monkeypatch.setattr(worker._parts[0].session, "submit", flaky)
+    monkeypatch.setattr(worker._workers[0].session, "submit", flaky)
     rejected = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)
@@ -295,7 +295,7 @@ def test_late_response_keeps_local_progress(rule, dtype):
     params, state = local_step(*loop)
     sent = jax.tree.map(np.array, params)
     loop = worker.exchange(params, state)
-    message = worker._parts[0].message
+    message = worker._workers[0].message
     answer = message.flight.result(60)
     assert (message.sent.params is None) == (rule != "agn")
     params, state = local_step(*loop)
@@ -454,7 +454,7 @@ def test_exchange_inside_jit_is_rejected(period, first):
 
     for _ in range(first):
         loop = whole(loop)
-    counted = worker.save(*loop).parts[0].local_steps
+    counted = worker.save(*loop).fragments[0].local_steps
     for end in (worker.exchange, worker.flush, worker.save):
         with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
             jax.eval_shape(functools.partial(whole, end=end), loop)
@@ -463,7 +463,7 @@ def test_exchange_inside_jit_is_rejected(period, first):
     )
     with pytest.raises(errors.InvalidTypeError, match="compile the gradients"):
         scanned(loop)
-    assert worker.save(*loop).parts[0].local_steps == counted
+    assert worker.save(*loop).fragments[0].local_steps == counted
     assert center.version == first // period
 
 
@@ -543,7 +543,7 @@ def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
     assert said[1] == []
     assert said[2] == said[4]
     assert len(said[2]) == 1
-    wanted = r"made 0 local steps .* told of 5: its messages are empty.*worker\.tx\.up"
+    wanted = r"made 0 local steps .* counted 5: its messages are empty.*worker\.tx\.up"
     assert re.search(wanted, said[2][0])
 
 

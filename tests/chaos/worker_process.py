@@ -186,7 +186,7 @@ class Training:
         if self._told["delay"]:
             # Local changes to a fragment in flight are lost by design.
             halves = [[step % (slots // 2)], [slots // 2 + step % (slots - slots // 2)]]
-            ways = zip(worker._parts, halves, strict=True)
+            ways = zip(worker._workers, halves, strict=True)
             free = [half for each, half in ways if not each.machine.in_flight]
             return free[step % len(free)] if free else []
         return [(step + n) % slots for n in range(0 if step % burst else burst)]
@@ -241,7 +241,7 @@ class Training:
             if not dropped:  # a dropped message is not in the center
                 self._tally.settle(landed)
             self._tally.add("landed")
-        if worker._parts[0].machine.in_flight and not self._in_flight:
+        if worker._workers[0].machine.in_flight and not self._in_flight:
             self._in_flight, self._fresh = self._fresh, []
         self._see(worker, exchanges)
 

@@ -43,10 +43,10 @@ def test_restored_worker_and_center_continue_bit_for_bit(saved):
     feeds = support.feeds(support.tree(), 7, seed=2)
     other = agn_optax.LocalCenter(RULE)
     again = a_worker(other)
-    there = checkpoint.load(path, like=support.tree(), worker=again, center=other)
-    assert there["center"] is other
-    support.assert_identical(there["worker"], loop)
-    resumed = train(again, *there["worker"], feeds)
+    loaded = checkpoint.load(path, like=support.tree(), worker=again, center=other)
+    assert loaded["center"] is other
+    support.assert_identical(loaded["worker"], loop)
+    resumed = train(again, *loaded["worker"], feeds)
     support.assert_identical(resumed, train(worker, *loop, feeds))
     support.assert_identical(other.pull().params, center.pull().params)
     assert (again.exchanges, other.version) == (worker.exchanges, center.version)
@@ -63,11 +63,11 @@ def test_restored_broadcast_params_continue_bit_for_bit(tmp_path):
     first, rest = (jax.tree.map(lambda x, i=i: x[i::2], feeds) for i in range(2))
     loop = train(worker, *worker.start(support.tree(), chief=True), first)
     checkpoint.save(tmp_path / "saved", worker=(worker, *loop), center=center)
-    there = checkpoint.load(
+    loaded = checkpoint.load(
         tmp_path / "saved", like=support.tree(), worker=again, center=other
     )
     support.assert_identical(
-        (train(again, *there["worker"], rest), other.save()),
+        (train(again, *loaded["worker"], rest), other.save()),
         (train(worker, *loop, rest), center.save()),
     )
     with pytest.raises(AssertionError):
@@ -202,10 +202,10 @@ def test_missing_parts_of_a_checkpoint_are_named(saved, tmp_path):
     )
     with pytest.raises(errors.TreeMismatchError, match=r"has 2 workers.*\['second'\]"):
         checkpoint.load(both, like=support.tree(), center=other, w=again)
-    there = checkpoint.load(
+    loaded = checkpoint.load(
         both, like=support.tree(), center=other, w=again, second=a_worker(other, "s")
     )
-    assert sorted(there) == ["center", "second", "w"]
+    assert sorted(loaded) == ["center", "second", "w"]
     alone = agn_optax.LocalCenter(RULE)  # for example, to evaluate it
     checkpoint.load(both, like=support.tree(), center=alone)
     support.assert_identical(alone.pull().params, center.pull().params)
@@ -260,9 +260,9 @@ def test_towers_are_restored_exactly_or_elastically(tmp_path):
     back = load_elastic(tmp_path / "2", four, tx)
     support.assert_identical(jax.device_get(four.center_params(back[1])), center)
     # The shards of the center's optimizer are equal, except for their padding.
-    first, last = (support.find_state(each[1]) for each in (state, back))
+    first, last = (support.find_state(pair[1]) for pair in (state, back))
     support.assert_identical(last.center, first.center)
-    support.assert_identical(*(_whole(each.center_state) for each in (last, first)))
+    support.assert_identical(*(_whole(state.center_state) for state in (last, first)))
 
 
 def load_elastic(path, towers, tx):

@@ -34,15 +34,17 @@ def test_every_sample_of_an_epoch_counts_once(fragments, tmp_path):
     with contextlib.ExitStack() as stack:
         servers = []
         for p in range(fragments):
-            own = [None] * fragments
-            own[p] = jnp.zeros(SAMPLES)
-            servers.append(stack.enter_context(service.serve(shared.downpour(), own)))
+            params = [None] * fragments
+            params[p] = jnp.zeros(SAMPLES)
+            servers.append(
+                stack.enter_context(service.serve(shared.downpour(), params))
+            )
         server = servers[0]
         for kill in range(KILLS + 1):
             with talking.processes(PROGRAM, 1) as (worker,):
                 worker.tell(
                     do="train",
-                    addresses=[each.address for each in servers],
+                    addresses=[shard.address for shard in servers],
                     directory=str(tmp_path),
                     overlap=kill % 2 == 1,
                     **options,
@@ -57,10 +59,10 @@ def test_every_sample_of_an_epoch_counts_once(fragments, tmp_path):
                     wait_until(is_there, 2 * LIMIT)
                     time.sleep(rng.uniform(0.0, 0.25))
                 if kill == KILLS or worker.answers_already():
-                    said = worker.answer()
-        for each in servers:
-            (center,) = jax.tree.leaves(each.center.pull().params)
+                    result = worker.answer()
+        for shard in servers:
+            (center,) = jax.tree.leaves(shard.center.pull().params)
             np.testing.assert_array_equal(center, np.ones(SAMPLES))
         version = servers[-1].center.version
-    assert said == {"exchanges": EXCHANGES, "resumed": True}
+    assert result == {"exchanges": EXCHANGES, "resumed": True}
     assert version == EXCHANGES

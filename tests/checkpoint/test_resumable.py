@@ -33,28 +33,28 @@ def journaled(tmp_path):
     center.close()
 
 
-def resumable(center, folder, overlap=False, period=PERIOD, **beside):
+def resumable(center, folder, overlap=False, period=PERIOD, **others):
     worker = agn_optax.Worker(
         center, shared.sgd(1.0), period=period, name="w", overlap=overlap
     )
     data = iter(grain.MapDataset.range(SAMPLES).to_iter_dataset())
-    return checkpoint.Resumable(worker, folder, data=data, **beside), data
+    return checkpoint.Resumable(worker, folder, data=data, **others), data
 
 
-def a_step(loop, params, state, sample):
+def train_step(loop, params, state, sample):
     """Train on a sample, which adds one to its own element of each leaf."""
-    one = -jax.nn.one_hot(sample, SAMPLES)
-    grads = jax.tree.map(lambda leaf: one.reshape(leaf.shape), params)
+    grad = -jax.nn.one_hot(sample, SAMPLES)
+    grads = jax.tree.map(lambda leaf: grad.reshape(leaf.shape), params)
     updates, state = loop.tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
-def an_epoch(loop, data, before=lambda sample: None, **start):
+def train_epoch(loop, data, before=lambda sample: None, **start):
     """Train over an epoch; each sample adds one to its own element of the center."""
     params, state = loop.start(**start)
     for sample in data:
         before(int(sample))
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
     loop.flush(params, state)
 
@@ -73,17 +73,17 @@ def kill_in_a_local_step(loop, monkeypatch):
 
 def kill_before_sending(loop, monkeypatch):
     """Kill after the checkpoint is written and before the center gets the message."""
-    session, made = loop.worker.center.join, []
+    join, sessions = loop.worker.center.join, []
 
-    def join(*args, **kwargs):
-        made.append(session(*args, **kwargs))
-        return made[-1]
+    def recorded_join(*args, **kwargs):
+        sessions.append(join(*args, **kwargs))
+        return sessions[-1]
 
-    monkeypatch.setattr(loop.worker.center, "join", join)
+    monkeypatch.setattr(loop.worker.center, "join", recorded_join)
 
     def before(sample):
         if sample == 3:
-            monkeypatch.setattr(made[-1], "exchange", kill)
+            monkeypatch.setattr(sessions[-1], "exchange", kill)
 
     return before
 
@@ -95,7 +95,7 @@ def kill_before_the_response(loop, monkeypatch):
     def and_apply(sample):
         before(sample)
         if sample == 3:
-            session = loop.worker._parts[0].session
+            session = loop.worker._workers[0].session
             exchange = type(session).exchange
 
             def applied(*args, **kwargs):
@@ -131,15 +131,15 @@ def test_every_sample_counts_once_after_a_kill(
     exchanges = -(-SAMPLES // period)
     loop, data = resumable(journaled, tmp_path / "own", period=period)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        an_epoch(loop, data, killed(loop, patched))
+        train_epoch(loop, data, killed(loop, patched))
     loop, data = resumable(journaled, tmp_path / "own", period=period)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     assert loop.resumed
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
     assert (loop.exchanges, journaled.version) == (exchanges, exchanges)
     # Started again after the epoch, it has nothing to do.
     loop, data = resumable(journaled, tmp_path / "own", period=period)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     assert journaled.version == exchanges
 
 
@@ -147,10 +147,10 @@ def test_resumed_worker_may_have_another_period(journaled, tmp_path):
     """The first message is that of the interrupted round; the next ones are shorter."""
     loop, data = resumable(journaled, tmp_path / "own", period=3)
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+        train_epoch(loop, data, kill_in_a_local_step(loop, None))
     assert journaled.version == 1  # one exchange of three samples
     loop, data = resumable(journaled, tmp_path / "own", period=1)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
     assert journaled.version == 1 + SAMPLES - 3
 
@@ -158,7 +158,7 @@ def test_resumed_worker_may_have_another_period(journaled, tmp_path):
 def test_resumed_worker_must_have_the_same_name(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+        train_epoch(loop, data, kill_in_a_local_step(loop, None))
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="v")
     loop = checkpoint.Resumable(worker, tmp_path / "own", data=data)
     with pytest.raises(errors.WorkerStateError, match=r"'w'.*'v'"):
@@ -173,7 +173,7 @@ def test_worker_resumes_with_a_restarted_center(tmp_path):
         )
         loop, data = resumable(center, tmp_path / "own")
         with contextlib.closing(center), contextlib.suppress(Killed):
-            an_epoch(loop, data, ends(loop, None) if ends else lambda sample: None)
+            train_epoch(loop, data, ends(loop, None) if ends else lambda sample: None)
     np.testing.assert_array_equal(center.pull().params, np.ones(SAMPLES))
     assert loop.exchanges == 4
 
@@ -181,9 +181,9 @@ def test_worker_resumes_with_a_restarted_center(tmp_path):
 def test_overlapping_worker_resumes(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own", overlap=True)
     with pytest.raises(Killed):
-        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+        train_epoch(loop, data, kill_in_a_local_step(loop, None))
     loop, data = resumable(journaled, tmp_path / "own", overlap=True)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
 
 
@@ -191,8 +191,8 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
     """It is written once for a retried message, and not for an empty flush."""
     loop, data = resumable(journaled, tmp_path / "own")
     # Otherwise it would continue without the center.
-    loop.worker._parts[0].machine.patience = 0
-    an_epoch(loop, data)
+    loop.worker._workers[0].machine.patience = 0
+    train_epoch(loop, data)
     params, state = loop.flush(*loop.worker.start())
     wrote = []
     write = loop.checkpoints.write
@@ -202,7 +202,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
         write(*args, **kwargs)
 
     monkeypatch.setattr(loop.checkpoints, "write", counted)
-    session = loop.worker._parts[0].session
+    session = loop.worker._workers[0].session
     for lost in (True, False):
         with monkeypatch.context() as patched:
             if lost:
@@ -232,11 +232,11 @@ def test_embedded_center_is_saved_with_its_only_worker(tmp_path):
         if sample == 5:
             break
         stats["mean"] = stats["mean"] + 1.0
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
     stats = {"mean": jnp.zeros(2)}
     loop, data = a_loop(stats)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     np.testing.assert_array_equal(loop.center.pull().params, np.ones(SAMPLES))
     np.testing.assert_array_equal(
         stats["mean"], [4.0, 4.0]
@@ -253,7 +253,7 @@ def test_embedded_center_is_saved_with_its_only_worker(tmp_path):
 def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+        train_epoch(loop, data, kill_in_a_local_step(loop, None))
     another = agn_optax.center.Journal(tmp_path / "another")
     with contextlib.closing(
         agn_optax.LocalCenter(shared.downpour(), jnp.zeros(SAMPLES), durability=another)
@@ -263,15 +263,15 @@ def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_
             session.exchange(Submission(1, jnp.zeros(SAMPLES), anchor_version=0))
         loop, _ = resumable(center, tmp_path / "own")
         with pytest.raises(
-            errors.WorkerStateError, match=r"'w' cannot go on.*has restarted"
+            errors.WorkerStateError, match=r"'w' cannot resume.*has restarted"
         ):
             loop.start()
     # Its own center, after later exchanges.
     shutil.copytree(tmp_path / "own", tmp_path / "old")
     loop, data = resumable(journaled, tmp_path / "own")
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     loop, _ = resumable(journaled, tmp_path / "old")
-    with pytest.raises(errors.WorkerStateError, match=r"'w' has exchanged since its"):
+    with pytest.raises(errors.WorkerStateError, match=r"later exchanges of worker 'w'"):
         loop.start()
     with pytest.raises(errors.InvalidTypeError, match="worker must be"):
         checkpoint.Resumable(journaled, tmp_path)
@@ -294,8 +294,8 @@ def halved(tmp_path):
     center = agn_optax.center.ShardedCenter(centers, fragments=fragments)
     center.initialize(HALVES, worker="chief")
     yield center
-    for each in centers:
-        each.close()
+    for center in centers:
+        center.close()
 
 
 def by_fragments(center, folder, *, overlap=False, period=4, **late):
@@ -342,11 +342,11 @@ def test_every_sample_counts_once_in_each_fragment_after_a_kill(
 ):
     loop, data = by_fragments(halved, tmp_path / "own", **late)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        an_epoch(loop, data, killed_at(place, loop, patched))
+        train_epoch(loop, data, killed_at(place, loop, patched))
     before = [center.version for center in halved.centers]
     assert sum(before) == {"step": 2, "sending": 2, "applied": 3}[place]
     loop, data = by_fragments(halved, tmp_path / "own", **late)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     assert loop.resumed
     # Steps between a send and its receive count only with the mixing weight.
     meanwhile = {"a": [2, 6], "b": [4]} if "delay" in late else {"a": [], "b": []}
@@ -358,7 +358,7 @@ def test_every_sample_counts_once_in_each_fragment_after_a_kill(
     assert [center.version for center in halved.centers] == [3, 2]
     # Started again after the epoch, it has nothing to do.
     loop, data = by_fragments(halved, tmp_path / "own", **late)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     assert [center.version for center in halved.centers] == [3, 2]
 
 
@@ -367,14 +367,14 @@ def test_killed_flush_of_fragments_is_completed_once(halved, tmp_path, monkeypat
     loop, data = by_fragments(halved, tmp_path / "own")
     params, state = loop.start()
     for _, sample in zip(range(3), data, strict=False):
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
-    monkeypatch.setattr(loop.worker._parts[1].session, "exchange", kill)
+    monkeypatch.setattr(loop.worker._workers[1].session, "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [1, 0]
     loop, data = by_fragments(halved, tmp_path / "own", period=2)
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     assert [center.version for center in halved.centers] == [4, 3]
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
@@ -385,7 +385,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
 ):
     """Another fragment would be due first if local steps were counted at each call."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    loop.worker._parts[1].machine.patience = 0
+    loop.worker._workers[1].machine.patience = 0
     params, state = loop.start()
     numbers = []
     write = loop.checkpoints.write
@@ -400,20 +400,20 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
         raise errors.CenterUnreachableError("gone")
 
     for _, sample in zip(range(3), data, strict=False):
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
-            session = loop.worker._parts[1].session
+            session = loop.worker._workers[1].session
             patched.setattr(session, "submit", unreachable)
             for _ in range(3 if sample == 1 else 0):
                 with pytest.raises(errors.CenterUnreachableError):
                     loop.exchange(params, state)
-                assert [each.version for each in halved.centers] == [0, 0]
+                assert [center.version for center in halved.centers] == [0, 0]
         params, state = loop.exchange(params, state)
-        made = tuple(each.machine.counts.steps for each in loop.worker._parts)
+        made = tuple(worker.machine.committed.steps for worker in loop.worker._workers)
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
@@ -424,11 +424,11 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
 ):
     """The other fragment, which flush also sends, is not in the last checkpoint."""
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    workers = loop.worker._parts
+    workers = loop.worker._workers
     workers[1].machine.patience = 0
     params, state = loop.start()
     for sample in data:
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         if sample == 1:
             break
         params, state = loop.exchange(params, state)
@@ -442,16 +442,16 @@ def test_flush_after_an_unacknowledged_fragment_is_resumed(
             loop.exchange(params, state)
         with pytest.raises(errors.CenterUnreachableError):
             loop.flush(params, state)
-        assert [each.version for each in halved.centers] == [0, 0]
+        assert [center.version for center in halved.centers] == [0, 0]
     if killed == "then":
         monkeypatch.setattr(workers[0].session, "collect", kill)
         with pytest.raises(Killed):
             loop.flush(params, state)
     else:
         loop.flush(params, state)
-    assert [each.version for each in halved.centers] == [1, 1]
+    assert [center.version for center in halved.centers] == [1, 1]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    an_epoch(loop, data)
+    train_epoch(loop, data)
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
@@ -474,7 +474,7 @@ def test_failed_checkpoint_write_loses_no_sample(
     monkeypatch.setattr(loop.checkpoints, "write", fails_at_times)
     params, state = loop.start()
     for sample in data:
-        params, state = a_step(loop, params, state, sample)
+        params, state = train_step(loop, params, state, sample)
         while True:
             with contextlib.suppress(errors.DurabilityError):
                 params, state = loop.exchange(params, state)
@@ -513,7 +513,7 @@ def test_embedded_shards_are_saved_with_their_only_worker(tmp_path):
         loop, data = by_fragments(center, tmp_path)
         before = kill_in_a_local_step(loop, None) if place else lambda sample: None
         with contextlib.suppress(Killed):
-            an_epoch(loop, data, before, params=HALVES, chief=True)
+            train_epoch(loop, data, before, params=HALVES, chief=True)
     assert loop.resumed
     for half in jax.tree.leaves(center.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
@@ -522,7 +522,7 @@ def test_embedded_shards_are_saved_with_their_only_worker(tmp_path):
 def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
     loop, data = by_fragments(halved, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch(loop, data, kill_in_a_local_step(loop, None))
+        train_epoch(loop, data, kill_in_a_local_step(loop, None))
     whole = agn_optax.Worker(halved, shared.sgd(1.0), period=2, name="w")
     other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
     with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
@@ -532,28 +532,28 @@ def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
 @pytest.mark.parametrize(
     "name", ["path", "like", "elastic", "center", "number", "agn_optax", "center-0"]
 )
-def test_name_that_is_taken_is_rejected_before_anything_is_written(
+def test_reserved_name_is_rejected_before_anything_is_written(
     name, journaled, tmp_path
 ):
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="w")
-    with pytest.raises(errors.InvalidArgumentError, match=f"be named '{name}'.*elasti"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"saved as '{name}'.*elasti"):
         checkpoint.Resumable(worker, tmp_path / "own", **{name: {"mean": jnp.zeros(2)}})
     assert not (tmp_path / "own").exists()
 
 
 def test_objects_of_any_other_name_are_restored(journaled, tmp_path):
     for mean in (1.0, 0.0):
-        beside = {
-            name: {"mean": jnp.full(2, mean)} for name in ("parts", "resume_token")
+        others = {
+            name: {"mean": jnp.full(2, mean)} for name in ("fragments", "resume_token")
         }
-        loop, data = resumable(journaled, tmp_path / "own", **beside)
+        loop, data = resumable(journaled, tmp_path / "own", **others)
         params, state = loop.start()
         if not loop.resumed:
-            params, state = a_step(loop, params, state, next(data))
+            params, state = train_step(loop, params, state, next(data))
             loop.flush(*loop.exchange(params, state))
         loop.close()
     assert loop.resumed
-    for kept in beside.values():
+    for kept in others.values():
         np.testing.assert_array_equal(kept["mean"], [1.0, 1.0])
 
 
@@ -563,7 +563,7 @@ def test_worker_started_after_close_writes_checkpoints_again(journaled, tmp_path
     for _ in range(2):
         params, state = loop.start()
         for sample in range(2):
-            params, state = a_step(loop, params, state, sample)
+            params, state = train_step(loop, params, state, sample)
             params, state = loop.exchange(params, state)
         numbers.append(loop.checkpoints.latest[0])
         loop.close()

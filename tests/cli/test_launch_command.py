@@ -210,7 +210,7 @@ me = service.environment()
 with service.connect(me.address, me.rule) as center:
     with agn_optax.Worker(center, optax.sgd(0.1), period=1, name=me.worker) as worker:
         params, state = worker.start({"w": jnp.ones(3)}, chief=True)
-        with service.told_to_end() as told:
+        with service.delay_sigterm() as terminated:
             for step in range(100_000):
                 updates, state = worker.tx.update(params, state, params)
                 params = optax.apply_updates(params, updates)

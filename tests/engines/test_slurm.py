@@ -322,8 +322,8 @@ with service.connect(me.address, me.rule) as center:
     with checkpoint.Resumable(worker, here / me.worker, at=at) as loop:
         params, state = loop.start(jnp.zeros(4), chief=me.rank == 0)
         say("starts")
-        with service.told_to_end() as told:
-            while not (told() or (here / "enough").exists()):
+        with service.delay_sigterm() as terminated:
+            while not (terminated() or (here / "enough").exists()):
                 ones = jnp.zeros(4).at[me.rank].set(1.0)
                 updates, state = loop.tx.update(-ones, state, params)
                 params = optax.apply_updates(params, updates)
@@ -333,7 +333,7 @@ with service.connect(me.address, me.rule) as center:
                     say("made")
                 time.sleep(0.02)
             loop.flush(params, state)
-            say("leaves" if told() else "ends")
+            say("leaves" if terminated() else "ends")
 """
 
 
@@ -479,11 +479,13 @@ here, process = pathlib.Path(sys.argv[1]), jax.process_index()
 report = here / f"{me.worker}.{process}.{me.restarts}"
 count = int(multihost_utils.process_allgather(jnp.ones(())).sum())
 report.write_text(f"{jax.process_count()} {count} ")
-with service.told_to_end() as told:
+with service.delay_sigterm() as terminated:
     until = time.monotonic() + 60
     # All processes of a worker end at the same step.
-    is_told = lambda: bool(multihost_utils.process_allgather(jnp.asarray(told())).any())
-    while not (ends := is_told()):
+    any_terminated = lambda: bool(
+        multihost_utils.process_allgather(jnp.asarray(terminated())).any()
+    )
+    while not (ends := any_terminated()):
         if me.restarts or time.monotonic() > until:
             break
         time.sleep(0.1)

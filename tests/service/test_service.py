@@ -584,7 +584,7 @@ def test_drain_ends_waiting_exchanges_without_applying_them(serve, connect):
         except errors.CenterUnreachableError as error:
             waiting.append(error)
 
-    anna._parts[0].machine.patience = 0
+    anna._workers[0].machine.patience = 0
     anna.center._connection.timeout = 1.0
     thread = threading.Thread(target=exchange)
     thread.start()

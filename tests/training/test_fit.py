@@ -242,9 +242,9 @@ def test_restarted_data_gives_a_warning_when_a_run_resumes(
         agn_optax.fit(train_step, state, made, **arguments, directory=tmp_path)
 
     run()
-    assert "begins anew" not in caplog.text
+    assert "starts from the beginning" not in caplog.text
     run()
-    assert caplog.text.count("begins anew") == (data is list)
+    assert caplog.text.count("starts from the beginning") == (data is list)
 
 
 def test_sigterm_makes_a_worker_flush_and_leave():
@@ -278,11 +278,11 @@ def test_second_signal_interrupts_waiting_after_the_first(monkeypatch):
     closed, clock = [], time.monotonic
 
     def waits():
-        with service.told_to_end() as told:
+        with service.delay_sigterm() as terminated:
             try:
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)  # a repetition of the same signal
-                assert told()
+                assert terminated()
                 with monkeypatch.context() as later:
                     later.setattr(time, "monotonic", lambda: clock() + 2.0)
                     signal.raise_signal(signal.SIGTERM)
@@ -300,8 +300,8 @@ def test_signals_are_handled_only_in_the_main_thread():
     asked = []
 
     def elsewhere():
-        with service.told_to_end() as told:
-            asked.append(told())
+        with service.delay_sigterm() as terminated:
+            asked.append(terminated())
 
     thread = threading.Thread(target=elsewhere)
     thread.start()

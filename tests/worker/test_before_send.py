@@ -10,17 +10,17 @@ import agn_optax
 from agn_optax.center import ShardedCenter
 
 
-def a_worker(center, told, **settings):
+def make_worker(center, calls, **settings):
     worker = agn_optax.Worker(center, shared.sgd(1.0), **{"period": 2, **settings})
 
     def before_send(numbers, params, state):
-        told.append((dict(numbers), center.pull().version))
+        calls.append((dict(numbers), center.pull().version))
 
     worker.before_send = before_send
     return worker
 
 
-def stepped(worker, params, state):
+def step(worker, params, state):
     """Make a local step by hand, and call exchange."""
     return worker.exchange(params - 1.0, state)
 
@@ -28,39 +28,39 @@ def stepped(worker, params, state):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_hook_is_called_once_before_each_message(overlap):
     """Earlier messages have been answered then, also those in flight."""
-    center, told = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2)), []
-    worker = a_worker(center, told, overlap=overlap)
+    center, calls = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2)), []
+    worker = make_worker(center, calls, overlap=overlap)
     loop = worker.start()
     for _ in range(6):
-        loop = stepped(worker, *loop)
+        loop = step(worker, *loop)
     worker.flush(*loop)
-    assert told == [({0: 1}, 0), ({0: 2}, 1), ({0: 3}, 2)]
+    assert calls == [({0: 1}, 0), ({0: 2}, 1), ({0: 3}, 2)]
     assert worker.exchanges == center.version == 3
     np.testing.assert_array_equal(center.pull().params, -6.0)
 
 
 def test_nothing_is_sent_if_the_hook_raises():
-    steps, told = [], []
+    steps, calls = [], []
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
-    worker = a_worker(
-        center, told, callbacks=[lambda _, values: steps.append(values["steps"])]
+    worker = make_worker(
+        center, calls, callbacks=[lambda _, values: steps.append(values["steps"])]
     )
-    tell = worker.before_send
+    record = worker.before_send
 
     def raises(*message):
-        tell(*message)
+        record(*message)
         raise OSError("no space left")
 
-    params, state = stepped(worker, *worker.start())
+    params, state = step(worker, *worker.start())
     worker.before_send = raises
     for _ in range(2):
         with pytest.raises(OSError, match="no space"):
-            stepped(worker, params, state)
+            step(worker, params, state)
         assert (center.version, worker.exchanges) == (0, 0)
         worker.save(params, state)  # no message is under way
-    worker.before_send = tell
-    params, state = stepped(worker, params, state)
-    assert told == [({0: 1}, 0)] * 3
+    worker.before_send = record
+    params, state = step(worker, params, state)
+    assert calls == [({0: 1}, 0)] * 3
     assert steps == [2]
     np.testing.assert_array_equal(params, -2.0)
 
@@ -69,24 +69,24 @@ def test_worker_is_saved_before_its_message_and_sends_the_same_again():
     """The saved counts are those of the message, and the center applies it once."""
     saved = []
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
-    worker = a_worker(center, [], name="anna")
+    worker = make_worker(center, [], name="anna")
     worker.before_send = lambda numbers, *loop: saved.append(
         (list(numbers), jax.tree.map(np.array, worker.save(*loop)), worker.resume_token)
     )
     loop = worker.start()
     for _ in range(2):
-        loop = stepped(worker, *loop)
+        loop = step(worker, *loop)
     assert center.version == 1
-    ((parts, state, life),) = saved
-    assert state.parts[0].local_steps == 2
-    again = a_worker(center, told := [], name="anna")
-    again.resend(*again.restore(state, resume_token=life), parts)
-    assert (center.version, again.exchanges, told) == (1, 1, [])
+    ((parts, state, token),) = saved
+    assert state.fragments[0].local_steps == 2
+    second = make_worker(center, calls := [], name="anna")
+    second.resend(*second.restore(state, resume_token=token), parts)
+    assert (center.version, second.exchanges, calls) == (1, 1, [])
     np.testing.assert_array_equal(center.pull().params, -2.0)
 
 
 @pytest.mark.parametrize("late", [{}, {"delay": 1}], ids=repr)
-def test_hook_is_told_of_all_messages_of_a_flush_at_once(late):
+def test_hook_is_called_once_for_all_messages_of_a_flush(late):
     zeros = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     fragments = agn_optax.Fragments(2, **late)
     center = ShardedCenter(
@@ -94,11 +94,11 @@ def test_hook_is_told_of_all_messages_of_a_flush_at_once(late):
         fragments=fragments,
     )
     center.initialize(zeros, worker="chief")
-    worker = a_worker(center, told := [], fragments=fragments, period=4)
+    worker = make_worker(center, calls := [], fragments=fragments, period=4)
     params, state = worker.start()
     moved = {name: leaf - 1.0 for name, leaf in params.items()}
     worker.flush(*worker.exchange(moved, state))
-    assert told == [({0: 1, 1: 1}, (0, 0))]
+    assert calls == [({0: 1, 1: 1}, (0, 0))]
     assert worker.version == (1, 1)
     for leaf in center.pull().params.values():
         np.testing.assert_array_equal(leaf, -1.0)

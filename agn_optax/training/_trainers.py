@@ -1,4 +1,4 @@
-"""The two places where `fit` trains: a worker of a center, and towers."""
+"""What `fit` does as a worker of a center, and on towers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PyTree = Any
 _log = logging.getLogger("agn_optax")
 
 
-class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
+class WorkerTrainer(contextlib.AbstractContextManager["WorkerTrainer"]):
     """Training as a worker, with a dataclass or ``(params, opt_state)`` as state.
 
     Attributes:
@@ -34,44 +34,49 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         self.steps = 0
         self.step = jax.jit(train_step, donate_argnums=0)
         self._chief, self._data = chief, data
-        # Arrays that are saved in checkpoints although no exchange carries them.
-        self._kept: dict[str, Any] = {}
+        # Arrays for checkpoints that are not in the worker's state: the number of
+        # steps, and other fields of a dataclass.
+        self._extra_arrays: dict[str, Any] = {}
         self._worker: Any = worker
         if directory is not None:
             self._worker = checkpoint.Resumable(
-                worker, directory, kept=self._kept, **_beside(data)
+                worker, directory, extra_arrays=self._extra_arrays, **_data_part(data)
             )
 
     def start(self, state: PyTree) -> PyTree:
-        self._keep(state)
-        if _is_state(state):
+        self._store_extra_arrays(state)
+        if _has_fields(state):
             state = flax.start(self._worker, state, chief=self._chief)
         else:
             state = self._worker.start(state, chief=self._chief)
         if getattr(self._worker, "resumed", False):
             _check_data(self._data)
-        self.steps = int(self._kept.pop("steps"))
-        if not _is_state(state):
+        self.steps = int(self._extra_arrays.pop("steps"))
+        if not _has_fields(state):
             return state
         # A copy, because the train step donates it.
-        rest = jax.tree.map(lambda x: jnp.array(x, copy=True), self._kept["rest"])
+        rest = jax.tree.map(
+            lambda x: jnp.array(x, copy=True), self._extra_arrays["rest"]
+        )
         return dataclasses.replace(rest, params=state.params, opt_state=state.opt_state)
 
     def exchange(self, state: PyTree) -> PyTree:
         if not self._worker.due:  # no exchange: the worker only counts the step
             self._worker.exchange(None, None)
             return state
-        return self._act(state, flax.exchange, self._worker.exchange)
+        return self._call(state, flax.exchange, self._worker.exchange)
 
     def save(self, state: PyTree) -> None:
         """Do nothing: a worker saves at its exchanges."""
 
     def finish(self, state: PyTree) -> PyTree:
-        return self._act(state, flax.flush, self._worker.flush)
+        return self._call(state, flax.flush, self._worker.flush)
 
-    def _act(self, state: PyTree, of_state: Any, of_pair: Any) -> PyTree:
-        self._keep(state)
-        return of_state(self._worker, state) if _is_state(state) else of_pair(*state)
+    def _call(self, state: PyTree, with_fields: Any, with_pair: Any) -> PyTree:
+        self._store_extra_arrays(state)
+        if _has_fields(state):
+            return with_fields(self._worker, state)
+        return with_pair(*state)
 
     def leave(self) -> None:
         self._worker.leave()
@@ -87,20 +92,20 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         if isinstance(self._worker, checkpoint.Resumable):
             self._worker.detach()
 
-    def _keep(self, state: PyTree) -> None:
-        self._kept["steps"] = jnp.asarray(self.steps)
-        if _is_state(state):
+    def _store_extra_arrays(self, state: PyTree) -> None:
+        self._extra_arrays["steps"] = jnp.asarray(self.steps)
+        if _has_fields(state):
             rest = dataclasses.replace(state, params=None, opt_state=None)
-            self._kept["rest"] = jax.tree.map(jnp.asarray, rest)
+            self._extra_arrays["rest"] = jax.tree.map(jnp.asarray, rest)
 
 
-class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
+class TowersTrainer(contextlib.AbstractContextManager["TowersTrainer"]):
     """Training on towers, with a state that has a replica for each tower."""
 
     def __init__(self, train_step: Any, towers: Any, data: Any, directory: Any) -> None:
         check.instance(towers, Towers, "towers must be agn_optax.Towers(...)")
         self.steps = 0
-        self._towers, self._data, self._beside = towers, data, _beside(data)
+        self._towers, self._data, self._data_part = towers, data, _data_part(data)
         self._program = towers.step(train_step)
         self._checkpoints = None
         if directory is not None:
@@ -111,8 +116,8 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
             return state
         _check_data(self._data)
         self.steps, path = self._checkpoints.latest
-        there = checkpoint.load(path, towers=(self._towers, state), **self._beside)
-        return there["towers"]
+        loaded = checkpoint.load(path, towers=(self._towers, state), **self._data_part)
+        return loaded["towers"]
 
     def step(self, state: PyTree, batch: Any) -> tuple[PyTree, PyTree]:
         return self._program(state, self._towers.shard(batch))
@@ -123,7 +128,7 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
 
     def save(self, state: PyTree) -> None:
         if self._checkpoints is not None:
-            parts = {"towers": (self._towers, state), **self._beside}
+            parts = {"towers": (self._towers, state), **self._data_part}
             self._checkpoints.write(self.steps, **parts)
 
     def finish(self, state: PyTree) -> PyTree:
@@ -146,20 +151,20 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
             self._checkpoints.close()
 
 
-def _is_state(state: PyTree) -> bool:
+def _has_fields(state: PyTree) -> bool:
     return dataclasses.is_dataclass(state) and hasattr(state, "opt_state")
 
 
-def _beside(data: Any) -> dict[str, Any]:
+def _data_part(data: Any) -> dict[str, Any]:
     """Return the data as a part of a checkpoint, if Orbax can save its position."""
     return {"data": data} if hasattr(data, "save") and hasattr(data, "load") else {}
 
 
 def _check_data(data: Any) -> None:
-    """Warn that the data of a resumed run starts from its beginning, if it does."""
-    if not _beside(data):
+    """Warn if the data of a resumed run starts from its beginning."""
+    if not _data_part(data):
         _log.warning(
-            "the run goes on from its checkpoint, but its data begins anew: give an "
-            "iterator that Orbax can save, such as Grain's, got %s",
+            "the run resumes from its checkpoint, but its data starts from the "
+            "beginning: pass an iterator that Orbax can save, such as Grain's, got %s",
             check.show(data),
         )
