@@ -121,7 +121,7 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not elementwise.is_uniform(rule, tree, lambda x: Packed(*np.array_split(x, 2))):
+    if not elementwise.is_uniform(rule, tree):
         return None
 
     def fits() -> bool:
