@@ -49,9 +49,9 @@ def _made_by_factory(own: Variables) -> Any:
 
     The numbers are traced at each update, so they cannot decide what is made.
     """
-    factory, fixed = own["inner_factory"], own["other_hps"]
-    names = inspect.signature(factory).parameters.keys() - fixed.keys()
     try:
+        factory, fixed = own["inner_factory"], own["other_hps"]
+        names = inspect.signature(factory).parameters.keys() - fixed.keys()
         return factory(**fixed, **dict.fromkeys(names, 0.5))
     except Exception:  # the user's function may raise anything
         return _unknown
@@ -75,7 +75,7 @@ TABLE: dict[str, Entry] = {
     "optax.inject_hyperparams": Entry(inner=_made_by_factory),
     # A mask may depend on the names and shapes of leaves, and on their number.
     "optax.masked": Entry(
-        lambda own: "element" if isinstance(own["mask"], bool) else "tree",
+        lambda own: "element" if isinstance(own.get("mask"), bool) else "tree",
         inner="inner",
     ),
     "optax.schedule_free": Entry(inner="base_optimizer"),
@@ -163,15 +163,8 @@ def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
     """
     while _is_transform(update):
         update = update.update
-    module, name = (getattr(update, n, "") for n in ("__module__", "__qualname__"))
-    maker = f"{module.split('.')[0]}.{name.split('.')[0]}"
+    maker, own = _origin(update)
     entry = TABLE.get(maker, Entry("tree"))
-    code = getattr(update, "__code__", None)
-    cells = getattr(update, "__closure__", None) or ()
-    own = {
-        name: cell.cell_contents
-        for name, cell in zip(code.co_freevars if code else (), cells, strict=True)
-    }
     reads = entry.reads(own) if callable(entry.reads) else entry.reads
     yield Part(maker, reads, entry.at_corners)
     if entry.inner is None or (trusting and maker == "agn_optax.elementwise"):
@@ -183,6 +176,20 @@ def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
     for each in jax.tree.leaves(inner, is_leaf=_is_transform):
         if not isinstance(each, str):  # a name in a named chain
             yield from parts_of(each, trusting=trusting)
+
+
+def _origin(update: Any) -> tuple[str, Variables]:
+    """Return the function that made an ``update`` function, and its variables.
+
+    They are those of its code, because a decorator may copy the name of another one.
+    """
+    code = getattr(update, "__code__", None)
+    if code is None:
+        return type(update).__qualname__, {}
+    package = update.__globals__.get("__name__", "").split(".")[0]
+    cells = zip(code.co_freevars, update.__closure__ or (), strict=True)
+    variables = {name: cell.cell_contents for name, cell in cells}
+    return f"{package}.{code.co_qualname.split('.')[0]}", variables
 
 
 def _is_transform(node: Any) -> bool:

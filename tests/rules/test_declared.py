@@ -1,6 +1,7 @@
 """The table of transformations, proved by numbers, and what runs on parts by it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,20 @@ def test_every_scale_by_of_optax_is_in_the_table_or_known_to_read_the_tree():
 )
 def test_optimizer_that_reads_more_is_not_elementwise(optimizer):
     assert reads_of(optimizer) != "element"
+
+
+def test_decorated_optimizer_is_not_taken_for_the_one_inside():
+    inner = optax.scale_by_adam()
+
+    @functools.wraps(inner.update)
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates)
+        return inner.update(jax.tree.map(lambda u: u / norm, updates), state, params)
+
+    tx = optax.GradientTransformation(inner.init, update)
+    assert reads_of(optax.chain(tx)) == "tree"
+    jitted = optax.GradientTransformation(inner.init, jax.jit(inner.update))
+    assert reads_of(optax.chain(jitted)) == "tree"
 
 
 def test_declared_optimizer_counts_as_elementwise_with_the_same_numbers():
