@@ -50,7 +50,9 @@ COMBINATIONS = {
     ("a center in shards", "a rule that is not elementwise"): Combination(
         "each shard has only a part of the elements",
         "Take a center optimizer and a codec that read one element at a time, such as "
-        "`optax.sgd` and `cast`, or keep the center whole",
+        "`optax.sgd` and `cast`, or keep the center whole. If yours work element by "
+        "element, say so: `agn_optax.elementwise(optimizer)`, `Rule(elementwise=True)` "
+        "or `Codec(reads='element')`",
     ),
     ("a center in shards", "a combine of whole messages"): Combination(
         "each shard has a part of every message",

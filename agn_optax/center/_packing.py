@@ -45,6 +45,7 @@ class Packing:
         offsets, end = layout.offsets(sizes)
         middle = layout.middle(offsets, end)
         self.shapes = ((middle,), (end - middle,))
+        self.has_gaps = end > sum(sizes)
         # For each leaf, the index of its array, and its slice there.
         self._places = [
             (1, slice(offset - middle, offset - middle + size))
@@ -121,27 +122,36 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not elementwise.is_uniform(rule, tree, lambda x: Packed(*np.array_split(x, 2))):
+    if not elementwise.is_uniform(rule, tree):
         return None
 
     def fits() -> bool:
-        """Return whether the state converts both ways, and zeros stay finite."""
+        """Return whether the state converts both ways, and gaps stay finite."""
         state = rule.center.init(
             Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
         )
         apart = packing.unpack_state(rule, state)
         together = packing.pack_state(rule, apart)
         expected = jax.eval_shape(rule.center.init, tree)
-        zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
-        moved = rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
         return (
             trees.kinds(apart) == trees.kinds(expected)
             and trees.kinds(together) == trees.kinds(state)
-            and all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved))
+            and not (packing.has_gaps and _moves_zeros_beyond(rule, leaves[0].dtype))
         )
 
     what = f"a center of rule {rule.name!r} in two arrays"
     return packing if tracing.unless_unfit(what, fits) else None
+
+
+def _moves_zeros_beyond(rule: Rule, dtype: Any) -> bool:
+    """Return whether a rule makes zeros infinite or NaN, as Adam without epsilon."""
+
+    def moved() -> PyTree:
+        zeros = Packed(*(jnp.zeros(1, dtype) for _ in Packed._fields))
+        return rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
+
+    made = jax.tree.leaves(jax.jit(moved)())
+    return not all(np.isfinite(np.float64(x)).all() for x in made)
 
 
 def _owned(part: np.ndarray) -> jax.Array:

@@ -1,8 +1,8 @@
 """Bounds on the center's movement, so that most messages need no check of the center.
 
-The norm of a message bounds its elements. The transformations in the table below have
-their largest updates and states at corners: where message, state and center each have
-their largest or smallest value, or are zero. Therefore the optimizer is run on the
+The norm of a message bounds its elements. Some transformations (`rules` has a table)
+have their largest updates and states at corners: where message, state and center each
+have their largest or smallest value, or are zero. Therefore the optimizer is run on the
 corners alone. If the state stays within its own bounds, as Adam's moments do, no
 message of at most that norm moves a number of the center further.
 
@@ -23,48 +23,17 @@ import numpy as np
 import optax
 
 from agn_optax import round as rounds
-from agn_optax.rules import Rule, extra_arguments
+from agn_optax.rules import Rule, at_corners, extra_arguments
 
 PyTree = Any
 
 _SLACK = 3.0  # for rounding, also when an update is added to a narrow center
 
-# Functions that return a transformation of other ones, in their closures.
-_COMBINING = {"optax.chain", "optax.with_extra_args_support"}
-# Functions that return a transformation whose extremes are at corners.
-_BOUNDED = {
-    "agn_optax.momentum_lookahead",
-    "agn_optax.scale_by_staleness",
-    "optax.add_decayed_weights",
-    "optax.clip",
-    "optax.clip_by_global_norm",
-    "optax.identity",
-    "optax.scale",
-    "optax.scale_by_adam",
-    "optax.scale_by_lion",
-    "optax.scale_by_rms",
-    "optax.scale_by_schedule",
-    "optax.scale_by_sign",
-    "optax.trace",
-}
-
 
 def is_bounded(rule: Rule) -> bool:
     """Return whether all parts of a rule that move its center are in the table."""
     parts = [rule.center, *([rule.discount] if rule.discount else [])]
-    return rule.message is None and all(_is_listed(part.update) for part in parts)
-
-
-def _is_listed(update: Any) -> bool:
-    """Return whether an ``update`` function, or its transformation, is in the table."""
-    update = getattr(update, "update", update)
-    module, name = (getattr(update, n, "") for n in ("__module__", "__qualname__"))
-    maker = f"{module.split('.')[0]}.{name.split('.')[0]}"
-    if maker not in _COMBINING:
-        return maker in _BOUNDED
-    values = [cell.cell_contents for cell in update.__closure__ or ()]
-    inner = [each for v in values for each in (v if type(v) is tuple else (v,))]
-    return bool(inner) and all(map(_is_listed, inner))
+    return rule.message is None and all(map(at_corners, parts))
 
 
 def bound(

@@ -2,6 +2,7 @@
 
 - `_combinators`: the optax transformations that rules are built of
 - `_rule`: the record `Rule`, and the rules of the literature
+- `_declared`: how much of a tree each optax transformation reads
 - `codecs`: how contributions are encoded for transmission
 - `robust`: how the messages of a round are combined if some are not trusted
 - `center_optimizers`: how a center moves
@@ -22,6 +23,11 @@ from agn_optax.rules._combinators import accumulate as accumulate
 from agn_optax.rules._combinators import elastic_pull as elastic_pull
 from agn_optax.rules._combinators import normalize as normalize
 from agn_optax.rules._combinators import scale_by_staleness as scale_by_staleness
+from agn_optax.rules._declared import Reads as Reads
+from agn_optax.rules._declared import at_corners as at_corners
+from agn_optax.rules._declared import elementwise as elementwise
+from agn_optax.rules._declared import parts_of as parts_of
+from agn_optax.rules._declared import widest as widest
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint

@@ -89,6 +89,10 @@ class Rule:
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
         ``contribution`` gets None, and no copy of the anchor is kept.
       codec: how contributions are encoded, one of `agn_optax.codecs`.
+      elementwise: whether ``contribution``, ``message`` and ``adopt`` work element by
+        element: each element of their results depends on that element of the arguments
+        alone, and on scalars. Only such rules can move a center in shards. If you
+        replace one of the functions of a rule, this is about the new one, too.
 
     All functions are traced, so they must be pure.
 
@@ -129,6 +133,7 @@ class Rule:
     needs_params: bool = True
     needs_anchor: bool = True
     codec: Codec = dataclasses.field(default_factory=identity)
+    elementwise: bool = False
 
     def __post_init__(self) -> None:
         of_rule = f"of rule {self.name!r}"
@@ -307,6 +312,7 @@ def agn(
         needs_params=False,
         needs_anchor=False,
         codec=codec or identity(),
+        elementwise=True,
     )
 
 
@@ -364,6 +370,7 @@ def downpour(*, codec: Codec | None = None) -> Rule:
         center=optax.sgd(1.0),
         contribution=_Displacement(),
         codec=codec or identity(),
+        elementwise=True,
     )
 
 
@@ -527,4 +534,5 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
         adopts="before",
         needs_anchor=penalty is not None,
         codec=codec or identity(),
+        elementwise=True,
     )

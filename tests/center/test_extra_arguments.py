@@ -60,7 +60,7 @@ def no_extras(params):
     return Extras(*(jnp.zeros((), "f4" if n == "weight" else "i4") for n in NAMES))
 
 
-ASKS = optax.GradientTransformationExtraArgs(no_extras, move)
+ASKS = agn_optax.elementwise(optax.GradientTransformationExtraArgs(no_extras, move))
 RULE = rules.diloco(ASKS)
 AGN = rules.agn(ASKS)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from agn_optax import errors
 from agn_optax._internal import combinations
+from agn_optax.rules._declared import widest
 from agn_optax.rules.codecs._codec import Codec, check_codec
 
 PyTree = Any
@@ -60,6 +61,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
         answers=answers[0] if answers else None,
         of_differences=any(codec.of_differences for codec in codecs),
         is_exact=all(codec.is_exact for codec in codecs),
+        reads=widest(*(codec.reads for codec in codecs)),
     )
 
 

@@ -13,6 +13,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
+from agn_optax.rules._declared import WIDTHS, Reads, widest
 
 PyTree = Any
 
@@ -50,11 +51,16 @@ class Codec:
         gradients and displacements only: parameters that are left out would look like
         zeros. Rules that send parameters reject such a codec.
       is_exact: whether all programs decode a message to the same bits.
+      reads: what an element of the decoded contribution depends on: that ``"element"``
+        of the contribution alone, its ``"leaf"`` (and the number of the leaf, for
+        random numbers), or the whole ``"tree"``. A center in shards needs one of the
+        first two. The wider one of this and that of the answers counts.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
-      InvalidArgumentError: ``answers`` is not a floating dtype, or it is a codec with
-        which the broadcast would differ between workers, or would count losses twice.
+      InvalidArgumentError: ``reads`` is not one of these; ``answers`` is not a floating
+        dtype, or it is a codec with which the broadcast would differ between workers,
+        or would count losses twice.
 
     Example:
       A codec that sends the signs of a leaf's elements and their mean absolute value:
@@ -67,7 +73,11 @@ class Codec:
       ...     read = lambda x, sent: jnp.where(sent["signs"], 1, -1) * sent["size"]
       ...     return jax.tree.map(read, like, encoded)
       >>> signs = agn_optax.codecs.Codec(
-      ...     lambda params: optax.EmptyState(), encode, decode, name="signs"
+      ...     lambda params: optax.EmptyState(),
+      ...     encode,
+      ...     decode,
+      ...     name="signs",
+      ...     reads="leaf",
       ... )
       >>> rule = agn_optax.rules.downpour(codec=signs)
 
@@ -84,16 +94,19 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
-    # Only the author of a codec knows these two: they are about the numbers that its
+    # Only the author of a codec knows these three: they are about the numbers that its
     # functions compute. All other properties are derived: `is_identity` from the
     # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
     is_exact: bool = True
+    reads: Reads = "tree"
 
     def __post_init__(self) -> None:
         argument = f"answers of codec {self.name!r}"
+        check.one_of(self.reads, f"reads of codec {self.name!r}", WIDTHS)
         if isinstance(self.answers, Codec):
             _check_answers(self.answers, argument)
+            object.__setattr__(self, "reads", widest(self.reads, self.answers.reads))
         else:
             answers = check.float_dtype(self.answers, argument)
             object.__setattr__(self, "answers", answers)
@@ -139,6 +152,7 @@ _IDENTITY = Codec(
     lambda contribution, state: (contribution, state),
     lambda encoded, like: encoded,
     name="identity",
+    reads="element",
 )
 
 
@@ -210,6 +224,7 @@ def _cast(dtype: Any) -> Codec:
         encode,
         lambda sent, like: sent.astype(like.dtype),
         answers=dtype,
+        reads="element",
     )
 
 
@@ -290,6 +305,8 @@ def of_leaves(
     name: str,
     encode: Callable[[Any], PyTree],
     decode: Callable[[PyTree, Any], jax.Array],
+    *,
+    reads: Reads = "leaf",
     **fields: Any,
 ) -> Codec:
     """Return a codec without state that encodes each leaf separately."""
@@ -298,6 +315,7 @@ def of_leaves(
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
         _leafwise(decode),
         name=name,
+        reads=reads,
         **fields,
     )
 
@@ -330,6 +348,7 @@ def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Code
         encode_all,
         _leafwise(decode),
         name=name,
+        reads="leaf",
         **fields,
     )
 

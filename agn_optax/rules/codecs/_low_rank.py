@@ -105,6 +105,7 @@ def low_rank(rank: int = 4) -> Codec:
         name=f"low_rank({rank})",
         of_differences=True,
         is_exact=False,
+        reads="leaf",
     )
 
 
