@@ -250,7 +250,7 @@ class LocalCenter:
                 "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
-            worker, session_id, params, replace=True, back=resume_token is not None
+            worker, session_id, params, replace=True, resume=resume_token is not None
         )
         try:
             if self.core.wait_for_barrier(timeout):
@@ -262,7 +262,7 @@ class LocalCenter:
         raise errors.NotInitializedError(
             f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
             "workers to start together; other workers that have joined: "
-            f"{len(self.core.ledger.present())}"
+            f"{len(self.core.ledger.registered())}"
         )
 
     def close(self, reason: str = "this center has been closed") -> None:

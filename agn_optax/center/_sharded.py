@@ -286,9 +286,9 @@ class ShardedSession(Session):
         return [session.resume_token for session in self._sessions]
 
     @property
-    def before(self) -> Any:
-        """The `Session.before` of every shard."""
-        return [session.before for session in self._sessions]
+    def previous_session(self) -> Any:
+        """The `Session.previous_session` of every shard."""
+        return [session.previous_session for session in self._sessions]
 
     def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""

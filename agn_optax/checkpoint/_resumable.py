@@ -245,7 +245,7 @@ class Resumable:
 
 def _ends(center: Any) -> bool:
     """Return whether a center ends with this process."""
-    return isinstance(center, LocalCenter) and not center.core.outlives
+    return isinstance(center, LocalCenter) and not center.core.is_durable
 
 
 class _Sending(WorkerPart):

@@ -60,7 +60,7 @@ class _Lost:
     """A session with the parent that has ended, kept until the next one begins."""
 
     resume_token: Any  # as `Worker.resume_token`
-    before: Any  # as `Session.before`
+    before: Any  # as `Session.previous_session`
     codec_state: PyTree  # state of the codec before the message under way
 
 
@@ -318,8 +318,8 @@ class Uplink:
 
     @property
     def _before(self) -> Any:
-        """The last exchange that the parent knows, as in `Session.before`."""
-        return self._worker._parts[0].session.before
+        """The last exchange that the parent knows, as in `Session.previous_session`."""
+        return self._worker._parts[0].session.previous_session
 
     # Sending and adopting.
 
@@ -363,7 +363,7 @@ class Uplink:
             )
             for part in left
         ]
-        self._core.shift(adopted, base)
+        self._core.rebase(adopted, base)
         self._base, self._rounds = adopted, left
 
     def _observe(self, submission: Submission) -> jax.Array | None:

@@ -152,7 +152,7 @@ class Exchanges(RuleBasedStateMachine):
     def look(self):
         """Remove workers with an expired lease; return the present ones."""
         # Wait for a check in another thread, as if it took no time.
-        assert self.core.wait_for(lambda: self.core._look is None, LIMIT)
+        assert self.core.wait_for(lambda: self.core._finiteness is None, LIMIT)
         there = self.core.members()[1]
         for life in self.lives.values():
             if life.until <= self.clock.now:
@@ -193,7 +193,7 @@ class Exchanges(RuleBasedStateMachine):
         life = self.lives.get(name)
         if life is not None:
             self.look()
-            life.session = self.core.join(name, life.session_id, back=True)
+            life.session = self.core.join(name, life.session_id, resume=True)
             life.there, life.until = True, math.inf
             with self.core.reading(kept=True) as version:  # and thus that it is back
                 self.promised = max(self.promised, version.number)
@@ -203,7 +203,7 @@ class Exchanges(RuleBasedStateMachine):
     def use_a_replaced_session(self, number):
         life = self.replaced[number % len(self.replaced)]
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
-            self.core.join(life.name, life.session_id, back=True)
+            self.core.join(life.name, life.session_id, resume=True)
         if life.session is not None:
             self.is_rejected(life)
             life.session.acknowledge(1)
@@ -329,7 +329,7 @@ class Exchanges(RuleBasedStateMachine):
         with self.core.reading() as version:
             sent = jnp.copy(version.params)
         self.versions.append(self.versions[-1] + (5, 0))
-        self.core.shift(sent + jnp.array([5.0, 0.0]), sent)
+        self.core.rebase(sent + jnp.array([5.0, 0.0]), sent)
 
     @precondition(lambda self: self.journals)
     @rule(kills=st.booleans())
@@ -422,7 +422,7 @@ def exchange(session, sequence=1, anchor_version=0):
 @contextlib.contextmanager
 def collecting(session, monkeypatch, sequence=1):
     """Wait for a response in another thread; yield its future."""
-    condition = session._core._messages[session.worker].over
+    condition = session._core._messages[session.worker].done
     waiting = threading.Event()
     wait = condition.wait
 
@@ -497,7 +497,7 @@ def test_waiting_worker_gets_an_error_when_the_center_closes(monkeypatch):
 def test_hanging_worker_does_not_block_others(mode):
     """It stays connected but sends no heartbeats."""
     core = core_of(mode)
-    core.join("hangs", silence=0.4)
+    core.join("hangs", heartbeat_timeout=0.4)
     works = core.join("works")
     for sequence in range(1, 6):
         assert exchange(works, sequence, sequence - 1).version == sequence
@@ -510,12 +510,14 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     cut = []
 
     def join(name, *args, **kwargs):
-        number = len(cut) + len(core._cuts)
-        return core.join(name, *args, cut=lambda: cut.append(number), **kwargs)
+        number = len(cut) + len(core._connections)
+        return core.join(
+            name, *args, close_connection=lambda: cut.append(number), **kwargs
+        )
 
     first = join("anna")
     assert not cut
-    again = join("anna", first.session_id, back=True)
+    again = join("anna", first.session_id, resume=True)
     assert cut == [0]
     first.disconnect()  # its connection is no longer the current one
     assert set(core.members()[1]) == {"anna"}
@@ -523,7 +525,7 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     assert cut == [0, 1]
     again.leave()
     assert cut == [0, 1]
-    core.join("bert", silence=0.0)
+    core.join("bert", heartbeat_timeout=0.0)
     core.leave("anna", core.members()[1]["anna"].session_id)
     assert cut == [0, 1, 2]
     core.close()
@@ -648,7 +650,7 @@ def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
     sends.join(LIMIT)
     assert core.snapshot().version == 0
     assert exchange(bert).version == 1
-    back = core.join("anna", anna.session_id, back=True)
+    back = core.join("anna", anna.session_id, resume=True)
     assert exchange(back, 1).version == 2
 
 
@@ -701,7 +703,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
     core = core_of(Synchronous(quorum=2, grace=0.01))
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     settled = 0
-    settle = core._settle
+    settle = core._apply_due
 
     def counted(**how):
         nonlocal settled
@@ -713,7 +715,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
         submit(bert)
         anna.collect(1, LIMIT)
 
-    core._settle = counted
+    core._apply_due = counted
     with held_check(core, end_a_round):
         settled = 0
         assert bert.collect(1, 0.2) is None
@@ -723,7 +725,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
 
 def test_round_ends_in_time_after_a_check(monkeypatch):
     """A call waiting for the round did not have to wake up before."""
-    monkeypatch.setattr(_core, "_LOOKS", math.inf)
+    monkeypatch.setattr(_core, "_FAILURE_CHECK_INTERVAL", math.inf)
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     submit(anna)
@@ -737,7 +739,9 @@ def test_round_ends_in_time_after_a_check(monkeypatch):
 @pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
 def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypatch):
     """For example, no thread can be started, or Ctrl-C comes before."""
-    monkeypatch.setattr(_core, "_LOOKS", 0.05)  # s, until the next attempt
+    monkeypatch.setattr(
+        _core, "_FAILURE_CHECK_INTERVAL", 0.05
+    )  # s, until the next attempt
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert = core.join("anna"), core.join("bert")
 
@@ -783,7 +787,7 @@ def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypat
     monkeypatch.undo()
     if again:
         anna.leave()
-        anna = core.join("anna", anna.session_id, back=True)
+        anna = core.join("anna", anna.session_id, resume=True)
     else:
         anna = core.join("anna", replace=True)
     with pytest.raises(errors.WorkerStateError, match="asks for the answer"):
@@ -885,10 +889,10 @@ def test_copy_replaces_the_version_of_a_response():
 def test_kept_state_does_not_grow_with_departed_workers():
     core = core_of()
     for number in range(3000):
-        session = core.join(f"worker-{number}", cut=lambda: None)
+        session = core.join(f"worker-{number}", close_connection=lambda: None)
         if number % 100 == 0:
             submit(session)
         session.leave()
-    kept = core._messages, core._answers, core._failures, core._cuts
+    kept = core._messages, core._answers, core._failures, core._connections
     assert not any(kept)
-    assert len(core.ledger.memory()["members"]) < 1100
+    assert len(core.ledger.state_to_save()["members"]) < 1100

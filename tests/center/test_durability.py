@@ -120,7 +120,7 @@ def test_replayed_center_is_equal_bit_for_bit(name, dtype, tmp_path, killed):
     again = kept(Journal(killed(tmp_path / "a")), rule)
     assert again.center_id == center.center_id
     assert_identical(again.save(), center.save())
-    assert again.core.ledger.memory() == center.core.ledger.memory()
+    assert again.core.ledger.state_to_save() == center.core.ledger.state_to_save()
     for each in (again, center):
         send(each, 0.3, "w1", 6)
     assert_identical(again.save(), center.save())
@@ -145,7 +145,7 @@ def test_rounds_are_replayed(late, tmp_path, killed):
     with center.core.reading(kept=True):
         again = kept(Journal(killed(tmp_path / "a")), **settings)
     assert_identical(again.save(), center.save())
-    assert again.core.ledger.memory() == center.core.ledger.memory()
+    assert again.core.ledger.state_to_save() == center.core.ledger.state_to_save()
     assert set(again.core.members()[1]) == {"a", "c"}
     again.close()
     center.close()
@@ -157,7 +157,7 @@ def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
-    session = again.core.join("w", "life", back=True)
+    session = again.core.join("w", "life", resume=True)
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     kept_answer = session.answer(1, timeout=LIMIT)
     assert kept_answer.answer.applied
@@ -200,7 +200,7 @@ def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
         assert set(again.core.members()[1]) == {"w"}
         assert not again.core.members()[1]["w"].connected
         with pytest.raises(errors.WorkerStateError, match="replaced"):
-            again.core.join("w", "old", back=True)
+            again.core.join("w", "old", resume=True)
         assert again.core.wait_for_barrier(0.0)
         again.close()
 
@@ -211,7 +211,7 @@ def test_departed_worker_keeps_its_new_connection_after_restart(tmp_path):
     with contextlib.closing(kept(Journal(tmp_path), params=jnp.zeros(2))) as center:
         center.join("w").leave()
     with contextlib.closing(kept(Journal(tmp_path))) as center:
-        center.core.join("w", cut=lambda: cuts.append("w"))
+        center.core.join("w", close_connection=lambda: cuts.append("w"))
         center.core.members()
         assert not cuts
         center.core.join("w", replace=True)

@@ -41,37 +41,35 @@ MODES = [
     Synchronous(quorum=2, grace=0.7, late="weighted"),
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
-LIVES = st.integers(0, 2).map(str)
-REMEMBERED = 2  # departed workers that are remembered
-IN_A_ROW = 2  # rejections; the last one raises
+SESSION_IDS = st.integers(0, 2).map(str)
+REMEMBERED = 2  # ended sessions that are remembered
+IN_A_ROW = 2  # consecutive rejections; the last one raises
 
 
 @dataclasses.dataclass
 class KnownSession:
     """The model's state of one session of a worker."""
 
-    life: str
-    round_began: int
-    clock: int
-    silence: float | None
+    session_id: str
+    round_version: int
+    rounds: int
+    timeout: float | None
     connection: int = 1
     connected: bool = True
     until: float = math.inf
-    gone: bool = False
+    has_ended: bool = False
     settled: int = 0
     owed: bool = False  # its response is not acknowledged
     exchanges: int = 0
     dropped: int = 0
     rejected: int = 0
-    in_a_row: int = 0
-    message: tuple | None = (
-        None  # sequence, anchor, time, versions since the round began
-    )
+    consecutive_rejections: int = 0
+    message: tuple | None = None  # sequence, anchor, time
 
     @property
     def state(self):
-        if self.gone:
-            return State.GONE
+        if self.has_ended:
+            return State.ENDED
         if self.message:
             return State.WAITING
         return State.ANSWERED if self.owed else State.IDLE
@@ -91,8 +89,8 @@ class Commands(RuleBasedStateMachine):
         self.looked = -math.inf
         self.version = 0
         self.last = {}  # session of every name
-        self.went = []  # names of departed workers, the last one last
-        self.departed = set()
+        self.ended = []  # names of ended sessions, the last one last
+        self.newly_ended = set()
 
     @initialize(
         lease=st.sampled_from([0.0, 0.1, 1.0]),
@@ -120,47 +118,46 @@ class Commands(RuleBasedStateMachine):
 
     @property
     def there(self):
-        return {name: k for name, k in self.last.items() if not k.gone}
+        return {name: k for name, k in self.last.items() if not k.has_ended}
 
     @property
     def waiting(self):
         return {name: k for name, k in self.there.items() if k.message}
 
-    def is_there(self, name, life):
-        return name in self.there and self.last[name].life == life
+    def is_there(self, name, session_id):
+        return name in self.there and self.last[name].session_id == session_id
 
-    def give_up(self, name):
+    def end_session(self, name):
         known = self.last[name]
-        known.gone, known.connected, known.until = True, False, math.inf
+        known.has_ended, known.connected, known.until = True, False, math.inf
         known.message, known.owed = None, False
-        self.departed.add(name)
-        self.went.append(name)
-        if len(self.went) > REMEMBERED:
-            del self.last[self.went.pop(0)]
+        self.newly_ended.add(name)
+        self.ended.append(name)
+        if len(self.ended) > REMEMBERED:
+            del self.last[self.ended.pop(0)]
 
-    def look(self):
+    def expire(self):
         """Check which workers are still present."""
         pause, self.looked = self.now - self.looked, self.now
         for name, known in self.there.items():
-            silent = known.connected and known.silence is not None
-            if silent and pause > known.silence / 2:  # the ledger itself paused
-                known.until = max(known.until, self.now + known.silence)
+            silent = known.connected and known.timeout is not None
+            if silent and pause > known.timeout / 2:  # the ledger itself paused
+                known.until = max(known.until, self.now + known.timeout)
             if known.until <= self.now:
-                self.give_up(name)
+                self.end_session(name)
 
     def received(self, known):
         if known.connected:
-            given = known.silence is not None
-            known.until = self.now + known.silence if given else math.inf
+            given = known.timeout is not None
+            known.until = self.now + known.timeout if given else math.inf
 
     def slowest(self, default, but=None):
-        clocks = [k.clock for name, k in self.there.items() if name != but]
-        return min(clocks, default=default)
+        rounds = [k.rounds for name, k in self.there.items() if name != but]
+        return min(rounds, default=default)
 
-    def missed(self, name):
+    def round_staleness(self, name):
         """Return the versions since the round began, or since the anchor if newer."""
-        known = self.last[name]
-        return self.version - known.round_began - known.message[3]
+        return self.version - self.last[name].round_version
 
     def may_apply(self, names):
         """Return whether the mode allows these messages to be applied together now."""
@@ -169,14 +166,14 @@ class Commands(RuleBasedStateMachine):
             return len(names) == 1
         if isinstance(mode, BoundedStaleness):
             (name,) = names
-            near = mode.versions is None or self.missed(name) <= mode.versions
-            ahead = self.last[name].clock - self.slowest(0)
+            near = mode.versions is None or self.round_staleness(name) <= mode.versions
+            ahead = self.last[name].rounds - self.slowest(0)
             return near and (mode.rounds is None or ahead <= mode.rounds)
-        if mode.late == "drop" and any(map(self.missed, names)):
+        if mode.late == "drop" and any(map(self.round_staleness, names)):
             return False
         if set(names) != set(self.waiting):
             return False
-        on_time = [name for name in names if not self.missed(name)]
+        on_time = [name for name in names if not self.round_staleness(name)]
         first = min(self.last[name].message[2] for name in on_time or names)
         enough = mode.quorum is not None and len(names) >= mode.quorum
         return set(names) == set(self.there) or (
@@ -186,11 +183,11 @@ class Commands(RuleBasedStateMachine):
     def may_drop(self, name):
         if isinstance(self.mode, BoundedStaleness):
             bound = self.mode.versions
-            return bound is not None and self.missed(name) > bound
+            return bound is not None and self.round_staleness(name) > bound
         return (
             isinstance(self.mode, Synchronous)
             and self.mode.late == "drop"
-            and self.missed(name) > 0
+            and self.round_staleness(name) > 0
         )
 
     def may_wait(self):
@@ -206,66 +203,66 @@ class Commands(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        life=LIVES,
+        session_id=SESSION_IDS,
         replace=st.booleans(),
-        back=st.booleans(),
-        silence=st.sampled_from([None, None, 0.5, 2.0]),
+        resume=st.booleans(),
+        timeout=st.sampled_from([None, None, 0.5, 2.0]),
     )
-    def join(self, name, life, replace, back, silence):
-        self.look()
+    def join(self, name, session_id, replace, resume, timeout):
+        self.expire()
         old = self.last.get(name)
-        same = old is not None and old.life == life
-        needs_room = old is None or old.gone
+        same = old is not None and old.session_id == session_id
+        needs_room = old is None or old.has_ended
         full = self.room is not None and len(self.there) >= self.room
         error = None
-        if back and not same:
+        if resume and not same:
             error = errors.WorkerStateError
         elif not (same or needs_room or replace) and old.connected:
             error = errors.NameTakenError
         elif needs_room and full:
             error = errors.CenterFullError
-        arguments = {"replace": replace, "back": back, "silence": silence}
+        arguments = {"replace": replace, "resume": resume, "heartbeat_timeout": timeout}
         if error:
             with pytest.raises(error, match=name):
-                self.ledger.join(name, life, self.now, **arguments)
+                self.ledger.join(name, session_id, self.now, **arguments)
             return
-        connection = self.ledger.join(name, life, self.now, **arguments)
-        self.departed.discard(name)
-        if name in self.went:
-            self.went.remove(name)
+        connection = self.ledger.join(name, session_id, self.now, **arguments)
+        self.newly_ended.discard(name)
+        if name in self.ended:
+            self.ended.remove(name)
             self.last[name] = self.last.pop(name)  # now the most recent one
         if same:
-            if old.gone:
-                old.clock = self.slowest(old.clock)
-            old.connected, old.gone, old.silence = True, False, silence
+            if old.has_ended:
+                old.rounds = self.slowest(old.rounds)
+            old.connected, old.has_ended, old.timeout = True, False, timeout
             old.connection += 1
         else:
-            clock = self.slowest(0, but=name)
-            self.last[name] = KnownSession(life, self.version, clock, silence)
+            rounds = self.slowest(0, but=name)
+            self.last[name] = KnownSession(session_id, self.version, rounds, timeout)
         self.received(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
 
-    @rule(name=NAMES, life=LIVES)
-    def leave(self, name, life):
-        is_there = self.is_there(name, life)
-        assert self.ledger.leave(name, life) == is_there
+    @rule(name=NAMES, session_id=SESSION_IDS)
+    def leave(self, name, session_id):
+        is_there = self.is_there(name, session_id)
+        assert self.ledger.leave(name, session_id) == is_there
         if is_there:
-            self.give_up(name)
+            self.end_session(name)
 
-    @rule(name=NAMES, life=LIVES, earlier=st.sampled_from([0, 0, 1]))
-    def disconnect(self, name, life, earlier):
+    @rule(name=NAMES, session_id=SESSION_IDS, earlier=st.sampled_from([0, 0, 1]))
+    def disconnect(self, name, session_id, earlier):
         known = self.last.get(name)
         connection = (known.connection if known else 1) - earlier
-        self.ledger.disconnect(name, life, connection, self.now)
-        if self.is_there(name, life) and not earlier:
+        self.ledger.disconnect(name, session_id, connection, self.now)
+        if self.is_there(name, session_id) and not earlier:
             known.connected, known.until = False, self.now + self.lease
 
-    @rule(name=NAMES, life=LIVES)
-    def heartbeat(self, name, life):
-        self.look()
-        is_there = self.is_there(name, life)
-        assert self.ledger.heartbeat(name, life, self.now) == is_there
+    @rule(name=NAMES, session_id=SESSION_IDS)
+    def heartbeat(self, name, session_id):
+        self.expire()
+        is_there = self.is_there(name, session_id)
+        assert self.ledger.heartbeat(name, session_id, self.now) == is_there
         if is_there:
             self.received(self.last[name])
 
@@ -275,19 +272,24 @@ class Commands(RuleBasedStateMachine):
         self.now += seconds
         if looks:
             self.ledger.expire(self.now)
-            self.look()
+            self.expire()
 
-    @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), old=st.integers(-1, 2))
-    def submit(self, name, life, ahead, old):
+    @rule(
+        name=NAMES,
+        session_id=SESSION_IDS,
+        ahead=st.integers(-1, 2),
+        old=st.integers(-1, 2),
+    )
+    def submit(self, name, session_id, ahead, old):
         """Send mostly invalid messages; `send` makes valid ones."""
-        self.look()
+        self.expire()
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
         anchor = self.version - old
-        if self.is_there(name, life):
+        if self.is_there(name, session_id):
             self.received(known)
         error, message = None, Submission(sequence, None, anchor)
-        if not self.is_there(name, life):
+        if not self.is_there(name, session_id):
             error = errors.WorkerStateError
         elif not 0 <= anchor <= self.version:
             error = errors.InvalidArgumentError
@@ -295,15 +297,15 @@ class Commands(RuleBasedStateMachine):
             error = errors.WorkerStateError
         if error:
             with pytest.raises(error):
-                self.ledger.submit(name, life, message, self.now)
+                self.ledger.submit(name, session_id, message, self.now)
             return
-        waits = self.ledger.submit(name, life, message, self.now)
+        waits = self.ledger.submit(name, session_id, message, self.now)
         assert waits == (ahead == 1)
         if waits:
             known.owed = False
         if waits and known.message is None:
-            ahead = max(0, anchor - known.round_began)
-            known.message = (sequence, anchor, self.now, ahead)
+            known.round_version = max(known.round_version, anchor)
+            known.message = (sequence, anchor, self.now)
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
@@ -311,27 +313,27 @@ class Commands(RuleBasedStateMachine):
         """Send the next message of a present worker, from its adopted version."""
         name = data.draw(st.sampled_from(sorted(self.there)))
         known = self.last[name]
-        oldest = max(0, known.round_began - 1)  # the version before its own message
+        oldest = max(0, known.round_version - 1)  # the version before its own message
         anchor = data.draw(st.integers(oldest, self.version))
-        self.submit(name, known.life, 1, self.version - anchor)
+        self.submit(name, known.session_id, 1, self.version - anchor)
 
-    @rule(name=NAMES, life=LIVES, ahead=st.sampled_from([-1, 0, 0, 1]))
-    def acknowledge(self, name, life, ahead):
+    @rule(name=NAMES, session_id=SESSION_IDS, ahead=st.sampled_from([-1, 0, 0, 1]))
+    def acknowledge(self, name, session_id, ahead):
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
-        self.ledger.acknowledge(name, life, sequence)
-        if self.is_there(name, life) and ahead == 0:
+        self.ledger.acknowledge(name, session_id, sequence)
+        if self.is_there(name, session_id) and ahead == 0:
             known.owed = False
 
     @rule(fails=st.booleans(), unwanted=st.sets(NAMES))
-    def take(self, fails, unwanted):
+    def due(self, fails, unwanted):
         """If applying a batch fails, the messages count as never received."""
-        self.took(fails, unwanted)
+        self.apply_batch(fails, unwanted)
 
-    def took(self, fails=False, unwanted=()):
+    def apply_batch(self, fails=False, unwanted=()):
         """Return whether there was a batch; settle or reject it."""
         batch = self.ledger.due(self.now)
-        self.look()
+        self.expire()
         if batch is None:
             assert self.may_wait()
             deadline = self.ledger.deadline()
@@ -346,14 +348,14 @@ class Commands(RuleBasedStateMachine):
             assert all(map(self.may_drop, names))
         for i, name in enumerate(names):
             entry = batch.entries[i]
-            sequence, anchor, arrived, _ = self.last[name].message
+            sequence, anchor, arrived = self.last[name].message
             assert entry.submission == Submission(sequence, None, anchor)
             assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
             elif self.mode.late == "weighted":
-                assert batch.weights[i] == 1 / (1 + self.missed(name))
+                assert batch.weights[i] == 1 / (1 + self.round_staleness(name))
             else:
                 assert batch.weights[i] == 1
         rejected = {name for name in names if name in unwanted and batch.applies}
@@ -364,18 +366,18 @@ class Commands(RuleBasedStateMachine):
             if fails:
                 continue
             known.rejected += name in rejected
-            known.in_a_row += name in rejected
-            if name in rejected and known.in_a_row >= IN_A_ROW:
+            known.consecutive_rejections += name in rejected
+            if name in rejected and known.consecutive_rejections >= IN_A_ROW:
                 continue  # counts as never received, too
             assert sequence == known.settled + 1  # no exchange is settled twice
             known.settled, known.owed = sequence, True
-            known.round_began = self.version + moves
-            known.clock += batch.applies
+            known.round_version = self.version + moves
+            known.rounds += batch.applies
             if batch.applies and name not in rejected:
                 known.exchanges += 1
-                known.in_a_row = 0
+                known.consecutive_rejections = 0
             known.dropped += not batch.applies
-        batch = self.ledger.rejecting(
+        batch = self.ledger.with_rejections(
             batch, {name: Rejection("norm", "too large") for name in rejected}
         )
         if fails:
@@ -386,36 +388,36 @@ class Commands(RuleBasedStateMachine):
         return True
 
     @rule()
-    def shift(self):
+    def rebase(self):
         """Rebase the center, which makes no worker late."""
-        self.ledger.shift()
+        self.ledger.rebase()
         self.version += 1
         for known in self.last.values():
-            known.round_began += 1
+            known.round_version += 1
 
     @rule()
     def restart(self):
         """End the process; its memory is written and read again."""
-        memory = json.loads(json.dumps(self.ledger.memory()))
+        memory = json.loads(json.dumps(self.ledger.state_to_save()))
         self.ledger, self.looked = self.new(), -math.inf
-        self.ledger.recall(memory, self.now)
+        self.ledger.restore(memory, self.now)
         for known in self.there.values():
-            known.connected, known.connection, known.silence = False, 0, None
+            known.connected, known.connection, known.timeout = False, 0, None
             known.until = self.now + self.lease
             known.message, known.owed = None, False
         for known in self.last.values():
             known.connection = 0
-        self.ledger.departed()  # departures that the owner has not seen before
-        self.departed.clear()
+        self.ledger.take_ended()  # departures that the owner has not seen before
+        self.newly_ended.clear()
 
     @precondition(lambda self: self.ledger.deadline() is not None)
     @rule()
     def wait_for_the_deadline(self):
         self.now = max(self.now, self.ledger.deadline())
         before = set(self.there)
-        silent = any(k.connected and k.silence for k in self.there.values())
+        silent = any(k.connected and k.timeout for k in self.there.values())
         # The deadline may only serve to show that the center is awake.
-        assert self.took() or set(self.there) != before or silent
+        assert self.apply_batch() or set(self.there) != before or silent
 
     # Invariants.
 
@@ -424,15 +426,15 @@ class Commands(RuleBasedStateMachine):
         ledger = self.ledger
         assert ledger.version == self.version
         assert ledger.is_open == self.open
-        assert set(ledger.present()) == set(self.there)
-        assert self.room is None or len(ledger.present()) <= self.room
+        assert set(ledger.registered()) == set(self.there)
+        assert self.room is None or len(ledger.registered()) <= self.room
         for name, known in self.last.items():
             member = ledger.find(name)
-            assert (member.session_id, member.state) == (known.life, known.state)
-            assert (member.connected, member.turn, member.clock) == (
+            assert (member.session_id, member.state) == (known.session_id, known.state)
+            assert (member.connected, member.round_version, member.rounds) == (
                 known.connected,
-                known.round_began,
-                known.clock,
+                known.round_version,
+                known.rounds,
             )
             assert (member.connection, member.expires) == (
                 known.connection,
@@ -443,24 +445,24 @@ class Commands(RuleBasedStateMachine):
                 known.exchanges,
                 known.dropped,
             )
-            assert (member.rejected, member.in_a_row) == (
+            assert (member.rejected, member.consecutive_rejections) == (
                 known.rejected,
-                known.in_a_row,
+                known.consecutive_rejections,
             )
             settled = member.exchanges + member.dropped
             assert settled <= member.sequence <= settled + member.rejected
 
     @invariant()
-    def only_the_last_departed_workers_are_remembered(self):
+    def only_the_last_ended_sessions_are_remembered(self):
         names = set(ledger_names(self.ledger))
         assert names == set(self.last)
         assert len(names) - len(self.there) <= REMEMBERED
 
     @rule()
-    def departed_workers_are_reported_once(self):
-        assert sorted(self.ledger.departed()) == sorted(self.departed)
-        assert self.ledger.departed() == []
-        self.departed.clear()
+    def ended_sessions_are_reported_once(self):
+        assert sorted(self.ledger.take_ended()) == sorted(self.newly_ended)
+        assert self.ledger.take_ended() == []
+        self.newly_ended.clear()
 
     @invariant()
     def only_present_workers_are_pending(self):
@@ -473,9 +475,9 @@ class Commands(RuleBasedStateMachine):
         """All connected workers send; then each waiting message is settled."""
         for name, known in self.there.items():
             if known.connected and not known.message:
-                self.submit(name, known.life, 1, 0)
+                self.submit(name, known.session_id, 1, 0)
         for _ in range(40):
-            if self.took() or not self.waiting:
+            if self.apply_batch() or not self.waiting:
                 return
             self.now = self.ledger.deadline()
         raise AssertionError("nothing happened at forty deadlines")
@@ -483,12 +485,12 @@ class Commands(RuleBasedStateMachine):
     @rule()
     def silent_workers_are_removed_in_finite_time(self):
         """It is enough to check at each deadline."""
-        silent = {n: k for n, k in self.there.items() if k.connected and k.silence}
+        silent = {n: k for n, k in self.there.items() if k.connected and k.timeout}
         for _ in range(100):
-            if all(known.gone for known in silent.values()):
+            if all(known.has_ended for known in silent.values()):
                 return
             self.now = self.ledger.deadline()
-            self.took()
+            self.apply_batch()
         raise AssertionError("somebody is there for ever")
 
     def teardown(self):
@@ -497,12 +499,12 @@ class Commands(RuleBasedStateMachine):
 
 
 def ledger_names(made):
-    return made.memory()["members"]
+    return made.state_to_save()["members"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_command_in_every_state(mode, monkeypatch):
-    monkeypatch.setattr(_ledger, "_MOST_GONE", REMEMBERED)
+    monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", REMEMBERED)
     run_state_machine_as_test(
         lambda: Commands(mode),
         settings=settings(max_examples=25, stateful_step_count=30),
@@ -519,7 +521,7 @@ def test_transition_table_matches_the_commands(state, event):
     waiting = made.due(0.0) if state is State.ANSWERED else None
     if state is State.ANSWERED:
         made.settle(waiting, 0.0)
-    elif state is State.GONE:
+    elif state is State.ENDED:
         made.leave("a", "1")
     member = made.find("a")
     assert member.state is state
@@ -531,12 +533,12 @@ def test_transition_table_matches_the_commands(state, event):
             "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
-        "reject": lambda: made.reject(made.due(0.0)),
+        "fail": lambda: made.fail(made.due(0.0)),
         "acknowledge": lambda: made.acknowledge("a", "1", last),
         "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
         "leave": lambda: made.leave("a", "1"),
     }
-    if event in ("settle", "reject") and state is not State.WAITING:
+    if event in ("settle", "fail") and state is not State.WAITING:
         assert (state, event) not in NEXT
         assert made.due(0.0) is None  # there is nothing to settle
         return
@@ -545,8 +547,8 @@ def test_transition_table_matches_the_commands(state, event):
         assert exchange(made, "a") == "a"
         made.acknowledge("a", "1", 1)
         last = 1
-    rejected = state is State.GONE and event in ("submit", "repeat")
-    without_effect = state is State.GONE and event != "join" and not rejected
+    rejected = state is State.ENDED and event in ("submit", "repeat")
+    without_effect = state is State.ENDED and event != "join" and not rejected
     # A second submit while a message waits repeats that message.
     same = (state, event) == (State.WAITING, "submit")
     if rejected:
@@ -643,16 +645,16 @@ def test_staleness_is_that_of_the_time_of_applying(mode):
     first = made.due(0.0)  # applying it takes a while
     send(made, "b")
     made.settle(first, 0.0)
-    second = made.judge(made.due(0.0), [None])
+    second = made.decide_rejections(made.due(0.0), [None])
     assert second.entries[0].worker == "b"
-    assert not second.taken
+    assert not second.indices_to_apply
 
 
 def test_rebase_does_not_make_a_waiting_message_stale():
     made = ledger(Synchronous(late="drop"), "ab")
-    made.shift()
+    made.rebase()
     send(made, "a", anchor=1)
-    made.shift()
+    made.rebase()
     send(made, "b")
     assert take(made) == "ab"
 
@@ -667,7 +669,7 @@ def test_round_bound_waits_for_the_slowest():
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
-def test_round_bound_ignores_departed_workers(how):
+def test_round_bound_ignores_ended_sessions(how):
     made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
     assert exchange(made, "a") == "a"
     assert exchange(made, "a") == ""
@@ -790,8 +792,8 @@ def test_rebase_makes_no_worker_of_a_round_late(late):
     made = ledger(Synchronous(late=late), "ab")
     assert exchange(made, "a") == ""
     assert exchange(made, "b") == "ab"
-    made.shift()
-    made.shift()
+    made.rebase()
+    made.rebase()
     for worker in "ab":
         send(made, worker, anchor=1)
     batch = made.due(0.0)
@@ -824,15 +826,15 @@ def test_replaced_session_stays_replaced_after_restart(how):
     again = Ledger()
     if how == "whole":
         made.join("a", "2", 0.0, replace=True)
-        again.recall(made.memory(), 0.0)
+        again.restore(made.state_to_save(), 0.0)
     else:  # as in a journal: first one session, then the other
-        again.recall(made.memory("ab"), 0.0)
+        again.restore(made.state_to_save("ab"), 0.0)
         made.join("a", "2", 0.0, replace=True)
-        again.recall(made.memory("a"), 0.0)
+        again.restore(made.state_to_save("a"), 0.0)
     with pytest.raises(errors.WorkerStateError, match="was replaced"):
-        again.join("a", "1", 1.0, back=True)
-    again.join("a", "2", 1.0, back=True)
-    again.join("b", "1", 1.0, back=True)
+        again.join("a", "1", 1.0, resume=True)
+    again.join("a", "2", 1.0, resume=True)
+    again.join("b", "1", 1.0, resume=True)
 
 
 def test_round_ignores_workers_with_an_expired_lease():
@@ -886,7 +888,7 @@ def test_settled_message_is_not_applied_again(how):
     made.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
     made.expire(later)
-    assert ("a" in made.present()) == (how == "back in time")
+    assert ("a" in made.registered()) == (how == "back in time")
     made.join("a", "1", later)
     assert not made.submit("a", "1", Submission(1, None, 0), later)
     assert take(made, later) == ""
@@ -925,13 +927,13 @@ def test_unknown_anchor_version_is_rejected(anchor):
 def test_only_the_last_exchange_can_be_acknowledged():
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
-    for worker, life, sequence in (
+    for worker, session_id, sequence in (
         ("a", "1", 7),
         ("a", "1", 0),
         ("a", "2", 1),
         ("nobody", "1", 1),
     ):
-        made.acknowledge(worker, life, sequence)
+        made.acknowledge(worker, session_id, sequence)
         assert made.find("a").state is State.ANSWERED
     made.acknowledge("a", "1", 1)
     assert made.find("a").state is State.IDLE
@@ -965,7 +967,7 @@ def test_replaced_worker_gets_an_error():
     assert made.member("a", "2").connected  # the first session cannot change it
 
 
-@pytest.mark.parametrize("second", ["there", "disconnected", "gone"])
+@pytest.mark.parametrize("second", ["there", "disconnected", "has_ended"])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_replaced_session_cannot_rejoin(second, restarts):
     """Its sequence number is forgotten, so its messages could be applied again."""
@@ -974,28 +976,28 @@ def test_replaced_session_cannot_rejoin(second, restarts):
     made.join("a", "2", 0.0, replace=True)
     if second == "disconnected":
         made.disconnect("a", "2", 1, 0.0)
-    elif second == "gone":
+    elif second == "has_ended":
         made.leave("a", "2")
     if restarts:
-        memory, made = made.memory(), ledger(version=1)
-        made.recall(memory, 0.0)
+        memory, made = made.state_to_save(), ledger(version=1)
+        made.restore(memory, 0.0)
     for replace in (False, True):
         with pytest.raises(
             errors.WorkerStateError, match="'a' was replaced by another"
         ):
-            made.join("a", "1", 1.0, replace=replace, back=True)
+            made.join("a", "1", 1.0, replace=replace, resume=True)
 
 
 def test_forgotten_session_must_start_again(monkeypatch):
-    monkeypatch.setattr(_ledger, "_MOST_GONE", 2)
+    monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", 2)
     made = ledger(workers="abc")
     assert exchange(made, "a") == "a"
     for worker in "abc":
         made.leave(worker, "1")
     assert made.find("a") is None
     with pytest.raises(errors.WorkerStateError, match="too long ago to be resumed"):
-        made.join("a", "1", 0.0, back=True)
-    made.join("b", "1", 0.0, back=True)
+        made.join("a", "1", 0.0, resume=True)
+    made.join("b", "1", 0.0, resume=True)
     made.join("a", "2", 0.0)
     assert made.submit("a", "2", Submission(1, None, 1), 0.0)
     assert take(made) == "a"
@@ -1024,12 +1026,12 @@ class CountingDict(dict):
 @pytest.mark.parametrize(
     "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
 )
-def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
+def test_cost_of_an_exchange_does_not_grow_with_ended_sessions(mode):
     made, work = ledger(mode), []
-    made._present, made._gone = CountingDict(), CountingDict()
+    made._registered, made._ended = CountingDict(), CountingDict()
     for many in (10, 20_000):
         for number in range(many):
-            made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
+            made.join(f"{many}-{number}", "1", 0.0, heartbeat_timeout=100.0)
             made.leave(f"{many}-{number}", "1")
         for worker in "ab":
             made.join(worker, "1", 0.0)
@@ -1040,13 +1042,13 @@ def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
             while (batch := made.due(0.0)) is not None:
                 made.settle(batch, 0.0)
             made.deadline()
-            made.memory([worker])
+            made.state_to_save([worker])
             made.acknowledge(worker, "1", sequence)
         work.append(CountingDict.seen)
     assert work[0] == work[1]
-    assert len(made._gone) <= _ledger._MOST_GONE
-    assert len(made.departed()) == 20_010  # the owner asks for them and gets them once
-    assert not made.departed()
+    assert len(made._ended) <= _ledger._MAX_ENDED_SESSIONS
+    assert len(made.take_ended()) == 20_010  # each of them once
+    assert not made.take_ended()
 
 
 def test_late_disconnect_of_an_old_connection_is_ignored():
@@ -1060,7 +1062,7 @@ def test_late_disconnect_of_an_old_connection_is_ignored():
 
 def test_silent_worker_is_removed_though_it_is_connected():
     made = ledger(BoundedStaleness(rounds=0), "a")
-    made.join("b", "1", 0.0, silence=8.0)
+    made.join("b", "1", 0.0, heartbeat_timeout=8.0)
     assert exchange(made, "a") == "a"
     assert exchange(made, "a") == ""
     for now in range(1, 8):
@@ -1070,7 +1072,7 @@ def test_silent_worker_is_removed_though_it_is_connected():
     for now in range(8, 16):
         assert take(made, now) == ""
     assert take(made, 15.5) == "a"
-    assert made.departed() == ["b"]
+    assert made.take_ended() == ["b"]
     assert not made.heartbeat("b", "1", 15.6)
 
 
@@ -1079,27 +1081,27 @@ def test_silent_worker_is_removed_though_it_is_connected():
 def test_no_worker_is_removed_after_the_center_was_asleep(woken_by, slept):
     """Heartbeats sent meanwhile are read a little later."""
     made = ledger(workers="a")
-    made.join("b", "1", 0.0, silence=8.0)
+    made.join("b", "1", 0.0, heartbeat_timeout=8.0)
     if woken_by == "another":
         assert made.heartbeat("a", "1", slept)
         made.expire(slept + 0.1)
     assert made.heartbeat("b", "1", slept + 0.2)
     made.expire(slept + 4.0)
-    assert "b" in made.present()
+    assert "b" in made.registered()
 
 
 def test_worker_without_heartbeats_is_never_removed():
     made = ledger(workers="a")
     for now in range(100):
         made.expire(float(now))
-    assert "a" in made.present()
+    assert "a" in made.registered()
     assert made.deadline() is None
 
 
 def test_message_that_failed_to_apply_counts_as_never_received():
     made = ledger(BoundedStaleness(rounds=0), "ab")
     send(made, "a")
-    made.reject(made.due(0.0))
+    made.fail(made.due(0.0))
     assert made.find("a").state is State.IDLE
     assert made.version == made.find("a").sequence == 0
     assert take(made) == ""
@@ -1110,7 +1112,7 @@ def test_rebase_makes_no_message_late():
     made = ledger(Synchronous(late="drop"), "ab")
     send(made, "a")
     made.leave("b", "1")
-    made.shift()
+    made.rebase()
     made.join("b", "1", 0.0)
     assert take(made) == ""
     send(made, "b", anchor=0)
@@ -1145,7 +1147,7 @@ def test_full_center_rejects_new_workers():
     made.join("c", "1", 10.0)
     with pytest.raises(errors.CenterFullError, match="'b'"):
         made.join("b", "1", 10.0)
-    assert made.present().keys() == {"a", "c"}
+    assert made.registered().keys() == {"a", "c"}
 
 
 def test_barrier_opens_once():
@@ -1207,7 +1209,7 @@ def test_invalid_mode_is_rejected(mode):
 def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger = Ledger()
     ledger.join("anna", "first", 0.0)
-    assert ledger.member("anna", "first").before is None
+    assert ledger.member("anna", "first").previous_session is None
     for sequence in (1, 2):
         ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
         ledger.settle(ledger.due(0.0), 0.0)
@@ -1215,9 +1217,9 @@ def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
-    assert ledger.member("anna", "second").before == ("first", 2)
+    assert ledger.member("anna", "second").previous_session == ("first", 2)
     ledger.join("anna", "second", 2.0)  # with a new connection
-    assert ledger.member("anna", "second").before == ("first", 2)
+    assert ledger.member("anna", "second").previous_session == ("first", 2)
 
 
 def test_session_knows_the_last_exchange_before_failed_sessions():
@@ -1226,13 +1228,13 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
     ledger.join("anna", "first", 0.0)
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
-    assert ledger.member("anna", "third").before == ("first", 0)
+    assert ledger.member("anna", "third").previous_session == ("first", 0)
     ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
-    for life in ("fourth", "fifth"):
+    for session_id in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").session_id)
-        ledger.join("anna", life, 1.0)
-        assert ledger.member("anna", life).before == ("third", 1)
+        ledger.join("anna", session_id, 1.0)
+        assert ledger.member("anna", session_id).previous_session == ("third", 1)
 
 
 def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
@@ -1241,8 +1243,8 @@ def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
     ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
-    again.recall(ledger.memory(), 0.0, gone=True)
-    assert not again.present()
+    again.restore(ledger.state_to_save(), 0.0, is_new_center=True)
+    assert not again.registered()
     assert not again.is_open
     again.join("anna", "second", 1.0)
-    assert again.member("anna", "second").before == ("first", 1)
+    assert again.member("anna", "second").previous_session == ("first", 1)

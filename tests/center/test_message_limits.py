@@ -370,8 +370,13 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     def decisions(center):
         known = center.core.ledger
         members = {
-            name: (m.turn, m.in_a_row, m.rejected, m.why)
-            for name, m in known.present().items()
+            name: (
+                m.round_version,
+                m.consecutive_rejections,
+                m.rejected,
+                m.rejection_reason,
+            )
+            for name, m in known.registered().items()
         }
         return members, list(known.rejections._norms)
 
@@ -387,7 +392,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     center.core._keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
-    life = again.core.join("anna", lives["anna"].session_id, back=True)
+    life = again.core.join("anna", lives["anna"].session_id, resume=True)
     repeated = life.exchange(
         Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
     )

@@ -325,7 +325,7 @@ def test_bounds_are_recomputed_after_changes_of_the_center(name, bounds):
     center = agn_optax.LocalCenter.restore(rule, center.save())
     for act in (
         lambda: None,
-        lambda: center.core.shift(times(1.0), times(0.5)),
+        lambda: center.core.rebase(times(1.0), times(0.5)),
         lambda: assert_applies(center, 100.0),
     ):
         act()
@@ -393,7 +393,7 @@ def test_bounds_are_discarded_by_a_rebase():
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     session = center.join("a")
     assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
-    center.core.shift(65500 * one, 0 * one)
+    center.core.rebase(65500 * one, 0 * one)
     assert session.exchange(Submission(2, -50 * one, anchor_version=2)).rejected
 
 
@@ -401,7 +401,7 @@ def test_bounds_computed_during_a_rebase_are_discarded():
     one = np.ones(2, np.float16)
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     core, store, session = center.core, center.core.store, center.join("a")
-    programs, look = store._programs, store.look
+    programs, look = store._programs, store.check_finite
     begun, shifts, looked = (threading.Event() for _ in range(3))
 
     def held(prepared):
@@ -416,13 +416,13 @@ def test_bounds_computed_during_a_rebase_are_discarded():
         assert looked.wait(30.0)
         return programs.publish(*args)
 
-    store.look = held
+    store.check_finite = held
     store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
     sent = in_background(
         lambda: session.submit(Submission(1, -50 * one, anchor_version=0)), "a"
     )
     assert begun.wait(30.0)
-    core.shift(65500 * one, 0 * one)
+    core.rebase(65500 * one, 0 * one)
     sent.result(30.0)
     answer = session.collect(1, 30.0)
     assert answer.rejected

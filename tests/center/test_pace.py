@@ -146,20 +146,20 @@ def test_restarted_center_keeps_speeds_and_ignores_the_outage():
         for _ in range(3):
             made.round(name, seconds=1.0, steps=steps)
     again = Workers()
-    again.ledger.recall(made.ledger.memory(), again.now)
+    again.ledger.restore(made.ledger.state_to_save(), again.now)
     again.ledger.version = made.ledger.version
     again._sequences = made._sequences
     assert [*map(again.ledger.pace, "ab")] == [1.0, 0.5]
     for name in "ab":
-        again.ledger.join(name, "1", again.now, back=True)
+        again.ledger.join(name, "1", again.now, resume=True)
     # It arrives at once because most of it was computed before.
     assert again.round("b", seconds=1e-3, steps=5) == 0.5
     assert again.round("b", seconds=1.0, steps=5) == 0.5
-    memory = made.ledger.memory()
+    memory = made.ledger.state_to_save()
     for member in memory["members"].values():  # as saved by a release without speeds
         del member["speeds"]
     old = new_ledger()
-    old.recall(memory, 0.0)
+    old.restore(memory, 0.0)
     assert old.pace("a") is None
 
 

@@ -379,7 +379,7 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
     """Progress that the parent has by then counts once, at the parent and the site."""
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
-        shift, attempts = made.core.shift, []
+        shift, attempts = made.core.rebase, []
 
         def fails_once(*args):
             attempts.append(args)
@@ -387,7 +387,7 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
                 fails()
             shift(*args)
 
-        made.core.shift = fails_once
+        made.core.rebase = fails_once
         other = parent.join("other")
         # Now there is progress to adopt.
         other.exchange(Submission(1, jnp.ones(3), anchor_version=0))

@@ -251,7 +251,7 @@ class Keeper:
         lost = self._directory.lost(self._number)
         for memory in memories:
             # If updates are lost, workers may be ahead of it, and must start again.
-            ledger.recall(memory, now, gone=bool(lost))
+            ledger.restore(memory, now, gone=bool(lost))
         if lost:
             self.found = (
                 f"{where} continues with a new id, at version {version}: {lost}"

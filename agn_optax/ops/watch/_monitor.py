@@ -129,7 +129,7 @@ class Monitor:
         self._saved = servicer.core.saved_version
         self._end = threading.Event()
         self._thread: Future[None] | None = None
-        found = servicer.core.found
+        found = servicer.core.restore_message
         self._happened(
             self._started,
             "restarted" if found else "started",

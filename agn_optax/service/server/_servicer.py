@@ -496,8 +496,8 @@ class Servicer:
             join.worker,
             join.session_id,
             back=is_back,
-            silence=self._silence,
-            cut=context.cancel,
+            heartbeat_timeout=self._silence,
+            close_connection=context.cancel,
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
@@ -512,7 +512,7 @@ class Servicer:
             return
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        before, settled = session.before or ("", 0)
+        before, settled = session.previous_session or ("", 0)
         joined = pb.Joined(center=self.core.center_id, before=before, settled=settled)
         yield Parcel(pb.Frame(joined=joined))
         while (control := reader.control()) is not None:
