@@ -37,7 +37,7 @@ from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
 from agn_optax.center._store import Bound, CenterState, Prepared, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
-from agn_optax.center.durability import Durability, Image, Keeper, Room
+from agn_optax.center.durability import DiskSpace, Durability, Image, Keeper
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
@@ -210,9 +210,9 @@ class Core:
         return None if self._keeper is None else self._keeper.saved_version
 
     @property
-    def room(self) -> Room | None:
+    def disk_space(self) -> DiskSpace | None:
         """Space on the disk of the durability; None without one."""
-        return None if self._keeper is None else self._keeper.room()
+        return None if self._keeper is None else self._keeper.disk_space()
 
     def atomically(self) -> threading.Condition:
         """Return the condition around the lock, which is notified of every change."""

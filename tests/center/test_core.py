@@ -392,7 +392,7 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
     monkeypatch.setattr(
-        _directory, "_LEAST_RESERVED", 1 << 14
+        _directory, "_MIN_RESERVED", 1 << 14
     )  # bytes, so that copies are quick
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs no sync
     monkeypatch.setattr(_writer, "_sync", lambda file: None)

@@ -27,7 +27,7 @@ from helpers.waiting import wait_until
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
-from agn_optax.center.durability import _found, _writer
+from agn_optax.center.durability import _files, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -415,7 +415,7 @@ def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     send(center)
     wait_until(lambda: syncs.count)  # without further exchanges
-    wait_until(lambda: center.core._keeper._writer._due == math.inf)
+    wait_until(lambda: center.core._keeper._writer._sync_due == math.inf)
     center.close()
 
 
@@ -429,7 +429,7 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
     center.close()
     with monkeypatch.context() as patch:
-        patch.setattr(_found, "this_boot", lambda: "another")
+        patch.setattr(_files, "this_boot", lambda: "another")
         with found(tmp_path / "a") as again:  # the center had been closed
             assert (again.version, again.center_id) == (3, center.center_id)
         (journal,) = copy.glob("journal-*")

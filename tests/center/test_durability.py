@@ -310,7 +310,7 @@ def worn(tmp_path_factory):
         copied(durability.directory, copy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_directory, "_LEAST_RESERVED", 1 << 14)
+        patch.setattr(_directory, "_MIN_RESERVED", 1 << 14)
         for i, kind in enumerate(
             (
                 Journal(folder / "a"),
@@ -548,7 +548,7 @@ def test_snapshots_are_written_by_time(tmp_path, killed):
 def test_failed_snapshot_is_tried_again_without_further_exchanges(
     every, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_keeper, "_REPEATS", 0.1)
+    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", 0.1)
     save, fails = _directory.Directory.save, [True]
 
     def saved(self, *args):
@@ -646,7 +646,7 @@ def test_counted_journal_size_is_the_size_on_disk(tmp_path):
         """Return whether no thread of the keeper is about to write."""
         is_kept = keeper.is_kept(keeper.recorded)
         is_due = keeper._time_left() is not None
-        return is_kept and not is_due and not keeper._writer.is_turning
+        return is_kept and not is_due and not keeper._writer.is_switching
 
     def join(i):
         center.core.join(f"w{i % 3}", f"life {i}", replace=True)
@@ -681,7 +681,7 @@ def test_journal_reserves_in_proportion_to_its_records(tmp_path):
 
 
 def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     for _ in range(4):  # joining makes one more
         send(center)
@@ -693,8 +693,8 @@ def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
     """The planner has constants of its own, because it does not import this layer."""
     disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
     assert disk.journal(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
-    assert disk.journal(snapshot=large, message=large) == _keeper._SNAPSHOTS * large
-    assert disk.journal(snapshot=1.0, message=1.0) == _keeper._RECORDS
+    assert disk.journal(snapshot=large, message=large) == _keeper._MIN_SNAPSHOTS * large
+    assert disk.journal(snapshot=1.0, message=1.0) == _keeper._MAX_RECORDS
 
 
 @contextlib.contextmanager
@@ -922,7 +922,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     workers[1].start()
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
-    waiting = center.core._keeper._writer._waiting
+    waiting = center.core._keeper._writer._queue
     wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
@@ -933,7 +933,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
 
 
 def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
     tried = threading.Semaphore(0)
 
     def full(*args):

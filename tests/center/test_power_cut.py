@@ -19,7 +19,7 @@ from helpers import sessions, shared
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger
-from agn_optax.center.durability import Keeper, _directory, _found, _writer
+from agn_optax.center.durability import Keeper, _directory, _files, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -216,7 +216,7 @@ def run(durability, root, patch):
 @pytest.fixture
 def lives(tmp_path, monkeypatch):
     """Yield cuts in a center's first run, and in the next after a close or a kill."""
-    monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 13)
+    monkeypatch.setattr(_directory, "_MIN_RESERVED", 1 << 13)
 
     def lives(make):
         count = itertools.count()
@@ -272,7 +272,7 @@ def test_journal_has_all_confirmed_exchanges(lives, size):
 
 def test_with_an_interval_a_cut_changes_the_center_id(lives, monkeypatch):
     """The id stays after a clean close; the data is always an earlier state."""
-    monkeypatch.setattr(_found, "this_boot", lambda: "the next one")
+    monkeypatch.setattr(_files, "this_boot", lambda: "the next one")
     make = functools.partial(Journal, size=1500, interval=1000.0)
     same = set()
     for told, durability in lives(make):

@@ -40,7 +40,7 @@ class Writer:
 
     Attributes:
       begin: number of the first record of the current file.
-      is_turning: whether a new file was requested and is not begun yet.
+      is_switching: whether a new file was requested and is not begun yet.
 
     Raises:
       OSError: the file could not be created.
@@ -64,34 +64,34 @@ class Writer:
         self._directory = directory
         self._number = number
         self._interval = interval
-        self._due = math.inf  # time of the next sync
+        self._sync_due = math.inf  # time of the next sync
         self._written = written
         self._failed = failed
-        # Contents of records; "turn" begins a new file, and "end" ends the thread.
-        self._waiting: queue.SimpleQueue[
-            tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
+        # Contents of records; "new file" begins a new file, and "end" ends the thread.
+        self._queue: queue.SimpleQueue[
+            tuple[dict[str, Any], Sequence[PyTree]] | Literal["new file", "end"]
         ] = queue.SimpleQueue()
-        self.is_turning = False
+        self.is_switching = False
         self._begin_file()
         self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
     @property
     def size(self) -> int:
         """Bytes written since a new file was last requested."""
-        return 0 if self.is_turning else self._end - self._counted
+        return 0 if self.is_switching else self._end - self._counted
 
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
         """Queue the next record, without waiting until it is written."""
-        self._waiting.put((about, trees))
+        self._queue.put((about, trees))
 
     def begin_file(self) -> None:
         """Begin a new file for the next record, if one can be created."""
-        self.is_turning = True
-        self._waiting.put("turn")
+        self.is_switching = True
+        self._queue.put("new file")
 
     def close(self) -> None:
         """Wait until all records are on disk, or writing has failed."""
-        self._waiting.put("end")
+        self._queue.put("end")
         self._ended.result()
 
     def _run(self) -> None:
@@ -108,23 +108,23 @@ class Writer:
 
         It refers to no arrays while it waits for records.
         """
-        left = None if self._due == math.inf else self._due - time.monotonic()
+        left = None if self._sync_due == math.inf else self._sync_due - time.monotonic()
         try:
-            batch = [self._waiting.get(timeout=left and max(left, 0.0))]
+            batch = [self._queue.get(timeout=left and max(left, 0.0))]
         except queue.Empty:
             self._sync()
             return True
-        while not self._waiting.empty():
-            batch.append(self._waiting.get())
+        while not self._queue.empty():
+            batch.append(self._queue.get())
         pieces: list[memoryview] = []
         end = self._end
         for each in batch:
-            if each == "end" or each == "turn":
+            if each == "end" or each == "new file":
                 self._put(pieces, end)
                 self._sync()
                 if each == "end":
                     return False
-                self._turn()
+                self._switch_file()
                 pieces, end = [], self._end
                 continue
             about, trees = each
@@ -146,21 +146,21 @@ class Writer:
             size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
         self._end, self._size = end, size
-        if self._interval is None or time.monotonic() >= self._due:
+        if self._interval is None or time.monotonic() >= self._sync_due:
             self._sync()
-        self._directory.check_place(self._file, self.begin)
-        self._directory.note(self._number)
+        self._directory.check_paths(self._file, self.begin)
+        self._directory.write_num_records(self._number)
         self._written(self._number)
         if self._interval is not None:
-            self._due = min(self._due, time.monotonic() + self._interval)
+            self._sync_due = min(self._sync_due, time.monotonic() + self._interval)
 
     def _sync(self) -> None:
         """Sync all written records to disk."""
         if self._synced < self._end:
             _sync(self._file)
-        self._synced, self._due = self._end, math.inf
+        self._synced, self._sync_due = self._end, math.inf
 
-    def _turn(self) -> None:
+    def _switch_file(self) -> None:
         """Continue in a new file, or in the current one if none can be created."""
         before = self._file
         try:
@@ -170,7 +170,7 @@ class Writer:
             self._counted = self._end
         else:
             os.close(before)
-        self.is_turning = False
+        self.is_switching = False
         self._written(self._number)
 
     def _begin_file(self) -> None:
