@@ -444,7 +444,7 @@ class Core:
         """
         return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
-    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+    def rebase(self, adopted: PyTree, sent: PyTree) -> None:
         """Rebase the center: ``adopted`` replaces ``sent``, later updates are kept."""
         # Packing waits for the arrays, which is not allowed under the lock.
         adopted, sent = self.store.place(adopted), self.store.place(sent)

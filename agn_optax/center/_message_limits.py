@@ -136,18 +136,13 @@ class Rejections:
         """
         limits = self.limits
         for kind in ("steps", "weight"):
-            claimed, most = getattr(submission, kind), getattr(limits, kind)
-            if most is not None and (claimed or 0) > most:
-                return Rejection(
-                    kind,
-                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
-                    "at most",
-                )
-        if limits.staleness is not None and round_staleness > limits.staleness:
-            return Rejection(
-                "staleness",
-                f"it is {round_staleness} versions late, and this center takes "
-                f"{limits.staleness} at most",
+            claimed, limit = getattr(submission, kind), getattr(limits, kind)
+            if limit is not None and (claimed or 0) > limit:
+                return _exceeds(kind, f"it claims {kind} of {claimed:g}", limit)
+        limit = limits.staleness
+        if limit is not None and round_staleness > limit:
+            return _exceeds(
+                "staleness", f"it is {round_staleness} versions late", limit
             )
         if size is None:
             return None
@@ -155,19 +150,12 @@ class Rejections:
         if limits.nonfinite and not math.isfinite(norm):
             return Rejection("nonfinite", f"it is not finite (its norm is {norm})")
         # `not a <= b` is also true for NaN.
-        if limits.norm is not None and not norm <= limits.norm:
-            return Rejection(
-                "norm",
-                f"its norm is {norm:.4g}, and this center takes {limits.norm:g} at "
-                "most",
-            )
-        bound = limits.element
-        if bound is not None and largest is not None and not largest <= bound:
-            return Rejection(
-                "element",
-                f"it has an element of {largest:.4g}, and this center takes "
-                f"{bound:g} at most",
-            )
+        limit = limits.norm
+        if limit is not None and not norm <= limit:
+            return _exceeds("norm", f"its norm is {norm:.4g}", limit)
+        limit = limits.element
+        if limit is not None and largest is not None and not largest <= limit:
+            return _exceeds("element", f"it has an element of {largest:.4g}", limit)
         if limits.times_median is not None and len(self._norms) >= _MIN_NORMS:
             median = statistics.median(self._norms)
             if median > 0 and not norm <= limits.times_median * median:
@@ -196,3 +184,7 @@ class Rejections:
     def restore_norms(self, norms: Iterable[float]) -> None:
         """Restore norms that `norms_to_save` returned, oldest first."""
         self._norms.extend(norms)
+
+
+def _exceeds(kind: str, found: str, limit: float) -> Rejection:
+    return Rejection(kind, f"{found}, and this center takes {limit:g} at most")

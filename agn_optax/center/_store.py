@@ -31,7 +31,7 @@ from agn_optax.rules import Rule, downpour, robust
 
 PyTree = Any
 
-_NUMPY_BYTES = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
+_SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
 _MAX_INT = (1 << 31) - 1
 _MIN_NORM = 1e-12  # squares of smaller numbers underflow in float32
@@ -68,8 +68,8 @@ class Prepared(NamedTuple):
 
     before: Version
     program: SimpleNamespace
-    incoming: PyTree  # a contribution, or the sum of a round's messages
-    extra_args: Any  # extra arguments of the center optimizer
+    data: PyTree  # a contribution, or the sum of a round's messages
+    extra: Any  # extra arguments of the center optimizer
     norm: float  # upper bound of the norm of all its messages together
 
 
@@ -128,15 +128,15 @@ class Store:
         )
         flatten = flatten and self._on_host
         packing = self.packing = packing_of(rule, self.like) if flatten else None
-        kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
+        copied = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
         self._bound: Bound | None = None  # of the current version
         # The norm for which no bounds were found, and the number of finiteness checks
         # until bounds are computed for it again.
         self._unbounded_norm, self._retry_countdown = 0.0, 0
         if broadcast is None:
-            broadcast = rounds.init_broadcast(rule, kept)
-        self.current = Version(kept, version, broadcast=broadcast)
+            broadcast = rounds.init_broadcast(rule, copied)
+        self.current = Version(copied, version, broadcast=broadcast)
         self.difference_like = rounds.difference_like(rule, self.like)
         # The last deltas by version, as long as they are smaller than the parameters.
         size, whole = map(trees.nbytes, (self.difference_like, self.like))
@@ -145,7 +145,7 @@ class Store:
         if center_state is None:
             self._check_answers()
             # From a copy, because some optimizers keep the parameters in their state.
-            center_state = rule.center.init(trees.copy(kept))
+            center_state = rule.center.init(trees.copy(copied))
         elif packing is not None:
             center_state = packing.pack_state(rule, center_state)
         self._center_state = center_state
@@ -195,12 +195,12 @@ class Store:
         if codec.answer_dtype is None:
             return
         largest = float(_largest(self.current.params))
-        most = float(jnp.finfo(codec.answer_dtype).max)
-        if largest > most:
+        limit = float(jnp.finfo(codec.answer_dtype).max)
+        if largest > limit:
             raise errors.InvalidArgumentError(
                 f"with codec {codec.name!r} workers adopt the center as "
                 f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
-                f"{most:g}; the first parameters have {largest:g}"
+                f"{limit:g}; the first parameters have {largest:g}"
             )
 
     def save(self) -> CenterState:
@@ -277,9 +277,9 @@ class Store:
             return contribution  # a program takes NumPy arrays directly, and faster
         return trees.place_like(contribution, self.current.params)
 
-    def unplace(self, kept: PyTree) -> PyTree:
+    def unplace(self, placed: PyTree) -> PyTree:
         """Return a contribution, or parameters of a version, as a tree."""
-        return kept if self.packing is None else self.packing.unpack(kept)
+        return placed if self.packing is None else self.packing.unpack(placed)
 
     def norm(
         self, contribution: PyTree, center: PyTree, *, waits: bool = True
@@ -299,9 +299,7 @@ class Store:
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
-            and all(
-                p.dtype == np.float32 and p.nbytes < _NUMPY_BYTES for p in contribution
-            )
+            and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
             # NumPy takes less time than a call of a compiled program.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
@@ -348,14 +346,14 @@ class Store:
           norm: upper bound of the norm of all messages together.
         """
         before, programs = self.current, self._programs
-        extra_args = [
-            _extra_args(before.number, stale, submission, workers)
+        extras = [
+            _extra(before.number, stale, submission, workers)
             for stale, submission in zip(staleness, submissions, strict=True)
         ]
         contributions = [submission.contribution for submission in submissions]
         if weights is None:
             (contribution,) = contributions
-            return Prepared(before, programs.move, contribution, extra_args[0], norm)
+            return Prepared(before, programs.move, contribution, extras[0], norm)
         count = len(submissions)
         # A worker that claims no steps or no weight counts as 1.
         steps = [max(1, s.steps) for s in submissions]
@@ -364,10 +362,9 @@ class Store:
         factors = []
         for weight, claimed_weight in zip(weights, claimed, strict=True):
             factor = 1.0 if self._rule.discount else weight
-            factors.append(
-                _on_device(factor * (claimed_weight / mean if is_mean else 1.0))
-            )
-        counted = list(zip(extra_args, factors, strict=True))
+            share = claimed_weight / mean if is_mean else 1.0
+            factors.append(_on_device(factor * share))
+        counted = list(zip(extras, factors, strict=True))
         total: PyTree = None
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
@@ -378,7 +375,7 @@ class Store:
         of_round = Submission(0, total, before.number, steps_of_round, mean)
         round_args = (
             _on_device(float(count if is_mean else 1)),
-            _extra_args(before.number, 0, of_round, workers),
+            _extra(before.number, 0, of_round, workers),
         )
         # A discount may lengthen a message; a combined message may exceed the sum.
         if self._rule.discount is not None or not self._rule.is_summed:
@@ -395,8 +392,8 @@ class Store:
         )
         run = prepared.program.in_place if in_place else prepared.program.anew
         params, self._center_state, broadcast, delta = run(
-            prepared.incoming,
-            prepared.extra_args,
+            prepared.data,
+            prepared.extra,
             before.params,
             self._center_state,
             before.broadcast,
@@ -410,12 +407,12 @@ class Store:
         called meanwhile. State that other methods read is unchanged: see `set_bound`.
         """
         before = prepared.before
-        found = self._find_bound(before, prepared.norm)
-        if found is not None:
-            return True, found
+        bound = self._find_bound(before, prepared.norm)
+        if bound is not None:
+            return True, bound
         is_finite = prepared.program.stays_finite(
-            prepared.incoming,
-            prepared.extra_args,
+            prepared.data,
+            prepared.extra,
             before.params,
             self._center_state,
             before.broadcast,
@@ -436,7 +433,7 @@ class Store:
             self._differences.append((number, delta))
 
     @functools.cached_property
-    def _largest_allowed(self) -> float:
+    def _limit(self) -> float:
         """The largest number that the center may have; 0 if no bounds are computed."""
         if _is_narrower(self.difference_like, self.like):
             return 0.0  # a delta may overflow its narrower dtype
@@ -461,7 +458,7 @@ class Store:
 
     def _find_bound(self, before: Version, norm: float) -> Bound | None:
         """Return a bound for messages of a norm or more, if this one is within it."""
-        if not (self._largest_allowed and norm < math.inf):
+        if not (self._limit and norm < math.inf):
             return None
         if self._retry_countdown > 0 and norm > self._unbounded_norm / 2:
             self._retry_countdown -= 1
@@ -473,7 +470,7 @@ class Store:
             reached = _reach.bound(
                 self._rule, params, state, message, messages, largest
             )
-            if reached < self._largest_allowed:
+            if reached < self._limit:
                 return Bound(messages - 1, message)
         self._unbounded_norm, self._retry_countdown = norm, _RETRY_INTERVAL
         return None
@@ -526,7 +523,7 @@ def _is_narrower(difference: PyTree, center: PyTree) -> bool:
     return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
-class _ExtraArgs(NamedTuple):
+class _Extra(NamedTuple):
     """Extra arguments of the center optimizer for a message, on the device."""
 
     staleness: jax.Array
@@ -543,12 +540,10 @@ class _ExtraArgs(NamedTuple):
 _VERSIONS = 256  # parts of `since` repeat, so that transfers to the device are rare
 
 
-def _extra_args(
-    version: int, stale: int, submission: Submission, workers: int
-) -> _ExtraArgs:
+def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:
     since = min(max(version - stale, 0), _MAX_INT)
     rest, weight = since % _VERSIONS, submission.weight
-    return _ExtraArgs(
+    return _Extra(
         _on_device(stale),
         _on_device(submission.steps or 1),
         _on_device(1.0 if weight is None else weight),
@@ -576,7 +571,7 @@ _ANY = downpour()  # stands for the rule's parts that do not affect a measuremen
 
 
 @functools.lru_cache(maxsize=32)
-def _measurements(rule: Rule) -> dict[str, Any]:
+def _measures(rule: Rule) -> dict[str, Any]:
     """Return the compiled measurements, shared by rules whose messages are the same."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
@@ -596,14 +591,14 @@ def _programs(rule: Rule) -> SimpleNamespace:
     """Return the compiled programs of a rule, shared by its stores."""
 
     def counted(
-        contribution: PyTree, center: PyTree, extra_args: _ExtraArgs, weight: Any
+        contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
         """Return a message of a round times its factor, in float32 or wider."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = rounds.weigh(rule, message, extra_args.as_dict())
+        message = rounds.weigh(rule, message, extra.as_dict())
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
@@ -611,15 +606,18 @@ def _programs(rule: Rule) -> SimpleNamespace:
         total: PyTree,
         contribution: PyTree,
         center: PyTree,
-        extra_args: _ExtraArgs,
+        extra: _Extra,
         weight: Any,
     ) -> PyTree:
-        message = counted(contribution, center, extra_args, weight)
+        message = counted(contribution, center, extra, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
     # Combines all messages at once, for rules that do not sum them.
     def combine(
-        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
+        how: robust.Combine,
+        contributions: list[PyTree],
+        center: PyTree,
+        counts: Any,
     ) -> PyTree:
         messages = [
             counted(contribution, center, *each)
@@ -629,41 +627,33 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return how.of(together, robust.whole_total)
 
     def move(
-        incoming: PyTree,
-        extra_args: _ExtraArgs,
+        data: PyTree,
+        extra: _Extra,
         center: PyTree,
         state: PyTree,
         broadcast: PyTree,
     ) -> rounds.Moved:
-        return rounds.receive(
-            rule, incoming, center, state, broadcast, extra_args.as_dict()
-        )
+        return rounds.receive(rule, data, center, state, broadcast, extra.as_dict())
 
     def move_round(
         total: PyTree,
-        of_round: tuple[Any, _ExtraArgs],
+        of_round: tuple[Any, _Extra],
         center: PyTree,
         state: PyTree,
         broadcast: PyTree,
     ) -> rounds.Moved:
-        parts, extra_args = of_round
+        parts, extra = of_round
         mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(
-            rule, message, center, state, broadcast, extra_args.as_dict()
-        )
+        return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""
 
         def stays_finite(
-            incoming: PyTree,
-            extra_args: Any,
-            center: PyTree,
-            state: PyTree,
-            broadcast: PyTree,
+            data: PyTree, extra: Any, center: PyTree, state: PyTree, broadcast: PyTree
         ) -> Any:
-            moved = program(incoming, extra_args, center, state, broadcast)
+            moved = program(data, extra, center, state, broadcast)
             # In the dtype of the answer, whose range may be smaller than the center's.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = (rounds.answer_of(rule, moved.center), moved.center_state)
@@ -686,9 +676,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         )
 
     return SimpleNamespace(
-        **_measurements(
-            dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)
-        ),
+        **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=jax.jit(functools.partial(combine, rule.combine))

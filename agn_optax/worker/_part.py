@@ -461,11 +461,11 @@ class Part:
                 state,
                 contribution,
                 answer.params,
-                residual="kept" if answer.in_part else residual,
+                residual="kept" if answer.is_partial else residual,
             )
         else:
             take_back = self.programs.take_back
-            if take_back is not None and not (answer.applied or answer.in_part):
+            if take_back is not None and not (answer.applied or answer.is_partial):
                 state = take_back(state, contribution)
             if anchor is None:
                 params, state = self.programs.adopt(params, state, answer.params)

@@ -28,7 +28,7 @@ from helpers.support import (
 import agn_optax
 from agn_optax import checkpoint, errors, rules
 from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
-from agn_optax.center._store import _extra_args, _programs
+from agn_optax.center._store import _extra, _programs
 from agn_optax.service.wire import _submission
 from agn_optax.worker import Uplink
 
@@ -361,7 +361,7 @@ def test_unused_extras_are_no_program_arguments():
         center = agn_optax.LocalCenter(rule, jnp.ones(3))
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         state = center.save().center_state
-        extra_args = _extra_args(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
+        extra_args = _extra(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
         lowered = _programs(rule).move.in_place.lower(
             jnp.ones(3), extra_args, jnp.ones(3), state, None
         )

@@ -43,12 +43,13 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
       >>> import pathlib, tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept, copy = pathlib.Path(folder, "kept"), pathlib.Path(folder, "copy")
-      ...     durability = agn_optax.center.Journal(kept)
+      ...     original = pathlib.Path(folder, "original")
+      ...     copy = pathlib.Path(folder, "copy")
+      ...     durability = agn_optax.center.Journal(original)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("w").exchange(sent)
-      ...     version = agn_optax.center.backup(kept, copy)
+      ...     version = agn_optax.center.backup(original, copy)
       ...     center.close()
       ...     durability = agn_optax.center.Journal(copy)
       ...     center = agn_optax.LocalCenter(rule, durability=durability)
@@ -62,10 +63,10 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
             raise errors.InvalidArgumentError(
                 f"{to} is not empty: back up into a directory of its own"
             )
-    return retry_while_changing(directory, lambda: _try(directory, to))
+    return retry_while_changing(directory, lambda: _copy_or_clean_up(directory, to))
 
 
-def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
+def _copy_or_clean_up(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
     """Copy all files, or remove what was copied; return the version."""
     source = CenterFiles(directory)
     snapshot = source.load_center()

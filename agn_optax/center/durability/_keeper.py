@@ -43,9 +43,7 @@ from agn_optax.rules import Rule, difference, fingerprint
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
-_MIN_SNAPSHOTS = (
-    4  # minimum journal size in snapshots, so that these are few of all writes
-)
+_MIN_SNAPSHOTS = 4  # minimum journal size in snapshots, which are a part of all writes
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
 _RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
 
@@ -75,12 +73,12 @@ class Snapshots:
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Snapshots(folder, seconds=30.0)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     center = agn_optax.LocalCenter(rule, durability=durability)
       ...     print(center.pull().params, center.version)
       ...     center.close()
       [0. 0.] 1
@@ -139,12 +137,12 @@ class Journal:
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     center = agn_optax.LocalCenter(rule, durability=durability)
       ...     print(center.pull().params, center.version)
       ...     center.close()
       [0. 0.] 1
@@ -411,7 +409,7 @@ class Keeper:
         else:
             interval, self._written = self._durability.interval, number
             self._writer = Writer(
-                self._directory, number, interval, self._is_written, self._fail
+                self._directory, number, interval, self._set_written, self._fail
             )
             kind: Kind = "journal" if interval is None else "interval"
             self._directory.write_lock(kind, number)
@@ -426,7 +424,7 @@ class Keeper:
             keep, seconds = durability.keep, durability.keep_seconds
             self._directory.remove_old(journals, keep, seconds)
 
-    def _is_written(self, number: int) -> None:
+    def _set_written(self, number: int) -> None:
         with self._changed:
             self._written = number
             self._changed.notify_all()
@@ -470,21 +468,22 @@ class Keeper:
             )
             _log.error("%s", self._snapshot_error)
             if not isinstance(self._durability, Journal):  # a journal has it all
-                self._attempted = (
-                    attempted  # so that the next attempt needs no exchange
-                )
+                self._attempted = attempted  # the next attempt needs no exchange
             raise errors.DurabilityError(self._snapshot_error) from error
 
     def _time_left(self) -> float | None:
         """Return the seconds to the next snapshot; None if time does not decide."""
-        kept, records = self._durability, self._number - self._attempted
-        if isinstance(kept, Journal):
+        settings, records = self._durability, self._number - self._attempted
+        if isinstance(settings, Journal):
             assert self._writer is not None
-            size = kept.size or max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+            size = settings.size or max(
+                _JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size
+            )
             is_due = self._writer.size >= size or records >= _MAX_RECORDS
         else:
-            is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
-            pause = kept.seconds
+            limit = settings.exchanges
+            is_due = limit is not None and self._exchanges >= limit
+            pause = settings.seconds
             if pause is None and self._snapshot_error:
                 pause = _RETRY_INTERVAL
             if pause is not None and records and not is_due:
@@ -611,8 +610,8 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("w").exchange(sent)
       ...     print(agn_optax.center.read(folder, rule).params)

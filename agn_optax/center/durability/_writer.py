@@ -34,9 +34,9 @@ class Writer:
       number: number of the first record.
       interval: maximum time between two syncs, in seconds; None syncs each batch before
         it counts as written.
-      written: called with the number of written records, each time that the number
+      on_written: called with the number of written records, each time that the number
         grows, and when a new file was begun.
-      failed: called with the exception after which nothing more is written.
+      on_failed: called with the exception after which nothing more is written.
 
     Attributes:
       begin: number of the first record of the current file.
@@ -51,22 +51,22 @@ class Writer:
     _size: int  # size of the file, bytes
     _end: int  # bytes of it that are written records
     _synced: int  # bytes of it that are on disk
-    _counted: int  # bytes of it that `size` does not count
+    _counted: int  # bytes of it that `size` leaves out
 
     def __init__(
         self,
         directory: Directory,
         number: int,
         interval: float | None,
-        written: Callable[[int], None],
-        failed: Callable[[Exception], None],
+        on_written: Callable[[int], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._number = number
         self._interval = interval
         self._sync_due = math.inf  # time of the next sync
-        self._written = written
-        self._failed = failed
+        self._on_written = on_written
+        self._on_failed = on_failed
         # Contents of records; "new file" begins a new file, and "end" ends the thread.
         self._queue: queue.SimpleQueue[
             tuple[dict[str, Any], Sequence[PyTree]] | Literal["new file", "end"]
@@ -99,7 +99,7 @@ class Writer:
             while self._write_next():
                 pass
         except Exception as error:  # of any kind, or workers would wait forever
-            self._failed(error)
+            self._on_failed(error)
         finally:
             os.close(self._file)
 
@@ -118,27 +118,27 @@ class Writer:
             batch.append(self._queue.get())
         pieces: list[memoryview] = []
         end = self._end
-        for each in batch:
-            if each == "end" or each == "new file":
-                self._put(pieces, end)
+        for queued in batch:
+            if queued == "end" or queued == "new file":
+                self._write(pieces, end)
                 self._sync()
-                if each == "end":
+                if queued == "end":
                     return False
                 self._switch_file()
                 pieces, end = [], self._end
                 continue
-            about, trees = each
+            about, trees = queued
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
-            more, size = _records.encode(
+            record, size = _records.encode(
                 self._number, about, arrays, self._synced, self._size
             )
-            pieces += more
+            pieces += record
             end += size
             self._number += 1
-        self._put(pieces, end)
+        self._write(pieces, end)
         return True
 
-    def _put(self, pieces: Sequence[memoryview], end: int) -> None:
+    def _write(self, pieces: Sequence[memoryview], end: int) -> None:
         if not pieces:
             return
         size = self._size
@@ -150,7 +150,7 @@ class Writer:
             self._sync()
         self._directory.check_paths(self._file, self.begin)
         self._directory.write_num_records(self._number)
-        self._written(self._number)
+        self._on_written(self._number)
         if self._interval is not None:
             self._sync_due = min(self._sync_due, time.monotonic() + self._interval)
 
@@ -171,7 +171,7 @@ class Writer:
         else:
             os.close(before)
         self.is_switching = False
-        self._written(self._number)
+        self._on_written(self._number)
 
     def _begin_file(self) -> None:
         self._file, self._size = self._directory.begin_journal(self._number)
