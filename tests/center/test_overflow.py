@@ -292,7 +292,7 @@ def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypat
     def looks(*args):
         raise AssertionError("the center is looked at")
 
-    monkeypatch.setattr(center.core.store, "look", looks)
+    monkeypatch.setattr(center.core.store, "check_finite", looks)
     for number in (1.0, -2.0, 1e-6, 0.0, 3.0):
         assert_applies(center, number)
 
@@ -301,7 +301,7 @@ def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypat
 def bounds(monkeypatch):
     """Count computations of bounds, and scans of a center."""
     counts = {"bounds": 0, "looks": 0}
-    bound, look = _reach.bound, Store.look
+    bound, look = _reach.bound, Store.check_finite
 
     def counted(kind, call):
         def act(*args):
@@ -311,7 +311,7 @@ def bounds(monkeypatch):
         return act
 
     monkeypatch.setattr(_reach, "bound", counted("bounds", bound))
-    monkeypatch.setattr(Store, "look", counted("looks", look))
+    monkeypatch.setattr(Store, "check_finite", counted("looks", look))
     return counts
 
 

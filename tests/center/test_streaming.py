@@ -114,10 +114,10 @@ def test_8_fragments_give_the_numbers_of_the_split_form(name):
         ("diloco", {"delay": 2}),
     ],
 )
-def test_8_delay_and_mixing_give_the_numbers_of_the_split_form(name, landing):
+def test_8_delay_and_mixing_give_the_numbers_of_the_split_form(name, receive):
     """With a delay of 2, a fragment is received when another one is sent."""
     rule, params = RULES[name](), tree()
-    fragments = agn_optax.Fragments(2, **landing)
+    fragments = agn_optax.Fragments(2, **receive)
     targets = feeds(params, 3 * PERIOD + 1)
     loop = in_a_program(rule, params, targets, fragments)
     center = shards(rule, params)

@@ -495,7 +495,7 @@ class Servicer:
         session = self.core.join(
             join.worker,
             join.session_id,
-            back=is_back,
+            resume=is_back,
             heartbeat_timeout=self._silence,
             close_connection=context.cancel,
         )
