@@ -83,18 +83,16 @@ class WorkerSession:
     session_id: str
     session: object
     anchor: int
-    there: bool = True
+    is_registered: bool = True
     until: float = math.inf
-    sent: list = dataclasses.field(
-        default_factory=list
-    )  # numbers that were sent, in order
+    sent: list = dataclasses.field(default_factory=list)  # numbers, in order
     got: bool = True  # it has the response to the last message
     is_kept: bool = False  # the center has kept the response since the message
     answer: tuple | None = None  # the response, if received and kept
     anchor_sent: int = 0
 
-    def goes(self):
-        self.there, self.until = False, math.inf
+    def end(self):
+        self.is_registered, self.until = False, math.inf
         self.is_kept, self.answer = False, None
 
 
@@ -110,7 +108,7 @@ class Exchanges(RuleBasedStateMachine):
         self.mode, self.clock, self.journals = mode, clock, journals
         self.folder = pathlib.Path(tempfile.mkdtemp())
         self.numbers = itertools.count(1)
-        self.lives = {}  # the last session of each name
+        self.sessions = {}  # the last one of each name
         self.replaced = []
         self.applied = {}  # by number: version that includes it
         self.dropped = set()
@@ -140,35 +138,36 @@ class Exchanges(RuleBasedStateMachine):
         assert number not in self.applied
         assert number not in self.dropped
         self.applied[number] = self.core.store.current.number
-        if self.applied[number] == len(
-            self.versions
-        ):  # else applied together with another message
+        # Else the message was applied together with another one.
+        if self.applied[number] == len(self.versions):
             self.versions.append(self.versions[-1])
         assert self.applied[number] == len(self.versions) - 1
         self.versions[-1] = self.versions[-1] - (number, 1)
 
     # The state of the model.
 
-    def look(self):
+    def expire(self):
         """Remove workers with an expired lease; return the present ones."""
         # Wait for a check in another thread, as if it took no time.
         assert self.core.wait_for(lambda: self.core._finiteness is None, LIMIT)
-        there = self.core.members()[1]
-        for life in self.lives.values():
-            if life.until <= self.clock.now:
-                life.goes()
-        assert set(there) == {life.name for life in self.lives.values() if life.there}
-        return there
+        members = self.core.members()[1]
+        for known in self.sessions.values():
+            if known.until <= self.clock.now:
+                known.end()
+        assert set(members) == {
+            known.name for known in self.sessions.values() if known.is_registered
+        }
+        return members
 
-    def life(self, name):
+    def session_of(self, name):
         """Return the last session of a name, which joins if needed."""
-        self.look()
-        life = self.lives.get(name)
-        if life is None:
+        self.expire()
+        known = self.sessions.get(name)
+        if known is None:
             self.join(name)
-        elif not life.there or life.session is None:
+        elif not known.is_registered or known.session is None:
             self.join_again(name)
-        return self.lives[name]
+        return self.sessions[name]
 
     # Commands.
 
@@ -180,89 +179,89 @@ class Exchanges(RuleBasedStateMachine):
         with self.core.reading(kept=True) as version:
             anchor = version.number
         self.promised = max(self.promised, anchor)
-        if name in self.lives:
-            self.replaced.append(self.lives[name])
-            self.replaced[-1].goes()
-        self.lives[name] = WorkerSession(name, session_id, session, anchor)
-        self.look()
+        if name in self.sessions:
+            self.replaced.append(self.sessions[name])
+            self.replaced[-1].end()
+        self.sessions[name] = WorkerSession(name, session_id, session, anchor)
+        self.expire()
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sessions)
     @rule(name=NAMES)
     def join_again(self, name):
         """Join with the same session over another connection."""
-        life = self.lives.get(name)
-        if life is not None:
-            self.look()
-            life.session = self.core.join(name, life.session_id, resume=True)
-            life.there, life.until = True, math.inf
+        known = self.sessions.get(name)
+        if known is not None:
+            self.expire()
+            known.session = self.core.join(name, known.session_id, resume=True)
+            known.is_registered, known.until = True, math.inf
             with self.core.reading(kept=True) as version:  # and thus that it is back
                 self.promised = max(self.promised, version.number)
 
     @precondition(lambda self: self.replaced)
     @rule(number=st.integers(0, 9))
     def use_a_replaced_session(self, number):
-        life = self.replaced[number % len(self.replaced)]
+        known = self.replaced[number % len(self.replaced)]
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
-            self.core.join(life.name, life.session_id, resume=True)
-        if life.session is not None:
-            self.is_rejected(life)
-            life.session.acknowledge(1)
-            life.session.disconnect()
-            life.session.leave()
-        self.look()
+            self.core.join(known.name, known.session_id, resume=True)
+        if known.session is not None:
+            self.is_rejected(known)
+            known.session.acknowledge(1)
+            known.session.disconnect()
+            known.session.leave()
+        self.expire()
 
-    def is_rejected(self, life):
-        with pytest.raises(errors.WorkerStateError, match=life.name):
-            life.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
-        for sequence in (1, len(life.sent)):
-            with pytest.raises(errors.WorkerStateError, match=life.name):
-                life.session.collect(sequence, 0.0)
+    def is_rejected(self, known):
+        with pytest.raises(errors.WorkerStateError, match=known.name):
+            known.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
+        for sequence in (1, len(known.sent)):
+            with pytest.raises(errors.WorkerStateError, match=known.name):
+                known.session.collect(sequence, 0.0)
 
     @rule(name=NAMES, repeats=st.booleans())
     def submit(self, name, repeats):
         """Send the next number if the last one has a response; else repeat the last."""
-        life = self.life(name)
-        if life.got and not (life.sent and repeats):
-            life.sent.append(next(self.numbers))
-            life.got, life.is_kept, life.answer = False, True, None
-            life.anchor_sent = life.anchor
-        contribution = jnp.array([float(life.sent[-1]), 1.0])
-        life.session.submit(
-            Submission(len(life.sent), contribution, anchor_version=life.anchor)
+        known = self.session_of(name)
+        if known.got and not (known.sent and repeats):
+            known.sent.append(next(self.numbers))
+            known.got, known.is_kept, known.answer = False, True, None
+            known.anchor_sent = known.anchor
+        contribution = jnp.array([float(known.sent[-1]), 1.0])
+        known.session.submit(
+            Submission(len(known.sent), contribution, anchor_version=known.anchor)
         )
 
     @rule(name=NAMES, how=HOW)
     def collect(self, name, how):
-        life = self.life(name)
-        if not life.sent:
+        known = self.session_of(name)
+        if not known.sent:
             return
-        sequence, number = len(life.sent), life.sent[-1]
+        sequence, number = len(known.sent), known.sent[-1]
         try:
-            answer = self.read(life.session, sequence, how)
+            answer = self.read(known.session, sequence, how)
         except errors.WorkerStateError as error:
             if "asks for the answer" not in str(error):
                 raise
             answer = None
-            assert not life.is_kept  # its message was removed with it, or never sent
+            assert not known.is_kept  # its message was removed with it, or never sent
         if answer is None:
-            assert not life.got
+            assert not known.got
             assert number not in self.applied
             return
         version, staleness, applied, norm, params = answer
         np.testing.assert_array_equal(params, self.versions[version])
         assert applied == (number in self.applied)
         if applied:
-            assert staleness == self.applied[number] - 1 - life.anchor_sent
+            assert staleness == self.applied[number] - 1 - known.anchor_sent
         else:
             self.dropped.add(number)
-        assert (norm is not None) == life.is_kept or not life.got
+        assert (norm is not None) == known.is_kept or not known.got
         if norm is None:
             assert version == len(self.versions) - 1  # the current center
         else:
-            assert life.answer in (None, answer[:4])
+            assert known.answer in (None, answer[:4])
             assert not applied or version == self.applied[number]
-            life.answer, life.is_kept = answer[:4], True
-        life.got, life.anchor = True, version
+            known.answer, known.is_kept = answer[:4], True
+        known.got, known.anchor = True, version
         self.promised = max(self.promised, version)
 
     @rule(name=NAMES, how=HOW, acknowledges=st.booleans())
@@ -298,26 +297,26 @@ class Exchanges(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def acknowledge(self, name):
-        life = self.life(name)
-        if life.sent and life.got:
-            life.session.acknowledge(len(life.sent))
-            life.is_kept, life.answer = False, None
+        known = self.session_of(name)
+        if known.sent and known.got:
+            known.session.acknowledge(len(known.sent))
+            known.is_kept, known.answer = False, None
 
     @rule(name=NAMES)
     def disconnect(self, name):
-        life = self.life(name)
-        life.session.disconnect()
-        life.until = self.clock.now + self.lease
-        self.look()
+        known = self.session_of(name)
+        known.session.disconnect()
+        known.until = self.clock.now + self.lease
+        self.expire()
 
     @rule(name=NAMES)
     def leave(self, name):
-        life = self.life(name)
+        known = self.session_of(name)
         for _ in range(2):
-            life.session.leave()
-        life.goes()
-        self.look()
-        self.is_rejected(life)
+            known.session.leave()
+        known.end()
+        self.expire()
+        self.is_rejected(known)
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def time_passes(self, seconds):
@@ -334,7 +333,7 @@ class Exchanges(RuleBasedStateMachine):
     @precondition(lambda self: self.journals)
     @rule(kills=st.booleans())
     def restart(self, kills):
-        there = self.look()
+        there = self.expire()
         directory = self.folder / str(len(list(self.folder.iterdir())))
         if kills:  # nothing may be written during the copy
             with self.core.reading(kept=True):
@@ -349,33 +348,33 @@ class Exchanges(RuleBasedStateMachine):
         self.promised = version
         del self.versions[version + 1 :]
         self.applied = {n: v for n, v in self.applied.items() if v <= version}
-        for life in self.lives.values():
+        for known in self.sessions.values():
             # A leave just before the kill may or may not be on disk.
-            life.there = life.name in self.core.members()[1]
-            assert life.there or life.name not in there or not self.lease
-            life.until = self.clock.now + self.lease
-            life.session, life.is_kept, life.answer = None, False, None
-        for life in self.replaced:
-            life.session = None
+            known.is_registered = known.name in self.core.members()[1]
+            assert known.is_registered or known.name not in there or not self.lease
+            known.until = self.clock.now + self.lease
+            known.session, known.is_kept, known.answer = None, False, None
+        for known in self.replaced:
+            known.session = None
 
     def end(self):
         """Close the core; kept responses remain available, and waiting calls raise."""
-        self.look()
+        self.expire()
         waits = self.core.members()[2]
         self.core.close()
-        for life in self.lives.values():
-            if life.name in waits:
+        for known in self.sessions.values():
+            if known.name in waits:
                 with pytest.raises(errors.CenterClosedError, match="has been closed"):
-                    life.session.collect(len(life.sent))
-            elif life.there and life.session and life.is_kept:
-                assert life.session.collect(len(life.sent)) is not None
+                    known.session.collect(len(known.sent))
+            elif known.is_registered and known.session and known.is_kept:
+                assert known.session.collect(len(known.sent)) is not None
         with pytest.raises(errors.CenterClosedError):
             self.core.join("somebody")
 
     @invariant()
     def members_match_the_model(self):
         if hasattr(self, "core"):
-            self.look()
+            self.expire()
 
     def teardown(self):
         if hasattr(self, "core"):
@@ -616,8 +615,8 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
     answered = threading.Event()
 
     def others():
-        lives = [(each.worker, each.session_id) for each in (anna, bert)]
-        assert core.heartbeat(lives) == ["anna", "bert"]
+        sessions = [(each.worker, each.session_id) for each in (anna, bert)]
+        assert core.heartbeat(sessions) == ["anna", "bert"]
         core.join("carl").leave()
         assert set(core.members()[1]) == {"anna", "bert"}
         assert core.snapshot().version == 0
@@ -658,14 +657,14 @@ def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
 def held_check(core, *submits):
     """Submit messages whose check is blocked within the context."""
     looks, may = threading.Event(), threading.Event()
-    look = core.store.look
+    look = core.store.check_finite
 
     def held(prepared):
         looks.set()
         assert may.wait(LIMIT)
         return look(prepared)
 
-    core.store.look = held
+    core.store.check_finite = held
     threads = [threading.Thread(target=submit) for submit in submits]
     for thread in threads:
         thread.start()
@@ -673,7 +672,7 @@ def held_check(core, *submits):
         assert looks.wait(LIMIT)
         yield
     finally:
-        core.store.look = look
+        core.store.check_finite = look
         may.set()
         for thread in threads:
             thread.join(LIMIT)
@@ -754,7 +753,7 @@ def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypat
             patch.setattr(_core, "in_background", broken)
             act = functools.partial(anna.collect, 1, LIMIT)
         else:
-            patch.setattr(core, "_look_at", broken)
+            patch.setattr(core, "_run_check", broken)
             act = functools.partial(submit, bert)
         with pytest.raises(fails, match="not now"):
             act()

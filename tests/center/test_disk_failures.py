@@ -429,7 +429,7 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
     center.close()
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "this_boot", lambda: "another")
+        patch.setattr(_files, "boot_id", lambda: "another")
         with found(tmp_path / "a") as again:  # the center had been closed
             assert (again.version, again.center_id) == (3, center.center_id)
         (journal,) = copy.glob("journal-*")
