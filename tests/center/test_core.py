@@ -292,8 +292,8 @@ class Exchanges(RuleBasedStateMachine):
             answer = kept.answer
             assert answer.version == kept.version.number
         norm = None if answer.norm is None else float(answer.norm)
-        said = answer.version, answer.staleness, answer.applied, norm
-        return *said, np.asarray(params)
+        numbers = answer.version, answer.staleness, answer.applied, norm
+        return *numbers, np.asarray(params)
 
     @rule(name=NAMES)
     def acknowledge(self, name):

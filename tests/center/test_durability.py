@@ -385,8 +385,8 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
         (copy / FIRST).unlink()
     else:
         os.truncate(copy / FIRST, end)
-    said = f"{FIRST} {'is missing' if what == 'gone' else 'was truncated'}: it may"
-    with pytest.raises(errors.DurabilityError, match=said):
+    error = f"{FIRST} {'is missing' if what == 'gone' else 'was truncated'}: it may"
+    with pytest.raises(errors.DurabilityError, match=error):
         kept(Journal(copy))
     (copy / "lock").unlink()  # as that error advises
     again = kept(Journal(copy))
@@ -717,14 +717,16 @@ def test_journal_continues_without_file_descriptors(tmp_path, killed, caplog):
     send(center)  # now JAX has read all that it reads from files
     before = {"lock", *(f"{kind}-{3:012}" for kind in ("journal", "snapshot"))}
     wait_for(center, lambda: names(tmp_path / "a") == before)
-    said = "the journal continues in its old file", "no snapshot could be written"
+    messages = "the journal continues in its old file", "no snapshot could be written"
     with no_more_files():
         for times in (1, 2):
             send(center)
             send(center)
             wait_for(
                 center,
-                lambda n=times: [caplog.text.count(each) for each in said] == [n, n],
+                lambda n=times: (
+                    [caplog.text.count(each) for each in messages] == [n, n]
+                ),
             )
     assert names(tmp_path / "a") == before
     copy = killed(tmp_path / "a")

@@ -243,8 +243,8 @@ def test_center_stays_within_the_computed_bound(name, signs, dtype):
     for step in range(60):
         size = random.choice([0.0, 1e-30, 1e-3, 1.0, 5.0 / 11**0.5])
         sign = random.choice([-1.0, 1.0]) if signs == "random" else -1.0
-        said = {"staleness": jnp.int32(step % 3), "outside": True}
-        updates, state = update(times(sign * size, dtype), state, center, **said)
+        extra_args = {"staleness": jnp.int32(step % 3), "outside": True}
+        updates, state = update(times(sign * size, dtype), state, center, **extra_args)
         center = optax.apply_updates(center, updates)
         for leaf in jax.tree.leaves(center):
             assert np.abs(np.asarray(leaf, np.float64)).max() <= bound

@@ -275,18 +275,18 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
             for name in ("fast", "slow")
         }
         seconds, failed = {"fast": 0.001, "slow": 0.02}, []
-        told, lengths = threading.Event(), []
+        reported, lengths = threading.Event(), []
 
         def work(name):
             try:
                 worker = workers[name]
                 loop = worker.start()
-                while not told.is_set() and time.monotonic() < until:
+                while not reported.is_set() and time.monotonic() < until:
                     time.sleep(seconds[name])  # stands for a local step
                     loop = worker.exchange(*loop)
                     if name == "slow" and (worker.pace or 1.0) < 0.5:
                         lengths.append(worker._parts[0].length(0))
-                        told.set()
+                        reported.set()
                 worker.flush(*loop)
             except BaseException as error:
                 failed.append(error)
@@ -297,7 +297,7 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
         for thread in threads:
             thread.join(LIMIT)
         assert not failed
-        assert told.is_set()
+        assert reported.is_set()
         assert lengths[0] < 10
 
 
