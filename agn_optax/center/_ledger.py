@@ -49,10 +49,7 @@ class State(enum.Enum):
 NEXT = {
     (State.IDLE, "join"): State.IDLE,
     (State.IDLE, "submit"): State.WAITING,
-    (
-        State.IDLE,
-        "repeat",
-    ): State.IDLE,  # its answer was released: the current center answers
+    (State.IDLE, "repeat"): State.IDLE,  # the current center is the answer
     (State.IDLE, "acknowledge"): State.IDLE,
     (State.IDLE, "disconnect"): State.IDLE,
     (State.IDLE, "leave"): State.ENDED,
@@ -64,10 +61,7 @@ NEXT = {
     (State.WAITING, "disconnect"): State.WAITING,
     (State.WAITING, "leave"): State.ENDED,
     (State.ANSWERED, "join"): State.ANSWERED,
-    (
-        State.ANSWERED,
-        "submit",
-    ): State.WAITING,  # the message acknowledges the answer, too
+    (State.ANSWERED, "submit"): State.WAITING,  # acknowledges the answer, too
     (State.ANSWERED, "repeat"): State.ANSWERED,
     (State.ANSWERED, "acknowledge"): State.IDLE,
     (State.ANSWERED, "disconnect"): State.ANSWERED,
@@ -195,9 +189,7 @@ class Ledger:
         # True once as many workers were registered at a time as the barrier needs.
         self.is_open = barrier == 0
         self._registered: dict[str, Member] = {}
-        self._ended: dict[
-            str, Member
-        ] = {}  # remembered sessions, in order of their end
+        self._ended: dict[str, Member] = {}  # remembered, in order of their ends
         self._newly_ended: dict[str, None] = {}  # names; see `take_ended`
         self._first_expiry = math.inf  # time before which no session expires
         self._last_expire = -math.inf  # time of the last call of `expire`
@@ -441,9 +433,8 @@ class Ledger:
             return batch
         rejected = {}
         for entry, size in zip(batch.entries, sizes, strict=True):
-            rejection = self.rejections.decide(
-                entry.submission, size, self.round_staleness(entry)
-            )
+            late = self.round_staleness(entry)
+            rejection = self.rejections.decide(entry.submission, size, late)
             if rejection is not None:
                 rejected[entry.worker] = rejection
         norms = tuple(size.norm for size in sizes if size is not None)
@@ -531,14 +522,14 @@ class Ledger:
         return {"members": members, "open": self.is_open, "norms": norms}
 
     def restore(
-        self, state: dict[str, Any], now: float, *, is_new_center: bool = False
+        self, state: dict[str, Any], now: float, *, is_new_id: bool = False
     ) -> None:
         """Restore the state of an earlier process, with no worker connected.
 
         Args:
           state: result of `state_to_save`.
           now: time in seconds.
-          is_new_center: whether the center has a new id, so that its workers join
+          is_new_id: whether the center has a new id, so that its workers join
             again. Then the ledger only remembers which of their exchanges it has.
         """
         for name, saved in state["members"].items():
@@ -551,9 +542,9 @@ class Ledger:
             self._ended.pop(name, None)
             self._registered[name], self._fastest = member, None
             self.disconnect(name, member.session_id, member.connection, now)
-            if saved["has_ended"] or is_new_center:
+            if saved["has_ended"] or is_new_id:
                 self._end_session(name, member)
-        if not is_new_center:
+        if not is_new_id:
             enough = len(self._registered) >= self.barrier
             self.is_open = self.is_open or state["open"] or enough
             self.rejections.restore_norms(state["norms"])
@@ -577,9 +568,8 @@ class Ledger:
     def _session(self, worker: str, session_id: str) -> Member | None:
         """Return a worker's session; None if it is not registered."""
         member = self._registered.get(worker)
-        if member is None or member.session_id != session_id:
-            return None
-        return member
+        is_same = member is not None and member.session_id == session_id
+        return member if is_same else None
 
     def _set_speeds(self, member: Member, speeds: Sequence[float]) -> None:
         """Set a worker's speeds in its last rounds."""

@@ -152,10 +152,8 @@ class BoundedStaleness(Mode):
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the first message outside or inside the bounds: see `Mode.due`."""
         for entry in waiting.pending.values():
-            if (
-                self.versions is not None
-                and waiting.round_staleness(entry) > self.versions
-            ):
+            late = waiting.round_staleness(entry)
+            if self.versions is not None and late > self.versions:
                 return Due([entry], applies=False)
             if self.rounds is None or waiting.rounds_ahead(entry) <= self.rounds:
                 return Due([entry])
@@ -223,10 +221,8 @@ class Synchronous(Mode):
         if self.quorum is None or len(entries) < self.quorum:
             return math.inf
         # A late message must not use up the grace period of the next round.
-        on_time = [
-            entry.arrived for entry in entries if not waiting.round_staleness(entry)
-        ]
-        return min(on_time or [entry.arrived for entry in entries]) + self.grace
+        on_time = [e.arrived for e in entries if not waiting.round_staleness(e)]
+        return min(on_time or [e.arrived for e in entries]) + self.grace
 
     @property
     def round_grace(self) -> float | None:

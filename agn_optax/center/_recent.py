@@ -54,9 +54,8 @@ class Recent:
             return None
         last, end = self._points[-1], self._points[-1][0]
         first, intervals = self._since(end - _WINDOW)
-        if now - end > _OVERDUE_FACTOR * max(
-            (end - first[0]) / intervals, _MIN_DISTANCE
-        ):
+        interval = max((end - first[0]) / intervals, _MIN_DISTANCE)
+        if now - end > _OVERDUE_FACTOR * interval:
             end = now
             first, _ = self._since(end - _WINDOW)
         seconds = max(end - first[0], _MIN_DISTANCE)

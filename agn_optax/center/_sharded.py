@@ -117,7 +117,7 @@ class ShardedCenter:
                 joined.callback(session.leave)
                 return session
 
-            sessions = self.in_parallel(join, self.centers, shard_params, tokens)
+            sessions = self.call_all(join, self.centers, shard_params, tokens)
             joined.pop_all()
         return ShardedSession(self, sessions)
 
@@ -131,9 +131,8 @@ class ShardedCenter:
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until all shards are initialized, and return the center."""
-        return self.unite(
-            self.in_parallel(lambda center: center.wait(timeout), self.centers)
-        )
+        waited = self.call_all(lambda center: center.wait(timeout), self.centers)
+        return self.unite(waited)
 
     def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the center, in which every part is one version of its shard.
@@ -141,9 +140,8 @@ class ShardedCenter:
         See `Center.pull`.
         """
         options = {"broadcast": True} if broadcast else {}
-        return self.unite(
-            self.in_parallel(lambda center: center.pull(**options), self.centers)
-        )
+        pulled = self.call_all(lambda center: center.pull(**options), self.centers)
+        return self.unite(pulled)
 
     @property
     def address(self) -> str:
@@ -168,7 +166,7 @@ class ShardedCenter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def in_parallel(self, call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+    def call_all(self, call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         """Call a function for all shards in parallel; raise once all have ended."""
         futures = [
             in_background(functools.partial(call, *shard), "agn-optax shard")
@@ -324,14 +322,14 @@ class ShardedSession(Session):
                 contributions, versions, anchors, strict=True
             )
         ]
-        self._center.in_parallel(
+        self._center.call_all(
             lambda session, part: session.submit(part), self._sessions, submissions
         )
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the combined answers of all shards: see `Session.collect`."""
         try:
-            answers = self._center.in_parallel(
+            answers = self._center.call_all(
                 lambda session: session.collect(sequence, timeout), self._sessions
             )
         except errors.MessageRejectedError:

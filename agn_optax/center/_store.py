@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
     before: Version
     program: SimpleNamespace
     data: PyTree  # a contribution, or the sum of a round's messages
-    extra: Any  # extra arguments of the center optimizer
+    extra: Any  # `_Extra`; for a round also its divisor
     norm: float  # upper bound of the norm of all its messages together
 
 
@@ -356,14 +356,13 @@ class Store:
             return Prepared(before, programs.move, contribution, extras[0], norm)
         count = len(submissions)
         # A worker that claims no steps or no weight counts as 1.
-        steps = [max(1, s.steps) for s in submissions]
+        steps = sum(max(1, s.steps) for s in submissions)
         claimed = [1.0 if s.weight is None else s.weight for s in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(claimed) / count
-        factors = []
-        for weight, claimed_weight in zip(weights, claimed, strict=True):
-            factor = 1.0 if self._rule.discount else weight
-            share = claimed_weight / mean if is_mean else 1.0
-            factors.append(_on_device(factor * share))
+        shares = [c / mean if is_mean else 1.0 for c in claimed]
+        if self._rule.discount:
+            weights = [1.0] * count
+        factors = [_on_device(w * s) for w, s in zip(weights, shares, strict=True)]
         counted = list(zip(extras, factors, strict=True))
         total: PyTree = None
         if programs.combine is None:
@@ -371,11 +370,10 @@ class Store:
                 total = programs.weigh(total, contribution, before.params, *each)
         else:
             total = programs.combine(contributions, before.params, counted)
-        steps_of_round = max(1, round(sum(steps) / count))
-        of_round = Submission(0, total, before.number, steps_of_round, mean)
+        combined = Submission(0, total, before.number, round(steps / count), mean)
         round_args = (
             _on_device(float(count if is_mean else 1)),
-            _extra(before.number, 0, of_round, workers),
+            _extra(before.number, 0, combined, workers),
         )
         # A discount may lengthen a message; a combined message may exceed the sum.
         if self._rule.discount is not None or not self._rule.is_summed:
@@ -391,13 +389,8 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = prepared.program.in_place if in_place else prepared.program.anew
-        params, self._center_state, broadcast, delta = run(
-            prepared.data,
-            prepared.extra,
-            before.params,
-            self._center_state,
-            before.broadcast,
-        )
+        moved = run(*self._arguments(prepared))
+        params, self._center_state, broadcast, delta = moved
         self._set_current(params, broadcast, delta)
 
     def check_finite(self, prepared: Prepared) -> tuple[bool, Bound | None]:
@@ -406,18 +399,15 @@ class Store:
         This waits for the device, so do not call it under a lock. `move` must not be
         called meanwhile. State that other methods read is unchanged: see `set_bound`.
         """
-        before = prepared.before
-        bound = self._find_bound(before, prepared.norm)
+        bound = self._find_bound(prepared.before, prepared.norm)
         if bound is not None:
             return True, bound
-        is_finite = prepared.program.stays_finite(
-            prepared.data,
-            prepared.extra,
-            before.params,
-            self._center_state,
-            before.broadcast,
-        )
-        return bool(is_finite), None
+        return bool(prepared.program.stays_finite(*self._arguments(prepared))), None
+
+    def _arguments(self, prepared: Prepared) -> tuple[Any, ...]:
+        """Return the arguments of a prepared program."""
+        params, broadcast = prepared.before.params, prepared.before.broadcast
+        return prepared.data, prepared.extra, params, self._center_state, broadcast
 
     def set_bound(self, bound: Bound | None) -> None:
         """Set the bound that `check_finite` found for the next version."""
@@ -603,21 +593,14 @@ def _programs(rule: Rule) -> SimpleNamespace:
 
     # Sums messages one after another; the sum is divided once.
     def weigh(
-        total: PyTree,
-        contribution: PyTree,
-        center: PyTree,
-        extra: _Extra,
-        weight: Any,
+        total: PyTree, contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
         message = counted(contribution, center, extra, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
     # Combines all messages at once, for rules that do not sum them.
     def combine(
-        how: robust.Combine,
-        contributions: list[PyTree],
-        center: PyTree,
-        counts: Any,
+        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
     ) -> PyTree:
         messages = [
             counted(contribution, center, *each)
@@ -627,23 +610,19 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return how.of(together, robust.whole_total)
 
     def move(
-        data: PyTree,
-        extra: _Extra,
-        center: PyTree,
-        state: PyTree,
-        broadcast: PyTree,
+        data: PyTree, extra: _Extra, center: PyTree, state: PyTree, broadcast: PyTree
     ) -> rounds.Moved:
         return rounds.receive(rule, data, center, state, broadcast, extra.as_dict())
 
     def move_round(
         total: PyTree,
-        of_round: tuple[Any, _Extra],
+        divisor_and_extra: tuple[Any, _Extra],
         center: PyTree,
         state: PyTree,
         broadcast: PyTree,
     ) -> rounds.Moved:
-        parts, extra = of_round
-        mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
+        divisor, extra = divisor_and_extra
+        mean = jax.tree.map(lambda t: t / divisor.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
         return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
 

@@ -1243,7 +1243,7 @@ def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
     ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
-    again.restore(ledger.state_to_save(), 0.0, is_new_center=True)
+    again.restore(ledger.state_to_save(), 0.0, is_new_id=True)
     assert not again.registered()
     assert not again.is_open
     again.join("anna", "second", 1.0)

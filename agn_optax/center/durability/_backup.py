@@ -12,8 +12,8 @@ from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
 from agn_optax.center.durability._files import (
     CenterFiles,
-    durability_errors,
-    retry_while_changing,
+    disk_errors,
+    retry_if_changed,
 )
 from agn_optax.center.durability._records import Record
 
@@ -58,12 +58,12 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
       1 [0. 0.]
     """
     to = pathlib.Path(to)
-    with durability_errors(f"cannot write to {to}"):
+    with disk_errors(f"cannot write to {to}"):
         if to.is_dir() and any(to.iterdir()):
             raise errors.InvalidArgumentError(
                 f"{to} is not empty: back up into a directory of its own"
             )
-    return retry_while_changing(directory, lambda: _copy_or_clean_up(directory, to))
+    return retry_if_changed(directory, lambda: _copy_or_clean_up(directory, to))
 
 
 def _copy_or_clean_up(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
@@ -71,7 +71,7 @@ def _copy_or_clean_up(directory: str | os.PathLike[str], to: pathlib.Path) -> in
     source = CenterFiles(directory)
     snapshot = source.load_center()
     with (
-        durability_errors(f"cannot write to {to}"),
+        disk_errors(f"cannot write to {to}"),
         contextlib.closing(Directory(to)) as target,
     ):
         try:
@@ -92,13 +92,11 @@ def _copy(source: CenterFiles, snapshot: Record, target: Directory) -> None:
         try:
             end = 0
             for record in itertools.chain([first], records):
-                pieces, length = _records.encode(
-                    *record[:3], on_disk=end, file_size=size
-                )
-                if end + length > size:
-                    size = reserve(file, size, end + length)
+                pieces, added = _records.encode(*record[:3], end, size)
+                if end + added > size:
+                    size = reserve(file, size, end + added)
                 _records.write(file, pieces, end)
-                end, number = end + length, record.number + 1
+                end, number = end + added, record.number + 1
             os.fsync(file)
         finally:
             os.close(file)

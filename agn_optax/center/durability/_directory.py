@@ -24,7 +24,7 @@ from agn_optax.center.durability._files import (
     Kind,
     Lock,
     boot_id,
-    durability_errors,
+    disk_errors,
     open_file,
 )
 
@@ -62,7 +62,7 @@ class Directory(CenterFiles):
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
-            with durability_errors(f"cannot keep a center in {path}"):
+            with disk_errors(f"cannot keep a center in {path}"):
                 _make_synced(path)
                 self._folder = opened.enter_context(open_file(path, os.O_RDONLY))
                 lock = open_file(path / "lock", os.O_RDWR | os.O_CREAT)
@@ -75,7 +75,7 @@ class Directory(CenterFiles):
                     "center a directory of its own"
                 ) from None
             super().__init__(path)
-            with durability_errors(f"cannot keep a center in {path}"):
+            with disk_errors(f"cannot keep a center in {path}"):
                 self.check_paths()  # the directory may have been replaced meanwhile
                 for left in path.glob("*.tmp"):  # by a process that was killed
                     left.unlink()

@@ -137,7 +137,7 @@ class CenterFiles:
 
     def numbers(self, kind: str) -> list[int]:
         """Return the numbers of all snapshots or journals, sorted."""
-        with durability_errors(f"cannot read {self.path}"):
+        with disk_errors(f"cannot read {self.path}"):
             names = [path.name for path in self.path.iterdir()]
         matches = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
         return sorted(int(match[1]) for match in matches if match)
@@ -252,7 +252,7 @@ class Replay:
         return ""
 
 
-def retry_while_changing(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
+def retry_if_changed(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
     """Call ``read``; if it fails while another process changes the files, try again."""
     for tries in itertools.count(1):
         before = _state(directory)
@@ -275,7 +275,7 @@ def _state(directory: str | os.PathLike[str]) -> object:
 
 
 def _read_lock(path: pathlib.Path) -> Lock | None:
-    with durability_errors(f"cannot read {path}"):
+    with disk_errors(f"cannot read {path}"):
         raw = path.read_bytes() if path.exists() else b""
     # The file was created, but its contents were lost in a power failure.
     if not raw.strip(b"\0"):
@@ -293,7 +293,7 @@ def _reading(path: pathlib.Path) -> Iterator[int]:
     """Open a file for reading; name it in errors."""
     try:
         with (
-            durability_errors(f"cannot read {path}"),
+            disk_errors(f"cannot read {path}"),
             open_file(path, os.O_RDONLY) as file,
         ):
             yield file
@@ -322,7 +322,7 @@ def open_file(path: pathlib.Path, flags: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def durability_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str) -> Iterator[None]:
     """Raise errors of the operating system as `DurabilityError`."""
     try:
         yield

@@ -33,8 +33,8 @@ from agn_optax.center.durability._directory import Directory, DiskSpace
 from agn_optax.center.durability._files import (
     CenterFiles,
     Kind,
-    durability_errors,
-    retry_while_changing,
+    disk_errors,
+    retry_if_changed,
 )
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
@@ -43,7 +43,9 @@ from agn_optax.rules import Rule, difference, fingerprint
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
-_MIN_SNAPSHOTS = 4  # minimum journal size in snapshots, which are a part of all writes
+_MIN_SNAPSHOTS = (
+    4  # minimum size of a journal, in snapshots: it limits their part of writes
+)
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
 _RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
 
@@ -256,7 +258,7 @@ class Keeper:
         reason = replay.new_id_reason
         for state in states:
             # If updates are lost, workers may be ahead of it, and must start again.
-            ledger.restore(state, now, is_new_center=bool(reason))
+            ledger.restore(state, now, is_new_id=bool(reason))
         if reason:
             self.restore_message = (
                 f"{where} continues with a new id, at version {version}: {reason}"
@@ -279,7 +281,7 @@ class Keeper:
         """
         self._image = image
         try:
-            with durability_errors(f"cannot write to {self._directory.path}"):
+            with disk_errors(f"cannot write to {self._directory.path}"):
                 self._write_first(self._number)
         except BaseException:
             if self._writer is not None:
@@ -476,9 +478,8 @@ class Keeper:
         settings, records = self._durability, self._number - self._attempted
         if isinstance(settings, Journal):
             assert self._writer is not None
-            size = settings.size or max(
-                _JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size
-            )
+            default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+            size = settings.size or default
             is_due = self._writer.size >= size or records >= _MAX_RECORDS
         else:
             limit = settings.exchanges
@@ -618,7 +619,7 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       ...     center.close()
       [0. 0.]
     """
-    return retry_while_changing(directory, lambda: _read(directory, rule))
+    return retry_if_changed(directory, lambda: _read(directory, rule))
 
 
 def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
