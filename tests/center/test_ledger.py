@@ -397,10 +397,10 @@ class Commands(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """End the process; its memory is written and read again."""
-        memory = json.loads(json.dumps(self.ledger.state_to_save()))
+        """End the process; its state is saved and restored."""
+        saved = json.loads(json.dumps(self.ledger.state_to_save()))
         self.ledger, self.looked = self.new(), -math.inf
-        self.ledger.restore(memory, self.now)
+        self.ledger.restore(saved, self.now)
         for known in self.there.values():
             known.connected, known.connection, known.timeout = False, 0, None
             known.until = self.now + self.lease
@@ -498,8 +498,8 @@ class Commands(RuleBasedStateMachine):
             self.waiting_messages_are_settled_in_finite_time()
 
 
-def ledger_names(made):
-    return made.state_to_save()["members"]
+def ledger_names(ledger):
+    return ledger.state_to_save()["members"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
@@ -515,37 +515,37 @@ def test_every_command_in_every_state(mode, monkeypatch):
 @pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
 def test_transition_table_matches_the_commands(state, event):
     """Events that are not in the table are rejected or have no effect."""
-    made = ledger(Synchronous(quorum=1), "a")
+    ledger = make_ledger(Synchronous(quorum=1), "a")
     if state is not State.IDLE:
-        send(made, "a")
-    waiting = made.due(0.0) if state is State.ANSWERED else None
+        send(ledger, "a")
+    waiting = ledger.due(0.0) if state is State.ANSWERED else None
     if state is State.ANSWERED:
-        made.settle(waiting, 0.0)
+        ledger.settle(waiting, 0.0)
     elif state is State.ENDED:
-        made.leave("a", "1")
-    member = made.find("a")
+        ledger.leave("a", "1")
+    member = ledger.find("a")
     assert member.state is state
     last = member.sequence
     commands = {
-        "join": lambda: made.join("a", "1", 0.0),
-        "submit": lambda: made.submit("a", "1", Submission(last + 1, None, 0), 0.0),
-        "repeat": lambda: made.submit(
+        "join": lambda: ledger.join("a", "1", 0.0),
+        "submit": lambda: ledger.submit("a", "1", Submission(last + 1, None, 0), 0.0),
+        "repeat": lambda: ledger.submit(
             "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
-        "settle": lambda: made.settle(made.due(0.0), 0.0),
-        "fail": lambda: made.fail(made.due(0.0)),
-        "acknowledge": lambda: made.acknowledge("a", "1", last),
-        "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
-        "leave": lambda: made.leave("a", "1"),
+        "settle": lambda: ledger.settle(ledger.due(0.0), 0.0),
+        "fail": lambda: ledger.fail(ledger.due(0.0)),
+        "acknowledge": lambda: ledger.acknowledge("a", "1", last),
+        "disconnect": lambda: ledger.disconnect("a", "1", 1, 0.0),
+        "leave": lambda: ledger.leave("a", "1"),
     }
     if event in ("settle", "fail") and state is not State.WAITING:
         assert (state, event) not in NEXT
-        assert made.due(0.0) is None  # there is nothing to settle
+        assert ledger.due(0.0) is None  # there is nothing to settle
         return
     if event == "repeat" and state is State.IDLE:
         # Repeat a finished exchange whose response was acknowledged.
-        assert exchange(made, "a") == "a"
-        made.acknowledge("a", "1", 1)
+        assert exchange(ledger, "a") == "a"
+        ledger.acknowledge("a", "1", 1)
         last = 1
     rejected = state is State.ENDED and event in ("submit", "repeat")
     without_effect = state is State.ENDED and event != "join" and not rejected
@@ -563,274 +563,276 @@ def test_transition_table_matches_the_commands(state, event):
 # Examples of each policy. A worker's only session is called "1".
 
 
-def ledger(mode=None, workers="", **settings):
-    made = Ledger(mode, **settings)
+def make_ledger(mode=None, workers="", **settings):
+    ledger = Ledger(mode, **settings)
     for worker in workers:
-        made.join(worker, "1", 0.0)
-    return made
+        ledger.join(worker, "1", 0.0)
+    return ledger
 
 
-def send(made, worker, anchor=None, now=0.0):
-    sequence = made.find(worker).sequence + 1
-    anchor = made.version if anchor is None else anchor
-    assert made.submit(worker, "1", Submission(sequence, None, anchor), now)
+def send(ledger, worker, anchor=None, now=0.0):
+    sequence = ledger.find(worker).sequence + 1
+    anchor = ledger.version if anchor is None else anchor
+    assert ledger.submit(worker, "1", Submission(sequence, None, anchor), now)
 
 
-def take(made, now=0.0):
+def take(ledger, now=0.0):
     """Return the names of the next batch, which is settled; "" if all must wait."""
-    batch = made.due(now)
+    batch = ledger.due(now)
     if batch is None:
         return ""
-    made.settle(batch, 0.0)
+    ledger.settle(batch, 0.0)
     return "".join(e.worker for e in batch.entries) + "!" * (not batch.applies)
 
 
-def exchange(made, worker, anchor=None, now=0.0):
-    send(made, worker, anchor, now)
-    return take(made, now)
+def exchange(ledger, worker, anchor=None, now=0.0):
+    send(ledger, worker, anchor, now)
+    return take(ledger, now)
 
 
 def test_asynchronous_mode_never_waits():
-    made = ledger(workers="abc")
+    ledger = make_ledger(workers="abc")
     for worker in "cab":
-        send(made, worker)
-    assert [take(made) for _ in range(4)] == ["c", "a", "b", ""]
-    assert made.version == 3
-    assert [made.find(w).staleness for w in "cab"] == [0, 1, 2]
-    assert made.deadline() is None
+        send(ledger, worker)
+    assert [take(ledger) for _ in range(4)] == ["c", "a", "b", ""]
+    assert ledger.version == 3
+    assert [ledger.find(w).staleness for w in "cab"] == [0, 1, 2]
+    assert ledger.deadline() is None
 
 
 def test_version_bound_drops_older_messages():
-    made = ledger(BoundedStaleness(versions=1), "abc")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    assert exchange(made, "b", anchor=1) == "b"
-    assert exchange(made, "c", anchor=1) == "c!"
-    assert made.version == 3
-    member = made.find("c")
+    ledger = make_ledger(BoundedStaleness(versions=1), "abc")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    assert exchange(ledger, "b", anchor=1) == "b"
+    assert exchange(ledger, "c", anchor=1) == "c!"
+    assert ledger.version == 3
+    member = ledger.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
     # A dropped message is settled, too.
-    assert not made.submit("c", "1", Submission(1, None, 1), 0.0)
+    assert not ledger.submit("c", "1", Submission(1, None, 1), 0.0)
 
 
 def test_adopting_the_version_before_the_own_message_is_not_stale():
     """The anchor of an elastic rule precedes the worker's own last message."""
-    made = ledger(BoundedStaleness(versions=0), "a")
-    assert exchange(made, "a", anchor=0) == "a"
-    assert exchange(made, "a", anchor=0) == "a"
-    assert exchange(made, "a", anchor=1) == "a"
+    ledger = make_ledger(BoundedStaleness(versions=0), "a")
+    assert exchange(ledger, "a", anchor=0) == "a"
+    assert exchange(ledger, "a", anchor=0) == "a"
+    assert exchange(ledger, "a", anchor=1) == "a"
 
 
 def test_waiting_message_is_dropped_once_it_is_too_old():
-    made = ledger(BoundedStaleness(versions=1, rounds=0), "abc")
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a", anchor=1) == ""  # waits for b and c
-    assert exchange(made, "b") == "b"
-    assert take(made) == ""
-    assert exchange(made, "c") == "c"
-    assert take(made) == "a!"
-    assert exchange(made, "a") == "a"  # it has made no round and does not wait
+    ledger = make_ledger(BoundedStaleness(versions=1, rounds=0), "abc")
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a", anchor=1) == ""  # waits for b and c
+    assert exchange(ledger, "b") == "b"
+    assert take(ledger) == ""
+    assert exchange(ledger, "c") == "c"
+    assert take(ledger) == "a!"
+    assert exchange(ledger, "a") == "a"  # it has made no round and does not wait
 
 
 @pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "reject"])
 def test_staleness_is_that_of_the_time_of_applying(mode):
     """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
-        made = ledger(Synchronous(quorum=1, late="drop"), "ab")
+        ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
     elif mode == "reject":
-        made = ledger(None, "ab", limits=Limits(messages=MessageLimits(staleness=0)))
+        ledger = make_ledger(
+            None, "ab", limits=Limits(messages=MessageLimits(staleness=0))
+        )
     else:
-        made = ledger(mode, "ab")
-    send(made, "a")
-    first = made.due(0.0)  # applying it takes a while
-    send(made, "b")
-    made.settle(first, 0.0)
-    second = made.decide_rejections(made.due(0.0), [None])
+        ledger = make_ledger(mode, "ab")
+    send(ledger, "a")
+    first = ledger.due(0.0)  # applying it takes a while
+    send(ledger, "b")
+    ledger.settle(first, 0.0)
+    second = ledger.decide_rejections(ledger.due(0.0), [None])
     assert second.entries[0].worker == "b"
     assert not second.indices_to_apply
 
 
 def test_rebase_does_not_make_a_waiting_message_stale():
-    made = ledger(Synchronous(late="drop"), "ab")
-    made.rebase()
-    send(made, "a", anchor=1)
-    made.rebase()
-    send(made, "b")
-    assert take(made) == "ab"
+    ledger = make_ledger(Synchronous(late="drop"), "ab")
+    ledger.rebase()
+    send(ledger, "a", anchor=1)
+    ledger.rebase()
+    send(ledger, "b")
+    assert take(ledger) == "ab"
 
 
 def test_round_bound_waits_for_the_slowest():
-    made = ledger(BoundedStaleness(rounds=1), "ab")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""  # two rounds ahead of b, which has made none
-    assert made.deadline() is None
-    assert exchange(made, "b") == "b"
-    assert take(made) == "a"
+    ledger = make_ledger(BoundedStaleness(rounds=1), "ab")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""  # two rounds ahead of b, which has made none
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b") == "b"
+    assert take(ledger) == "a"
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
 def test_round_bound_ignores_ended_sessions(how):
-    made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""
+    ledger = make_ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""
     if how == "leaves":
-        made.leave("b", "1")
-        assert take(made) == "a"
+        ledger.leave("b", "1")
+        assert take(ledger) == "a"
     elif how == "dies":
-        made.disconnect("b", "1", 1, 1.0)
-        assert made.deadline() == 6.0
-        assert take(made, 5.9) == ""
-        assert take(made, 6.0) == "a"
+        ledger.disconnect("b", "1", 1, 1.0)
+        assert ledger.deadline() == 6.0
+        assert take(ledger, 5.9) == ""
+        assert take(ledger, 6.0) == "a"
     else:
-        made.join("b", "2", 1.0, replace=True)
-        assert take(made) == "a"
+        ledger.join("b", "2", 1.0, replace=True)
+        assert take(ledger) == "a"
 
 
 def test_new_worker_starts_at_the_round_of_the_slowest():
-    made = ledger(BoundedStaleness(rounds=1), "ab")
+    ledger = make_ledger(BoundedStaleness(rounds=1), "ab")
     for worker in "abab":
-        assert exchange(made, worker) == worker
-    assert exchange(made, "a") == "a"
-    made.join("n", "1", 0.0)
-    assert exchange(made, "n") == exchange(made, "n") == "n"  # it does not wait
-    assert exchange(made, "n") == ""
-    assert exchange(made, "b") == "b"  # others do not wait for its first rounds
-    assert take(made) == "n"
+        assert exchange(ledger, worker) == worker
+    assert exchange(ledger, "a") == "a"
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "n") == exchange(ledger, "n") == "n"  # it does not wait
+    assert exchange(ledger, "n") == ""
+    assert exchange(ledger, "b") == "b"  # others do not wait for its first rounds
+    assert take(ledger) == "n"
 
 
 @pytest.mark.parametrize("rounds", [0, 7])
 def test_returning_worker_starts_at_the_round_of_the_slowest(rounds):
-    made = ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
+    ledger = make_ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
     for _ in range(rounds):
-        assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 1, 0.0)
-    made.join("b", "1", 2.0)
+        assert exchange(ledger, "a") == "a"
+    ledger.disconnect("a", "1", 1, 0.0)
+    ledger.join("b", "1", 2.0)
     for _ in range(3):
-        assert exchange(made, "b", now=2.0) == "b"
-    made.join("a", "1", 3.0)
+        assert exchange(ledger, "b", now=2.0) == "b"
+    ledger.join("a", "1", 3.0)
     for worker in "abab":
-        assert exchange(made, worker, now=3.0) == worker
-    assert made.find("a").sequence == rounds + 2
+        assert exchange(ledger, worker, now=3.0) == worker
+    assert ledger.find("a").sequence == rounds + 2
 
 
 def test_round_waits_for_all_workers():
-    made = ledger(Synchronous(), "abc")
-    assert exchange(made, "c") == exchange(made, "a") == ""
-    assert take(made, 1e9) == ""
-    assert made.deadline() is None
-    assert exchange(made, "b") == "abc"
-    assert made.version == 1
-    assert [made.find(w).staleness for w in "abc"] == [0, 0, 0]
+    ledger = make_ledger(Synchronous(), "abc")
+    assert exchange(ledger, "c") == exchange(ledger, "a") == ""
+    assert take(ledger, 1e9) == ""
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b") == "abc"
+    assert ledger.version == 1
+    assert [ledger.find(w).staleness for w in "abc"] == [0, 0, 0]
 
 
 def test_quorum_is_enough_after_the_grace_time():
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abc")
-    assert exchange(made, "a", now=1.0) == ""
-    assert made.deadline() is None
-    assert exchange(made, "b", now=2.0) == ""
-    assert made.deadline() == 4.0
-    assert take(made, 3.9) == ""
-    assert take(made, 4.0) == "ab"
-    assert made.deadline() is None
-    assert exchange(made, "a", now=5.0) == exchange(made, "b", now=5.0) == ""
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abc")
+    assert exchange(ledger, "a", now=1.0) == ""
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b", now=2.0) == ""
+    assert ledger.deadline() == 4.0
+    assert take(ledger, 3.9) == ""
+    assert take(ledger, 4.0) == "ab"
+    assert ledger.deadline() is None
+    assert exchange(ledger, "a", now=5.0) == exchange(ledger, "b", now=5.0) == ""
     assert (
-        exchange(made, "c", now=5.5, anchor=0) == "abc"
+        exchange(ledger, "c", now=5.5, anchor=0) == "abc"
     )  # all workers, so no grace time
 
 
 def test_all_workers_are_enough_if_fewer_than_the_quorum():
-    made = ledger(Synchronous(quorum=5, grace=3.0), "ab")
-    assert exchange(made, "a") == ""
-    assert exchange(made, "b") == "ab"
+    ledger = make_ledger(Synchronous(quorum=5, grace=3.0), "ab")
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "b") == "ab"
 
 
 @pytest.mark.parametrize(
     ("late", "weights"), [("next", (1.0, 1.0)), ("weighted", (1.0, 1 / 3))]
 )
 def test_late_message_is_used_in_the_next_round(late, weights):
-    made = ledger(Synchronous(quorum=1, late=late), "ab")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    send(made, "b", anchor=0)
-    send(made, "a")
-    batch = made.due(0.0)
+    ledger = make_ledger(Synchronous(quorum=1, late=late), "ab")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    send(ledger, "b", anchor=0)
+    send(ledger, "a")
+    batch = ledger.due(0.0)
     assert batch.weights == weights
     assert batch.staleness == (0, 2)
-    made.settle(batch, 0.0)
-    send(made, "b")
-    send(made, "a")
-    assert made.due(0.0).weights == (1.0, 1.0)  # no longer late
+    ledger.settle(batch, 0.0)
+    send(ledger, "b")
+    send(ledger, "a")
+    assert ledger.due(0.0).weights == (1.0, 1.0)  # no longer late
 
 
 def test_late_message_is_dropped_with_late_drop():
-    made = ledger(Synchronous(quorum=1, late="drop"), "ab")
-    assert exchange(made, "a") == "a"
-    send(made, "a")
-    assert exchange(made, "b", anchor=0) == "b!"
-    assert take(made) == "a"
-    assert made.version == 2
+    ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
+    assert exchange(ledger, "a") == "a"
+    send(ledger, "a")
+    assert exchange(ledger, "b", anchor=0) == "b!"
+    assert take(ledger) == "a"
+    assert ledger.version == 2
     # Its round began at version 1, and version 2 came before it ended.
-    assert exchange(made, "b", anchor=1) == "b!"
-    assert exchange(made, "b") == "b"
+    assert exchange(ledger, "b", anchor=1) == "b!"
+    assert exchange(ledger, "b") == "b"
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
 def test_anchor_before_the_own_message_is_not_late(late):
     """EASGD adopts the center as it was before the worker's own message."""
-    made = ledger(Synchronous(late=late), "ab")
+    ledger = make_ledger(Synchronous(late=late), "ab")
     for version in range(4):
         for worker in "ab":
-            send(made, worker, anchor=max(0, version - 1))
-        batch = made.due(0.0)
+            send(ledger, worker, anchor=max(0, version - 1))
+        batch = ledger.due(0.0)
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
-        made.settle(batch, 0.0)
+        ledger.settle(batch, 0.0)
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
 def test_rebase_makes_no_worker_of_a_round_late(late):
     """A site is rebased when it gets a response from its parent."""
-    made = ledger(Synchronous(late=late), "ab")
-    assert exchange(made, "a") == ""
-    assert exchange(made, "b") == "ab"
-    made.rebase()
-    made.rebase()
+    ledger = make_ledger(Synchronous(late=late), "ab")
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "b") == "ab"
+    ledger.rebase()
+    ledger.rebase()
     for worker in "ab":
-        send(made, worker, anchor=1)
-    batch = made.due(0.0)
+        send(ledger, worker, anchor=1)
+    batch = ledger.due(0.0)
     assert batch.applies
     assert batch.weights == (1.0, 1.0)
     assert batch.staleness == (2, 2)
 
 
 def test_late_message_does_not_start_the_grace_time():
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
-    send(made, "a")
-    assert exchange(made, "b", now=3.0) == "ab"
-    assert exchange(made, "c", now=4.0, anchor=0) == ""  # it missed that round
-    assert exchange(made, "a", now=6.0) == ""
-    assert made.deadline() == 9.0
-    assert take(made, 8.9) == ""
-    assert take(made, 9.0) == "ac"
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(ledger, "a")
+    assert exchange(ledger, "b", now=3.0) == "ab"
+    assert exchange(ledger, "c", now=4.0, anchor=0) == ""  # it missed that round
+    assert exchange(ledger, "a", now=6.0) == ""
+    assert ledger.deadline() == 9.0
+    assert take(ledger, 8.9) == ""
+    assert take(ledger, 9.0) == "ac"
     # If all messages are late, the first one starts the grace time.
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
-    send(made, "a")
-    assert exchange(made, "b", now=3.0) == "ab"
-    send(made, "c", now=4.0, anchor=0)
-    send(made, "d", now=5.0, anchor=0)
-    assert made.deadline() == 7.0
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(ledger, "a")
+    assert exchange(ledger, "b", now=3.0) == "ab"
+    send(ledger, "c", now=4.0, anchor=0)
+    send(ledger, "d", now=5.0, anchor=0)
+    assert ledger.deadline() == 7.0
 
 
 @pytest.mark.parametrize("how", ["whole", "of one worker"])
 def test_replaced_session_stays_replaced_after_restart(how):
-    made = ledger(workers="ab")
+    ledger = make_ledger(workers="ab")
     again = Ledger()
     if how == "whole":
-        made.join("a", "2", 0.0, replace=True)
-        again.restore(made.state_to_save(), 0.0)
+        ledger.join("a", "2", 0.0, replace=True)
+        again.restore(ledger.state_to_save(), 0.0)
     else:  # as in a journal: first one session, then the other
-        again.restore(made.state_to_save("ab"), 0.0)
-        made.join("a", "2", 0.0, replace=True)
-        again.restore(made.state_to_save("a"), 0.0)
+        again.restore(ledger.state_to_save("ab"), 0.0)
+        ledger.join("a", "2", 0.0, replace=True)
+        again.restore(ledger.state_to_save("a"), 0.0)
     with pytest.raises(errors.WorkerStateError, match="was replaced"):
         again.join("a", "1", 1.0, resume=True)
     again.join("a", "2", 1.0, resume=True)
@@ -838,169 +840,169 @@ def test_replaced_session_stays_replaced_after_restart(how):
 
 
 def test_round_ignores_workers_with_an_expired_lease():
-    made = ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == exchange(made, "b") == ""
-    made.disconnect("c", "1", 1, 1.0)
-    assert made.deadline() == 11.0
-    assert take(made, 10.9) == ""
-    assert take(made, 11.0) == "ab"
+    ledger = make_ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == exchange(ledger, "b") == ""
+    ledger.disconnect("c", "1", 1, 1.0)
+    assert ledger.deadline() == 11.0
+    assert take(ledger, 10.9) == ""
+    assert take(ledger, 11.0) == "ab"
 
 
 def test_round_waits_for_a_worker_that_reconnects_in_time():
-    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == ""
-    made.disconnect("b", "1", 1, 1.0)
-    made.join("b", "1", 9.0)
-    assert made.deadline() is None
-    assert take(made, 99.0) == ""
-    assert exchange(made, "b", now=99.0) == "ab"
+    ledger = make_ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == ""
+    ledger.disconnect("b", "1", 1, 1.0)
+    ledger.join("b", "1", 9.0)
+    assert ledger.deadline() is None
+    assert take(ledger, 99.0) == ""
+    assert exchange(ledger, "b", now=99.0) == "ab"
 
 
 def test_message_of_a_worker_with_an_expired_lease_is_not_used():
-    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
-    assert exchange(made, "b") == ""
-    made.disconnect("b", "1", 1, 1.0)
-    assert exchange(made, "a", now=11.0) == "a"
-    assert made.find("b").sequence == 0
+    ledger = make_ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
+    assert exchange(ledger, "b") == ""
+    ledger.disconnect("b", "1", 1, 1.0)
+    assert exchange(ledger, "a", now=11.0) == "a"
+    assert ledger.find("b").sequence == 0
 
 
 def test_new_worker_takes_part_in_the_current_round():
-    made = ledger(Synchronous(late="drop"), "a")
-    assert exchange(made, "a") == "a"
-    made.join("n", "1", 0.0)
-    assert exchange(made, "a") == ""
-    assert exchange(made, "n") == "an"
+    ledger = make_ledger(Synchronous(late="drop"), "a")
+    assert exchange(ledger, "a") == "a"
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "n") == "an"
 
 
 def test_new_worker_that_left_again_blocks_no_round():
-    made = ledger(Synchronous(), "a")
-    made.join("n", "1", 0.0)
-    assert exchange(made, "a") == ""
-    made.leave("n", "1")
-    assert take(made) == "a"
-    made.leave("n", "1")  # leaving twice is allowed
+    ledger = make_ledger(Synchronous(), "a")
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "a") == ""
+    ledger.leave("n", "1")
+    assert take(ledger) == "a"
+    ledger.leave("n", "1")  # leaving twice is allowed
 
 
 @pytest.mark.parametrize("how", ["back in time", "given up before"])
 def test_settled_message_is_not_applied_again(how):
-    made = ledger(workers="a", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 1, 0.0)
+    ledger = make_ledger(workers="a", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == "a"
+    ledger.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
-    made.expire(later)
-    assert ("a" in made.registered()) == (how == "back in time")
-    made.join("a", "1", later)
-    assert not made.submit("a", "1", Submission(1, None, 0), later)
-    assert take(made, later) == ""
-    assert exchange(made, "a", now=later) == "a"
+    ledger.expire(later)
+    assert ("a" in ledger.registered()) == (how == "back in time")
+    ledger.join("a", "1", later)
+    assert not ledger.submit("a", "1", Submission(1, None, 0), later)
+    assert take(ledger, later) == ""
+    assert exchange(ledger, "a", now=later) == "a"
 
 
 def test_waiting_message_may_be_repeated():
-    made = ledger(Synchronous(), "ab")
-    send(made, "a", now=1.0)
-    send(made, "a", now=2.0)
-    assert made.pending["a"].arrived == 1.0
-    assert exchange(made, "b") == "ab"
-    assert made.find("a").exchanges == 1
+    ledger = make_ledger(Synchronous(), "ab")
+    send(ledger, "a", now=1.0)
+    send(ledger, "a", now=2.0)
+    assert ledger.pending["a"].arrived == 1.0
+    assert exchange(ledger, "b") == "ab"
+    assert ledger.find("a").exchanges == 1
 
 
 @pytest.mark.parametrize("sequence", [-1, 0, 2, 5])
 def test_sequence_number_out_of_order_is_rejected(sequence):
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     with pytest.raises(
         errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
     ):
-        made.submit("a", "1", Submission(sequence, None, 0), 0.0)
-    assert not made.pending
+        ledger.submit("a", "1", Submission(sequence, None, 0), 0.0)
+    assert not ledger.pending
 
 
 @pytest.mark.parametrize("anchor", [-1, 2])
 def test_unknown_anchor_version_is_rejected(anchor):
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
     ):
-        made.submit("a", "1", Submission(2, None, anchor), 0.0)
+        ledger.submit("a", "1", Submission(2, None, anchor), 0.0)
 
 
 def test_only_the_last_exchange_can_be_acknowledged():
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
     for worker, session_id, sequence in (
         ("a", "1", 7),
         ("a", "1", 0),
         ("a", "2", 1),
         ("nobody", "1", 1),
     ):
-        made.acknowledge(worker, session_id, sequence)
-        assert made.find("a").state is State.ANSWERED
-    made.acknowledge("a", "1", 1)
-    assert made.find("a").state is State.IDLE
+        ledger.acknowledge(worker, session_id, sequence)
+        assert ledger.find("a").state is State.ANSWERED
+    ledger.acknowledge("a", "1", 1)
+    assert ledger.find("a").state is State.IDLE
     # The exchange stays settled.
-    assert not made.submit("a", "1", Submission(1, None, 0), 0.0)
-    assert made.find("a").state is State.IDLE
+    assert not ledger.submit("a", "1", Submission(1, None, 0), 0.0)
+    assert ledger.find("a").state is State.IDLE
 
 
 def test_taken_name_is_rejected():
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     with pytest.raises(
         errors.NameTakenError, match="'a' already, which joined 7 s ago"
     ):
-        made.join("a", "2", 7.0)
-    made.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
-    made.disconnect("a", "1", 1, 8.0)
-    made.join("a", "2", 9.0)  # a broken connection does not hold the name
-    assert not made.pending
+        ledger.join("a", "2", 7.0)
+    ledger.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
+    ledger.disconnect("a", "1", 1, 8.0)
+    ledger.join("a", "2", 9.0)  # a broken connection does not hold the name
+    assert not ledger.pending
 
 
 def test_replaced_worker_gets_an_error():
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
-    send(made, "a")
-    made.join("a", "2", 0.0, replace=True)
-    assert take(made) == ""
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
+    send(ledger, "a")
+    ledger.join("a", "2", 0.0, replace=True)
+    assert take(ledger) == ""
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
-        made.submit("a", "1", Submission(2, None, 1), 0.0)
-    made.leave("a", "1")
-    made.disconnect("a", "1", 1, 0.0)
-    assert made.member("a", "2").connected  # the first session cannot change it
+        ledger.submit("a", "1", Submission(2, None, 1), 0.0)
+    ledger.leave("a", "1")
+    ledger.disconnect("a", "1", 1, 0.0)
+    assert ledger.member("a", "2").connected  # the first session cannot change it
 
 
 @pytest.mark.parametrize("second", ["there", "disconnected", "has_ended"])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_replaced_session_cannot_rejoin(second, restarts):
     """Its sequence number is forgotten, so its messages could be applied again."""
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
-    made.join("a", "2", 0.0, replace=True)
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
+    ledger.join("a", "2", 0.0, replace=True)
     if second == "disconnected":
-        made.disconnect("a", "2", 1, 0.0)
+        ledger.disconnect("a", "2", 1, 0.0)
     elif second == "has_ended":
-        made.leave("a", "2")
+        ledger.leave("a", "2")
     if restarts:
-        memory, made = made.state_to_save(), ledger(version=1)
-        made.restore(memory, 0.0)
+        saved, ledger = ledger.state_to_save(), make_ledger(version=1)
+        ledger.restore(saved, 0.0)
     for replace in (False, True):
         with pytest.raises(
             errors.WorkerStateError, match="'a' was replaced by another"
         ):
-            made.join("a", "1", 1.0, replace=replace, resume=True)
+            ledger.join("a", "1", 1.0, replace=replace, resume=True)
 
 
 def test_forgotten_session_must_start_again(monkeypatch):
     monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", 2)
-    made = ledger(workers="abc")
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(workers="abc")
+    assert exchange(ledger, "a") == "a"
     for worker in "abc":
-        made.leave(worker, "1")
-    assert made.find("a") is None
+        ledger.leave(worker, "1")
+    assert ledger.find("a") is None
     with pytest.raises(errors.WorkerStateError, match="too long ago to be resumed"):
-        made.join("a", "1", 0.0, resume=True)
-    made.join("b", "1", 0.0, resume=True)
-    made.join("a", "2", 0.0)
-    assert made.submit("a", "2", Submission(1, None, 1), 0.0)
-    assert take(made) == "a"
+        ledger.join("a", "1", 0.0, resume=True)
+    ledger.join("b", "1", 0.0, resume=True)
+    ledger.join("a", "2", 0.0)
+    assert ledger.submit("a", "2", Submission(1, None, 1), 0.0)
+    assert take(ledger) == "a"
 
 
 class CountingDict(dict):
@@ -1027,147 +1029,147 @@ class CountingDict(dict):
     "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
 )
 def test_cost_of_an_exchange_does_not_grow_with_ended_sessions(mode):
-    made, work = ledger(mode), []
-    made._registered, made._ended = CountingDict(), CountingDict()
+    ledger, work = make_ledger(mode), []
+    ledger._registered, ledger._ended = CountingDict(), CountingDict()
     for many in (10, 20_000):
         for number in range(many):
-            made.join(f"{many}-{number}", "1", 0.0, heartbeat_timeout=100.0)
-            made.leave(f"{many}-{number}", "1")
+            ledger.join(f"{many}-{number}", "1", 0.0, heartbeat_timeout=100.0)
+            ledger.leave(f"{many}-{number}", "1")
         for worker in "ab":
-            made.join(worker, "1", 0.0)
+            ledger.join(worker, "1", 0.0)
         CountingDict.seen = 0
         for worker in "ab":
-            sequence = made.find(worker).sequence + 1
-            made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
-            while (batch := made.due(0.0)) is not None:
-                made.settle(batch, 0.0)
-            made.deadline()
-            made.state_to_save([worker])
-            made.acknowledge(worker, "1", sequence)
+            sequence = ledger.find(worker).sequence + 1
+            ledger.submit(worker, "1", Submission(sequence, None, ledger.version), 0.0)
+            while (batch := ledger.due(0.0)) is not None:
+                ledger.settle(batch, 0.0)
+            ledger.deadline()
+            ledger.state_to_save([worker])
+            ledger.acknowledge(worker, "1", sequence)
         work.append(CountingDict.seen)
     assert work[0] == work[1]
-    assert len(made._ended) <= _ledger._MAX_ENDED_SESSIONS
-    assert len(made.take_ended()) == 20_010  # each of them once
-    assert not made.take_ended()
+    assert len(ledger._ended) <= _ledger._MAX_ENDED_SESSIONS
+    assert len(ledger.take_ended()) == 20_010  # each of them once
+    assert not ledger.take_ended()
 
 
 def test_late_disconnect_of_an_old_connection_is_ignored():
-    made = ledger(workers="a")
-    assert made.join("a", "1", 1.0) == 2
-    made.disconnect("a", "1", 1, 2.0)
-    assert made.find("a").connected
-    made.disconnect("a", "1", 2, 2.0)
-    assert not made.find("a").connected
+    ledger = make_ledger(workers="a")
+    assert ledger.join("a", "1", 1.0) == 2
+    ledger.disconnect("a", "1", 1, 2.0)
+    assert ledger.find("a").connected
+    ledger.disconnect("a", "1", 2, 2.0)
+    assert not ledger.find("a").connected
 
 
 def test_silent_worker_is_removed_though_it_is_connected():
-    made = ledger(BoundedStaleness(rounds=0), "a")
-    made.join("b", "1", 0.0, heartbeat_timeout=8.0)
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""
+    ledger = make_ledger(BoundedStaleness(rounds=0), "a")
+    ledger.join("b", "1", 0.0, heartbeat_timeout=8.0)
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""
     for now in range(1, 8):
-        assert take(made, now) == ""
-    assert made.heartbeat("b", "1", 7.5)
-    assert made.heartbeat("a", "1", 7.5)
+        assert take(ledger, now) == ""
+    assert ledger.heartbeat("b", "1", 7.5)
+    assert ledger.heartbeat("a", "1", 7.5)
     for now in range(8, 16):
-        assert take(made, now) == ""
-    assert take(made, 15.5) == "a"
-    assert made.take_ended() == ["b"]
-    assert not made.heartbeat("b", "1", 15.6)
+        assert take(ledger, now) == ""
+    assert take(ledger, 15.5) == "a"
+    assert ledger.take_ended() == ["b"]
+    assert not ledger.heartbeat("b", "1", 15.6)
 
 
 @pytest.mark.parametrize("woken_by", ["the silent one", "another"])
 @pytest.mark.parametrize("slept", [7.9, 8.0, 1000.0])
 def test_no_worker_is_removed_after_the_center_was_asleep(woken_by, slept):
     """Heartbeats sent meanwhile are read a little later."""
-    made = ledger(workers="a")
-    made.join("b", "1", 0.0, heartbeat_timeout=8.0)
+    ledger = make_ledger(workers="a")
+    ledger.join("b", "1", 0.0, heartbeat_timeout=8.0)
     if woken_by == "another":
-        assert made.heartbeat("a", "1", slept)
-        made.expire(slept + 0.1)
-    assert made.heartbeat("b", "1", slept + 0.2)
-    made.expire(slept + 4.0)
-    assert "b" in made.registered()
+        assert ledger.heartbeat("a", "1", slept)
+        ledger.expire(slept + 0.1)
+    assert ledger.heartbeat("b", "1", slept + 0.2)
+    ledger.expire(slept + 4.0)
+    assert "b" in ledger.registered()
 
 
 def test_worker_without_heartbeats_is_never_removed():
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     for now in range(100):
-        made.expire(float(now))
-    assert "a" in made.registered()
-    assert made.deadline() is None
+        ledger.expire(float(now))
+    assert "a" in ledger.registered()
+    assert ledger.deadline() is None
 
 
 def test_message_that_failed_to_apply_counts_as_never_received():
-    made = ledger(BoundedStaleness(rounds=0), "ab")
-    send(made, "a")
-    made.fail(made.due(0.0))
-    assert made.find("a").state is State.IDLE
-    assert made.version == made.find("a").sequence == 0
-    assert take(made) == ""
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(BoundedStaleness(rounds=0), "ab")
+    send(ledger, "a")
+    ledger.fail(ledger.due(0.0))
+    assert ledger.find("a").state is State.IDLE
+    assert ledger.version == ledger.find("a").sequence == 0
+    assert take(ledger) == ""
+    assert exchange(ledger, "a") == "a"
 
 
 def test_rebase_makes_no_message_late():
-    made = ledger(Synchronous(late="drop"), "ab")
-    send(made, "a")
-    made.leave("b", "1")
-    made.rebase()
-    made.join("b", "1", 0.0)
-    assert take(made) == ""
-    send(made, "b", anchor=0)
-    batch = made.due(0.0)
+    ledger = make_ledger(Synchronous(late="drop"), "ab")
+    send(ledger, "a")
+    ledger.leave("b", "1")
+    ledger.rebase()
+    ledger.join("b", "1", 0.0)
+    assert take(ledger) == ""
+    send(ledger, "b", anchor=0)
+    batch = ledger.due(0.0)
     assert (batch.applies, batch.staleness) == (True, (1, 1))
 
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
 def test_absent_worker_cannot_submit(how):
-    made = ledger(
+    ledger = make_ledger(
         workers="" if how == "never joined" else "a", limits=Limits(lease=1.0)
     )
     if how == "left":
-        made.leave("a", "1")
+        ledger.leave("a", "1")
     elif how == "given up":
-        made.disconnect("a", "1", 1, 0.0)
+        ledger.disconnect("a", "1", 1, 0.0)
     with pytest.raises(
         errors.WorkerStateError, match=r"'a' is not registered.*join again"
     ):
-        made.submit("a", "1", Submission(1, None, 0), 1.0)
+        ledger.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
 def test_full_center_rejects_new_workers():
-    made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
+    ledger = make_ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
     message = "'c': this center takes at most 2 workers, and 2 are registered"
     with pytest.raises(errors.CenterFullError, match=message):
-        made.join("c", "1", 0.0)
-    made.join("a", "2", 0.0, replace=True)  # it replaces only its own session
-    made.disconnect("b", "1", 1, 0.0)
+        ledger.join("c", "1", 0.0)
+    ledger.join("a", "2", 0.0, replace=True)  # it replaces only its own session
+    ledger.disconnect("b", "1", 1, 0.0)
     with pytest.raises(errors.CenterFullError, match=message):
-        made.join("c", "1", 9.9)  # b may still return
-    made.join("c", "1", 10.0)
+        ledger.join("c", "1", 9.9)  # b may still return
+    ledger.join("c", "1", 10.0)
     with pytest.raises(errors.CenterFullError, match="'b'"):
-        made.join("b", "1", 10.0)
-    assert made.registered().keys() == {"a", "c"}
+        ledger.join("b", "1", 10.0)
+    assert ledger.registered().keys() == {"a", "c"}
 
 
 def test_barrier_opens_once():
-    made = ledger(workers="a", barrier=2)
-    assert not made.is_open
-    made.leave("a", "1")
-    made.join("b", "1", 0.0)
-    assert not made.is_open  # not at the same time
-    made.join("a", "1", 0.0)
-    assert made.is_open
-    made.leave("a", "1")
-    made.leave("b", "1")
-    assert made.is_open
-    assert ledger().is_open
+    ledger = make_ledger(workers="a", barrier=2)
+    assert not ledger.is_open
+    ledger.leave("a", "1")
+    ledger.join("b", "1", 0.0)
+    assert not ledger.is_open  # not at the same time
+    ledger.join("a", "1", 0.0)
+    assert ledger.is_open
+    ledger.leave("a", "1")
+    ledger.leave("b", "1")
+    assert ledger.is_open
+    assert make_ledger().is_open
 
 
 def test_ledger_starts_from_a_given_version():
-    made = ledger(Synchronous(late="drop"), "a", version=41)
-    assert exchange(made, "a") == "a"
-    assert made.version == 42
+    ledger = make_ledger(Synchronous(late="drop"), "a", version=41)
+    assert exchange(ledger, "a") == "a"
+    assert ledger.version == 42
 
 
 @pytest.mark.parametrize(
@@ -1237,7 +1239,7 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
         assert ledger.member("anna", session_id).previous_session == ("third", 1)
 
 
-def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
+def test_restore_after_data_loss_keeps_exchanges_but_no_workers():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
     ledger.submit("anna", "first", Submission(1, None, 0), 0.0)

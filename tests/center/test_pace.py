@@ -155,11 +155,11 @@ def test_restarted_center_keeps_speeds_and_ignores_the_outage():
     # It arrives at once because most of it was computed before.
     assert again.round("b", seconds=1e-3, steps=5) == 0.5
     assert again.round("b", seconds=1.0, steps=5) == 0.5
-    memory = made.ledger.state_to_save()
-    for member in memory["members"].values():  # as saved by a release without speeds
+    saved = made.ledger.state_to_save()
+    for member in saved["members"].values():  # as saved by a release without speeds
         del member["speeds"]
     old = new_ledger()
-    old.restore(memory, 0.0)
+    old.restore(saved, 0.0)
     assert old.pace("a") is None
 
 
