@@ -75,7 +75,7 @@ def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
             if at >= end:  # nothing had been written here, so nothing is lost
                 caplog.clear()
                 assert read(kept) == (whole, reason), where
-                assert "which are ignored" in caplog.text, where
+                assert "these bytes are ignored" in caplog.text, where
                 continue
             with pytest.raises(errors.DurabilityError) as raised:
                 pytest.fail(f"{where}: {len(read(kept)[0])} of {len(whole)} records")

@@ -509,7 +509,7 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     cut = []
 
     def join(name, *args, **kwargs):
-        number = len(cut) + len(core._connections)
+        number = len(cut) + len(core._connection_closers)
         return core.join(
             name, *args, close_connection=lambda: cut.append(number), **kwargs
         )
@@ -892,6 +892,6 @@ def test_kept_state_does_not_grow_with_departed_workers():
         if number % 100 == 0:
             submit(session)
         session.leave()
-    kept = core._messages, core._answers, core._failures, core._connections
+    kept = core._messages, core._answers, core._failures, core._connection_closers
     assert not any(kept)
     assert len(core.ledger.state_to_save()["members"]) < 1100
