@@ -614,11 +614,9 @@ class Core:
             if batch.indices_to_apply and store.current is before:
                 self.ledger.fail(batch)
             else:
-                self._keep_answers(batch, messages, before)
+                self._answer(batch, messages, before)
 
-    def _keep_answers(
-        self, batch: Batch, messages: list[_Message], before: Version
-    ) -> None:
+    def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())

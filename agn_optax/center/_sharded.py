@@ -314,17 +314,16 @@ class ShardedSession(Session):
             anchors = self._center.cut_adopted(submission.anchor)
         if not _is_finite(contribution):  # so that every shard rejects its part
             contributions = jax.tree.map(_not_finite, contributions)
-        submissions = [
-            submission._replace(
+
+        def submit(
+            session: Session, part: PyTree, version: int, anchor: PyTree
+        ) -> None:
+            sent = submission._replace(
                 contribution=part, anchor_version=version, anchor=anchor
             )
-            for part, version, anchor in zip(
-                contributions, versions, anchors, strict=True
-            )
-        ]
-        self._center.call_all(
-            lambda session, part: session.submit(part), self._sessions, submissions
-        )
+            session.submit(sent)
+
+        self._center.call_all(submit, self._sessions, contributions, versions, anchors)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the combined answers of all shards: see `Session.collect`."""
