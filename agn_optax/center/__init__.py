@@ -21,7 +21,7 @@ from agn_optax.center._modes import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._modes import Mode as Mode
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import release_arguments as release_arguments
-from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
+from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter

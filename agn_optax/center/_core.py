@@ -8,7 +8,7 @@ The embedded center, the service, and a center that is a worker of another cente
 clients of a `Core`, and decide nothing themselves. The lock is held while programs are
 dispatched to the device, and never while they run. If the device must first report
 whether the center stays finite, a thread waits for it without the lock
-(`Core._look_at`): the thread that submitted the last of the messages, or a new one.
+(`Core._run_check`): the thread that submitted the last of the messages, or a new one.
 These messages keep their turn, and no other message is applied meanwhile.
 """
 
@@ -35,15 +35,16 @@ from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
-from agn_optax.center._store import CenterState, Known, Prepared, Store, Version
+from agn_optax.center._store import Bound, CenterState, Prepared, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
-from agn_optax.center.durability import Durability, Image, Keeper, Room
+from agn_optax.center.durability import DiskSpace, Durability, Image, Keeper
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 
-_LOOKS = 1.0  # s, interval at which a waiting worker checks whether the disk has failed
+# s, interval at which a waiting worker checks whether the disk has failed
+_FAILURE_CHECK_INTERVAL = 1.0
 
 
 @dataclasses.dataclass
@@ -64,7 +65,7 @@ class _Message:
     norm: Any
     size: Size | None  # None if the message limits do not need it
     # One condition per worker, because all workers of a round would wake up for one.
-    over: threading.Condition  # notified when the message no longer waits
+    done: threading.Condition  # notified when the message no longer waits
 
     def read_until(self, version: Version) -> Any:
         """Return arrays that are ready once the contribution has been read.
@@ -79,25 +80,25 @@ class _Message:
 
 
 @dataclasses.dataclass(eq=False)
-class _Look:
+class _FinitenessCheck:
     """Messages to be applied if the device reports that the center stays finite."""
 
     batch: Batch
     messages: list[_Message]
     prepared: Prepared
     store: Store
-    is_begun: bool = False  # whether a thread was started to wait for the device
-    looker: int | None = None  # id of the thread that waits for the device
+    has_thread: bool = False  # whether a thread was started to wait for the device
+    thread_id: int | None = None  # id of the thread that waits for the device
     is_finite: bool | None = None  # None until the device has reported
-    known: Known | None = None
+    bound: Bound | None = None
     failure: Exception | None = None
 
 
 class Core:
     """The center variable as used by centers and services: see `LocalCenter`.
 
-    Arguments and exceptions are those of `LocalCenter`; ``decides`` are the arguments
-    of `Ledger`.
+    Arguments and exceptions are those of `LocalCenter`; ``ledger_arguments`` are the
+    arguments of `Ledger`.
 
     Attributes:
       rule: the rule.
@@ -120,13 +121,13 @@ class Core:
         dtype: Any = None,
         device: Any = None,
         flatten: bool = False,
-        **decides: Any,
+        **ledger_arguments: Any,
     ) -> None:
         check_rule(rule)
         check_outside(rule.center)
         self.rule = rule
         self.center_id = uuid.uuid4().hex
-        self.ledger = Ledger(**decides)
+        self.ledger = Ledger(**ledger_arguments)
         if not rule.is_summed and not self.ledger.mode.combines:
             combinations.reject(
                 "a robust combine",
@@ -142,8 +143,8 @@ class Core:
         self._messages: dict[str, _Message] = {}  # of the waiting workers
         self._answers: dict[str, KeptAnswer] = {}  # not yet acknowledged, by worker
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
-        self._cuts: dict[str, Callable[[], None]] = {}  # close a worker's connection
-        self._look: _Look | None = None  # the messages that wait for the device
+        self._connection_closers: dict[str, Callable[[], None]] = {}  # by worker
+        self._finiteness: _FinitenessCheck | None = None  # the check under way
         self.observer: Callable[[Submission], Any] | None = None
         self.detached = ""
         self._closed = ""
@@ -155,7 +156,7 @@ class Core:
             self._keeper = Keeper(durability, rule, self._changed)
         try:
             if self._keeper is not None:
-                self._go_on(self._keeper, params)
+                self._continue_from_disk(self._keeper, params)
             if params is not None and self._store is None:
                 self.initialize(params, worker="")
         except BaseException:
@@ -184,7 +185,7 @@ class Core:
         return self._store
 
     @property
-    def outlives(self) -> bool:
+    def is_durable(self) -> bool:
         """True if the center has a durability, so that it outlives its process."""
         return self._keeper is not None
 
@@ -199,9 +200,9 @@ class Core:
         return (self._keeper.degraded if self._keeper else "") or self.detached
 
     @property
-    def found(self) -> str:
+    def restore_message(self) -> str:
         """A message on the center that was found on disk; "" if there was none."""
-        return "" if self._keeper is None else self._keeper.found
+        return "" if self._keeper is None else self._keeper.restore_message
 
     @property
     def saved_version(self) -> int | None:
@@ -209,9 +210,9 @@ class Core:
         return None if self._keeper is None else self._keeper.saved_version
 
     @property
-    def room(self) -> Room | None:
+    def disk_space(self) -> DiskSpace | None:
         """Space on the disk of the durability; None without one."""
-        return None if self._keeper is None else self._keeper.room()
+        return None if self._keeper is None else self._keeper.disk_space()
 
     def atomically(self) -> threading.Condition:
         """Return the condition around the lock, which is notified of every change."""
@@ -220,11 +221,11 @@ class Core:
     def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
         """Return the version (None: not initialized), members and waiting workers."""
         with self._changed:
-            self._settle()
+            self._apply_due()
             version = None if self._store is None else self._store.current.number
             members = {
                 name: dataclasses.replace(member, recent=member.recent.copy())
-                for name, member in self.ledger.present().items()
+                for name, member in self.ledger.registered().items()
             }
             return version, members, set(self.ledger.pending)
 
@@ -244,7 +245,7 @@ class Core:
             has joined again; the version's arrays may have been reused.
         """
         with self._changed:
-            version = self._still_kept(version)
+            version = self._readable(version)
             version.readers += 1
             recorded = self._recorded()
         try:
@@ -269,12 +270,12 @@ class Core:
             read = store.broadcast if broadcast else store.tree
             if version is not None:
                 read = store.answer
-            version = self._still_kept(version)
+            version = self._readable(version)
             version.escaped = True
         # The arrays no longer change, so that the lock is not needed to wait for them.
         return Snapshot(read(version), version.number)
 
-    def _still_kept(self, version: Version | None) -> Version:
+    def _readable(self, version: Version | None) -> Version:
         """Return a version, or the current one for None; raise if it was released."""
         current = self.store.current
         version = version or current
@@ -328,7 +329,7 @@ class Core:
                 store = Store(
                     self.rule, params, self._dtype, self._device, flatten=self._flatten
                 )
-                self._begin(store, worker)
+                self._set_store(store, worker)
             self._chief = worker
             return self.store.current.number
 
@@ -336,7 +337,7 @@ class Core:
         """Continue from a state that `save` returned: see `LocalCenter.restore`."""
         with self._changed:
             store = Store.restore(self.rule, saved, self._device, flatten=self._flatten)
-            self._begin(store, None)
+            self._set_store(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
         """Return whether the center has parameters, now or within ``timeout`` seconds.
@@ -356,7 +357,7 @@ class Core:
         with self._changed:
             self._closed = self._closed or reason
             for message in self._messages.values():
-                message.over.notify_all()
+                message.done.notify_all()
             self._changed.notify_all()
         if self._keeper is not None:
             self._keeper.close()
@@ -373,8 +374,8 @@ class Core:
         session_id: str | None = None,
         params: PyTree = None,
         *,
-        cut: Callable[[], None] | None = None,
-        **how: Any,
+        close_connection: Callable[[], None] | None = None,
+        **join_arguments: Any,
     ) -> LocalSession:
         """Register a worker without waiting for other workers: see `Ledger.join`.
 
@@ -383,9 +384,9 @@ class Core:
           session_id: the session id; None for a new session.
           params: the parameters that the worker will replace with the center's; None
             skips the check.
-          cut: closes the worker's connection. Called once the session was given up, or
-            has joined over another connection. Must not block.
-          **how: the other arguments of `Ledger.join`.
+          close_connection: closes the worker's connection. Called once the session has
+            ended, or has joined over another connection. Must not block.
+          **join_arguments: the other arguments of `Ledger.join`.
 
         Raises:
           CenterClosedError: the center takes no more exchanges.
@@ -398,29 +399,29 @@ class Core:
             if params is not None and self._store is not None:
                 check.same_tree(params, self._store.like, "params", "center")
             now = time.monotonic()
-            connection = self.ledger.join(worker, session_id, now, **how)
+            connection = self.ledger.join(worker, session_id, now, **join_arguments)
             if connection == 1:  # a new session does not get an earlier one's error
                 self._failures.pop(worker, None)
-            self._cut(worker)
-            if cut is not None:
-                self._cuts[worker] = cut
-            self._prune(worker)
-            self._remember(worker)
-            before = self.ledger.member(worker, session_id).before
-            self._settle()
-        return LocalSession(self, worker, session_id, connection, before)
+            self._close_connection(worker)
+            if close_connection is not None:
+                self._connection_closers[worker] = close_connection
+            self._release(worker)
+            self._record(worker)
+            previous = self.ledger.member(worker, session_id).previous_session
+            self._apply_due()
+        return LocalSession(self, worker, session_id, connection, previous)
 
     def heartbeat(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
             now = time.monotonic()
-            there = [
+            registered = [
                 worker
-                for worker, of in sessions
-                if self.ledger.heartbeat(worker, of, now)
+                for worker, session_id in sessions
+                if self.ledger.heartbeat(worker, session_id, now)
             ]
-            self._settle()
-            return there
+            self._apply_due()
+            return registered
 
     def knows(self, worker: str, session_id: str) -> bool:
         """Return whether the center remembers a worker's session."""
@@ -432,8 +433,8 @@ class Core:
         """End a worker's session, over another connection than the session's."""
         with self._changed:
             if self.ledger.leave(worker, session_id):
-                self._remember(worker)
-                self._settle()
+                self._record(worker)
+                self._apply_due()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
         """Return whether the barrier is reached, now or within ``timeout`` seconds.
@@ -443,21 +444,21 @@ class Core:
         """
         return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
-    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+    def rebase(self, adopted: PyTree, sent: PyTree) -> None:
         """Rebase the center: ``adopted`` replaces ``sent``, later updates are kept."""
         # Packing waits for the arrays, which is not allowed under the lock.
         adopted, sent = self.store.place(adopted), self.store.place(sent)
         with self._changed:
-            self.store.shift(adopted, sent)
-            self.ledger.shift()
-            self._settle()
+            self.store.rebase(adopted, sent)
+            self.ledger.rebase()
+            self._apply_due()
 
     # For sessions. The lock is held when these are called, except for `_examine`.
 
     def _examine(self, submission: Submission) -> _Message:
         """Place a contribution on the center's device, and measure its message."""
         store, limits, size = self.store, self.ledger.rejections.limits, None
-        contribution = store.take(submission.contribution)
+        contribution = store.check_and_place(submission.contribution)
         # The rest is not used: answers are always whole.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
@@ -469,7 +470,7 @@ class Core:
                 size = Size(float(norm), largest)
         return _Message(submission, norm, size, threading.Condition(self._lock))
 
-    def _late_answer(self, worker: str, member: Member) -> KeptAnswer:
+    def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
         current = self.store.current
         current.escaped = True  # its reader does not report the end of reading
@@ -479,100 +480,103 @@ class Core:
             member.sequence,
             staleness=member.staleness or 0,
             applied=member.applied,
-            rejected=member.why,
+            rejected=member.rejection_reason,
             pace=self.ledger.pace(worker),
         )
         return KeptAnswer(answer, current, self._recorded())
 
-    def _settle(self, *, looks: bool = False) -> None:
-        """Apply the messages that are due, and release the state of departed workers.
+    def _apply_due(self, *, caller_waits: bool = False) -> None:
+        """Apply the messages that are due, and release what ended sessions needed.
 
         Args:
-          looks: whether the caller waits for the device, if necessary, once it has
-            released the lock; otherwise a new thread waits.
+          caller_waits: whether the caller waits for the device, if necessary, once it
+            has released the lock; otherwise a new thread waits.
         """
         if not self._ended:  # even while a thread waits for the device
             self.ledger.expire(time.monotonic())
         while (
             not self._ended
-            and self._look is None
+            and self._finiteness is None
             and (batch := self.ledger.due(time.monotonic())) is not None
         ):
             self._begin_batch(batch)
-        for worker in self.ledger.departed():
-            self._cut(worker)
-            self._prune(worker)
+        for worker in self.ledger.take_ended():
+            self._close_connection(worker)
+            self._release(worker)
         self._changed.notify_all()
-        look = self._look
-        if look and not (looks or look.is_begun or look.looker):
-            act = functools.partial(self._look_at, look)
-            in_background(act, "agn-optax look", unread=True)
-            look.is_begun = True  # after the start, so that a failed start is repeated
+        pending = self._finiteness
+        if pending and not (caller_waits or pending.has_thread or pending.thread_id):
+            run = functools.partial(self._run_check, pending)
+            in_background(run, "agn-optax check", unread=True)
+            pending.has_thread = True  # set last, so that a failed start is repeated
 
     def _begin_batch(self, batch: Batch) -> None:
         """Apply messages, or start the check that the center stays finite."""
-        messages = [self._messages[entry.worker] for entry in batch.entries]
-        batch = self.ledger.judge(batch, [message.size for message in messages])
-        prepared = None
+        store, messages = self.store, [self._messages[e.worker] for e in batch.entries]
+        batch = self.ledger.decide_rejections(batch, [m.size for m in messages])
+        prepared, norm = None, math.inf
+        checks_finite = self.ledger.rejections.limits.nonfinite
         try:
-            if batch.taken:
-                looks = self.ledger.rejections.limits.nonfinite
-                norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
-                prepared = self.store.prepare(*_applied(batch, messages), norm)
-                if looks and not self.store.is_bounded(prepared):
-                    self._look = _Look(batch, messages, prepared, self.store)
+            if batch.indices_to_apply:
+                if checks_finite:
+                    norm = sum(batch.norms[i] for i in batch.indices_to_apply)
+                prepared = store.prepare(*_applied(batch, messages), norm)
+                if checks_finite and not store.is_bounded(prepared):
+                    pending = _FinitenessCheck(batch, messages, prepared, store)
+                    self._finiteness = pending
                     return
         except Exception as error:
-            self._end_batch(batch, messages, None, _kept(error))
+            self._end_batch(batch, messages, None, _with_traceback(error))
         else:
             self._end_batch(batch, messages, prepared)
 
-    def _look_at(self, look: _Look) -> None:
+    def _run_check(self, pending: _FinitenessCheck) -> None:
         """Wait for the device's check of messages, on one thread, and end the check.
 
         The lock is not held meanwhile, so that all other calls continue. No other
         messages are applied, so that the messages keep their turns.
         """
-        me = threading.get_ident()
+        this_thread = threading.get_ident()
         try:
             with self._changed:
-                if look.looker is None:
-                    look.looker = me
-            if look.looker == me:
+                if pending.thread_id is None:
+                    pending.thread_id = this_thread
+            if pending.thread_id == this_thread:
                 try:
-                    look.is_finite, look.known = look.store.look(look.prepared)
+                    checked = pending.store.check_finite(pending.prepared)
+                    pending.is_finite, pending.bound = checked
                 except Exception as error:
-                    look.failure = _kept(error)
+                    pending.failure = _with_traceback(error)
         finally:  # after Ctrl-C the messages still wait, and another thread checks them
             with self._changed:
-                if look.looker == me:
-                    self._look = None
-                    self._seen(look)
-                    self._settle()
+                if pending.thread_id == this_thread:
+                    self._finiteness = None
+                    self._end_check(pending)
+                    self._apply_due()
                     # Rounds may end by time.
                     if self.ledger.mode.round_grace is not None:
                         for message in self._messages.values():
-                            message.over.notify_all()
+                            message.done.notify_all()
 
-    def _seen(self, look: _Look) -> None:
+    def _end_check(self, pending: _FinitenessCheck) -> None:
         """End the messages of a check, unless the center or its workers have changed.
 
         The center may have been rebased or restored meanwhile, and workers may have
         left. Then the ledger decides again which messages are due.
         """
-        store, batch = look.store, look.batch
-        is_current = self._store is store and store.current is look.prepared.before
+        store, batch = pending.store, pending.batch
+        is_current = self._store is store and store.current is pending.prepared.before
         if self._ended or not is_current or not self.ledger.is_waiting(batch):
             return
-        if look.is_finite:
-            store.learn(look.known)
-        elif look.is_finite is not None:
-            batch = self._not_finite(batch)
-        elif look.failure is None:  # interrupted
+        if pending.is_finite:
+            store.set_bound(pending.bound)
+        elif pending.is_finite is not None:
+            batch = self._reject_all(batch)
+        elif pending.failure is None:  # interrupted
             return
-        self._end_batch(batch, look.messages, look.prepared, look.failure)
+        self._end_batch(batch, pending.messages, pending.prepared, pending.failure)
 
-    def _not_finite(self, batch: Batch) -> Batch:
+    def _reject_all(self, batch: Batch) -> Batch:
         """Return a batch in which all messages to be applied are rejected."""
         answers = self.rule.codec.answer_dtype or "unrounded"
         rejection = Rejection(
@@ -580,8 +584,8 @@ class Core:
             "with this message, or another one of its round, the center would not be "
             f"finite, either itself or as workers adopt it ({answers})",
         )
-        others = {batch.entries[i].worker: rejection for i in batch.taken}
-        return self.ledger.rejecting(batch, others)
+        workers = [batch.entries[i].worker for i in batch.indices_to_apply]
+        return self.ledger.with_rejections(batch, dict.fromkeys(workers, rejection))
 
     def _end_batch(
         self,
@@ -595,19 +599,19 @@ class Core:
         for entry in batch.entries:
             del self._messages[entry.worker]
         try:
-            if batch.taken and failure is None:
+            if batch.indices_to_apply and failure is None:
                 assert prepared is not None
                 store.move(prepared)
         except Exception as error:
-            failure = _kept(error)
+            failure = _with_traceback(error)
         finally:  # also after Ctrl-C
             for message in messages:
-                message.over.notify_all()
+                message.done.notify_all()
             if failure is not None:  # to be raised in these workers' calls
                 for entry in batch.entries:
                     sequence = entry.submission.sequence
                     self._failures[entry.worker] = sequence, failure
-            if batch.taken and store.current is before:
+            if batch.indices_to_apply and store.current is before:
                 self.ledger.fail(batch)
             else:
                 self._answer(batch, messages, before)
@@ -616,33 +620,33 @@ class Core:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())
-        taken, current = batch.taken, store.current
+        to_apply, current = batch.indices_to_apply, store.current
         exchange: tuple[Any, ...] = ()
         reads: dict[int, Any] = {}  # by the message's index in the batch
-        if taken and (self.observer or self._keeper):
+        if to_apply and (self.observer or self._keeper):
             submissions, *others = _applied(batch, messages)
-            seen = [
-                each._replace(contribution=store.unplace(each.contribution))
-                for each in submissions
+            applied = [
+                s._replace(contribution=store.unplace(s.contribution))
+                for s in submissions
             ]
-            exchange = seen, *others
+            exchange = applied, *others
         workers = [entry.worker for entry in batch.entries]
-        recorded = self._remember(*workers, exchange=exchange)
-        if taken and self.observer is not None:
-            reads = dict(zip(taken, map(self.observer, seen), strict=True))
+        recorded = self._record(*workers, exchange=exchange)
+        if to_apply and self.observer is not None:
+            reads = dict(zip(to_apply, map(self.observer, applied), strict=True))
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
             sequence = message.submission.sequence
             rejection = batch.rejected.get(worker)
             if rejection is not None:
                 _log.warning(
-                    "a message of worker %r was rejected: %s", worker, rejection.why
+                    "a message of worker %r was rejected: %s", worker, rejection.reason
                 )
                 if rejection.is_last:
-                    error = self._too_many_rejected(worker, rejection)
+                    error = self._too_many_rejections(worker, rejection)
                     self._failures[worker] = sequence, error
                     continue
             # A rejected worker adopts the center with the other messages of the round.
-            adopts_before = self.rule.adopts == "before" and i in taken
+            adopts_before = self.rule.adopts == "before" and i in to_apply
             adopted = before if adopts_before else current
             adopted.readers += 1
             answer = Answer(
@@ -651,47 +655,47 @@ class Core:
                 sequence,
                 staleness=batch.staleness[i],
                 norm=message.norm,
-                applied=i in taken,
-                rejected="" if rejection is None else rejection.why,
+                applied=i in to_apply,
+                rejected="" if rejection is None else rejection.reason,
                 pace=self.ledger.pace(worker),
             )
             read = reads.get(i), message.read_until(current)
             self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
 
-    def _too_many_rejected(
+    def _too_many_rejections(
         self, worker: str, rejection: Rejection
     ) -> errors.MessageRejectedError:
         return errors.MessageRejectedError(
             f"worker {worker!r} has sent {self.ledger.rejections.limits.in_a_row} "
             "messages or more in a row that this center rejects, the last one because "
-            f"{rejection.why}; the center is unchanged. Start again from the center, "
-            "with a smaller learning rate or with clipping"
+            f"{rejection.reason}; the center is unchanged. Start again from the "
+            "center, with a smaller learning rate or with clipping"
         )
 
-    def _prune(self, worker: str) -> None:
+    def _release(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""
-        member = self.ledger.present().get(worker)
-        state = State.GONE if member is None else member.state
+        member = self.ledger.registered().get(worker)
+        state = State.ENDED if member is None else member.state
         message = self._messages.get(worker)
         if message is not None and state is not State.WAITING:
             del self._messages[worker]
-            message.over.notify_all()
+            message.done.notify_all()
         if state is not State.ANSWERED:
-            self._forget(worker)
+            self._release_answer(worker)
         if state is not State.IDLE:
             self._failures.pop(worker, None)
 
-    def _cut(self, worker: str) -> None:
-        if cut := self._cuts.pop(worker, None):
-            cut()
+    def _close_connection(self, worker: str) -> None:
+        if close := self._connection_closers.pop(worker, None):
+            close()
 
-    def _forget(self, worker: str) -> None:
+    def _release_answer(self, worker: str) -> None:
         if answer := self._answers.pop(worker, None):
             answer.version.readers -= 1
 
     # Durability.
 
-    def _go_on(self, keeper: Keeper, params: PyTree) -> None:
+    def _continue_from_disk(self, keeper: Keeper, params: PyTree) -> None:
         """Continue with the center found on disk, if there is one."""
         store = keeper.restore(
             self.ledger, params, self._dtype, self._device, self._flatten
@@ -699,30 +703,30 @@ class Core:
         self.center_id = keeper.center_id
         if store is not None:
             with self._changed:
-                self._begin(store, keeper.chief)
+                self._set_store(store, keeper.chief)
 
-    def _begin(self, store: Store, chief: str | None) -> None:
+    def _set_store(self, store: Store, chief: str | None) -> None:
         """Set the center's store, and write it to disk before it has readers."""
-        first, self._chief = self._chief, chief
+        old_chief, self._chief = self._chief, chief
         self._store, self.ledger.version = store, store.current.number
         try:
             if self._keeper is not None:
                 self._keeper.begin(self._image)
         except BaseException:
-            self._store, self._chief = None, first
+            self._store, self._chief = None, old_chief
             raise
         self._changed.notify_all()
 
     def _image(self) -> Image:
         store, copied = self.store, self.store.copy()
         state = functools.partial(store.unpacked, copied)  # called without the lock
-        return state, self.ledger.memory(), self._chief
+        return state, self.ledger.state_to_save(), self._chief
 
-    def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
+    def _record(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """Record a change of workers; return the record number to wait for."""
         if self._keeper is None:
             return 0
-        return self._keeper.record(self.ledger.memory(workers), *exchange)
+        return self._keeper.record(self.ledger.state_to_save(workers), *exchange)
 
     def _recorded(self) -> int:
         return 0 if self._keeper is None else self._keeper.recorded
@@ -768,21 +772,21 @@ def _applied(
     """
     weights = batch.weights
     return (
-        [messages[i].submission for i in batch.taken],
-        [batch.staleness[i] for i in batch.taken],
-        None if weights is None else [weights[i] for i in batch.taken],
+        [messages[i].submission for i in batch.indices_to_apply],
+        [batch.staleness[i] for i in batch.indices_to_apply],
+        None if weights is None else [weights[i] for i in batch.indices_to_apply],
         batch.workers,
     )
 
 
-def _kept(error: Exception) -> Exception:
+def _with_traceback(error: Exception) -> Exception:
     """Return a copy of an error with its traceback as text, which holds no arrays."""
-    kept = _again(error)
-    kept.add_note("".join(traceback.format_exception(error)))
-    return kept
+    copied = _copy_error(error)
+    copied.add_note("".join(traceback.format_exception(error)))
+    return copied
 
 
-def _again(error: Exception) -> Exception:
+def _copy_error(error: Exception) -> Exception:
     """Return an equal error to raise; the traceback of a raised error keeps frames."""
     try:
         return copy.copy(error)
@@ -802,7 +806,7 @@ class LocalSession(Session):
     worker: str
     session_id: str
     connection: int  # 1, 2, 3, ... within the session
-    before: Any = None
+    previous_session: Any = None
 
     def submit(self, submission: Submission) -> None:
         """Submit an exchange, whose contribution may be flattened: see `Session`."""
@@ -813,11 +817,11 @@ class LocalSession(Session):
             now = time.monotonic()
             if core.ledger.submit(self.worker, self.session_id, submission, now):
                 core._messages.setdefault(self.worker, message)
-                core._prune(self.worker)
-            core._settle(looks=True)
-            look = core._look
-        if look and not (look.is_begun or look.looker):
-            core._look_at(look)
+                core._release(self.worker)
+            core._apply_due(caller_waits=True)
+            pending = core._finiteness
+        if pending and not (pending.has_thread or pending.thread_id):
+            core._run_check(pending)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: see `Session.collect`."""
@@ -841,10 +845,10 @@ class LocalSession(Session):
                 member = core.ledger.member(worker, self.session_id)
                 failed = core._failures.get(worker)
                 if failed is not None and failed[0] == sequence:
-                    raise _again(failed[1])
+                    raise _copy_error(failed[1])
                 if member.sequence == sequence:
                     kept = core._answers.get(worker)
-                    return kept or core._late_answer(worker, member)
+                    return kept or core._repeated_answer(worker, member)
                 if member.state is not State.WAITING:
                     raise errors.WorkerStateError(
                         f"worker {worker!r} asks for the answer to exchange "
@@ -854,11 +858,11 @@ class LocalSession(Session):
                 now = time.monotonic()
                 if now >= end:
                     return None
-                is_held = core._look is not None
+                is_held = core._finiteness is not None
                 deadline = core.ledger.deadline(is_held=is_held) or math.inf
-                until = min(end, deadline, now + _LOOKS)
-                core._messages[worker].over.wait(max(0.0, until - now))
-                core._settle()
+                until = min(end, deadline, now + _FAILURE_CHECK_INTERVAL)
+                core._messages[worker].done.wait(max(0.0, until - now))
+                core._apply_due()
 
     @property
     def resume_token(self) -> Any:
@@ -893,7 +897,7 @@ class LocalSession(Session):
         """Release the answer to an exchange: see `Session.acknowledge`."""
         with self._core.atomically():
             self._core.ledger.acknowledge(self.worker, self.session_id, sequence)
-            self._core._prune(self.worker)
+            self._core._release(self.worker)
 
     def disconnect(self) -> None:
         """Report a broken connection: see `Session.disconnect`."""
@@ -901,7 +905,7 @@ class LocalSession(Session):
         with core.atomically():
             now = time.monotonic()
             core.ledger.disconnect(self.worker, self.session_id, self.connection, now)
-            core._settle()
+            core._apply_due()
 
     def leave(self) -> None:
         """End the session: see `Session.leave`."""

@@ -241,16 +241,15 @@ class LocalCenter:
         If the name is taken, the new worker replaces the old one, because within a
         process the center cannot tell whether the old worker still runs.
         """
-        center, session_id = (
-            (self.center_id, None) if resume_token is None else resume_token
-        )
-        if center != self.center_id:
+        is_new = resume_token is None
+        center_id, session_id = (self.center_id, None) if is_new else resume_token
+        if center_id != self.center_id:
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at this center, which "
                 "has restarted without it or is another one; start() again"
             )
         session = self.core.join(
-            worker, session_id, params, replace=True, back=resume_token is not None
+            worker, session_id, params, replace=True, resume=not is_new
         )
         try:
             if self.core.wait_for_barrier(timeout):
@@ -262,7 +261,7 @@ class LocalCenter:
         raise errors.NotInitializedError(
             f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
             "workers to start together; other workers that have joined: "
-            f"{len(self.core.ledger.present())}"
+            f"{len(self.core.ledger.registered())}"
         )
 
     def close(self, reason: str = "this center has been closed") -> None:

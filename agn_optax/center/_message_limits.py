@@ -1,6 +1,6 @@
 """Message limits: their settings, and the decision which messages are rejected.
 
-Like the ledger, which calls it and saves its memory, this module holds no arrays, no
+Like the ledger, which calls it and saves its state, this module holds no arrays, no
 lock and no clock.
 """
 
@@ -17,8 +17,8 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
-_RECENT = 100  # number of norms in the median
-_ENOUGH = 10  # applied messages before a limit compares messages with each other
+_MAX_NORMS = 100  # number of norms in the median
+_MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class MessageLimits:
         last 100 applied messages. Takes effect after 10 applied messages; None for no
         limit.
       element: maximum absolute value of an element; None for no limit.
-      staleness: maximum age of the message's anchor in versions, counted as in
-        `BoundedStaleness`; None for no limit.
+      staleness: maximum number of versions since the worker's round began, counted as
+        in `BoundedStaleness`; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of rejected messages of a worker in a row at which its exchange
@@ -101,7 +101,7 @@ class Rejection(NamedTuple):
     """The rejection of a message."""
 
     kind: str  # name of the exceeded limit in `MessageLimits`
-    why: str
+    reason: str
     is_last: bool = False  # whether the worker's exchange raises an error
 
 
@@ -119,33 +119,30 @@ class Rejections:
     def __init__(self, limits: MessageLimits) -> None:
         self.limits = limits
         self.counts: dict[str, int] = {}
-        self._norms: deque[float] = deque(maxlen=_RECENT)
-        self._new: list[float] = []  # norms added since the last call of `memory`
+        self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
+        self._new: list[
+            float
+        ] = []  # norms added since the last call of `norms_to_save`
 
-    def judge(
-        self, submission: Submission, size: Size | None, missed: int
+    def decide(
+        self, submission: Submission, size: Size | None, round_staleness: int
     ) -> Rejection | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
           submission: the message, of which only the plain fields are read.
           size: size of the message; None if it was not measured.
-          missed: number of versions since the round of its worker began.
+          round_staleness: number of versions since the round of its worker began.
         """
         limits = self.limits
         for kind in ("steps", "weight"):
-            claimed, most = getattr(submission, kind), getattr(limits, kind)
-            if most is not None and (claimed or 0) > most:
-                return Rejection(
-                    kind,
-                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
-                    "at most",
-                )
-        if limits.staleness is not None and missed > limits.staleness:
-            return Rejection(
-                "staleness",
-                f"it is {missed} versions late, and this center takes "
-                f"{limits.staleness} at most",
+            claimed, limit = getattr(submission, kind), getattr(limits, kind)
+            if limit is not None and (claimed or 0) > limit:
+                return _exceeds(kind, f"it claims {kind} of {claimed:g}", limit)
+        limit = limits.staleness
+        if limit is not None and round_staleness > limit:
+            return _exceeds(
+                "staleness", f"it is {round_staleness} versions late", limit
             )
         if size is None:
             return None
@@ -153,20 +150,13 @@ class Rejections:
         if limits.nonfinite and not math.isfinite(norm):
             return Rejection("nonfinite", f"it is not finite (its norm is {norm})")
         # `not a <= b` is also true for NaN.
-        if limits.norm is not None and not norm <= limits.norm:
-            return Rejection(
-                "norm",
-                f"its norm is {norm:.4g}, and this center takes {limits.norm:g} at "
-                "most",
-            )
-        bound = limits.element
-        if bound is not None and largest is not None and not largest <= bound:
-            return Rejection(
-                "element",
-                f"it has an element of {largest:.4g}, and this center takes "
-                f"{bound:g} at most",
-            )
-        if limits.times_median is not None and len(self._norms) >= _ENOUGH:
+        limit = limits.norm
+        if limit is not None and not norm <= limit:
+            return _exceeds("norm", f"its norm is {norm:.4g}", limit)
+        limit = limits.element
+        if limit is not None and largest is not None and not largest <= limit:
+            return _exceeds("element", f"it has an element of {largest:.4g}", limit)
+        if limits.times_median is not None and len(self._norms) >= _MIN_NORMS:
             median = statistics.median(self._norms)
             if median > 0 and not norm <= limits.times_median * median:
                 return Rejection(
@@ -180,17 +170,21 @@ class Rejections:
         """Count a rejected message."""
         self.counts[rejection.kind] = self.counts.get(rejection.kind, 0) + 1
 
-    def took(self, norms: Iterable[float]) -> None:
+    def add_norms(self, norms: Iterable[float]) -> None:
         """Record the norms of applied messages."""
         if self.limits.times_median is not None:
             self._new = [norm for norm in norms if math.isfinite(norm)]
             self._norms.extend(self._new)
 
-    def memory(self, *, whole: bool) -> list[float]:
-        """Return the state to save: all norms, or those added since the last call."""
+    def norms_to_save(self, *, whole: bool) -> list[float]:
+        """Return all norms, or the norms added since the last call."""
         new, self._new = self._new, []
         return list(self._norms) if whole else new
 
-    def recall(self, norms: Iterable[float]) -> None:
-        """Restore norms that `memory` returned in an earlier process, oldest first."""
+    def restore_norms(self, norms: Iterable[float]) -> None:
+        """Restore norms that `norms_to_save` returned, oldest first."""
         self._norms.extend(norms)
+
+
+def _exceeds(kind: str, found: str, limit: float) -> Rejection:
+    return Rejection(kind, f"{found}, and this center takes {limit:g} at most")

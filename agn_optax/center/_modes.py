@@ -2,6 +2,17 @@
 
 Like the ledger, which asks them, modes hold no arrays, no lock and no clock: the time
 ``now``, in seconds, is an argument.
+
+Three numbers say how late a message is, or how early:
+
+    staleness          versions since the message's anchor. Rules discount by it, and
+                       answers report it.
+    round_staleness    versions since the worker's round began, with the last answer or
+                       with a newer anchor. Modes and message limits use it, because
+                       under some rules a worker adopts the center as it was before its
+                       own message: the staleness is 1 even if no other worker exists.
+    rounds_ahead       rounds by which the worker is ahead of the slowest worker, which
+                       ``BoundedStaleness(rounds=)`` bounds.
 """
 
 from __future__ import annotations
@@ -23,8 +34,7 @@ class Entry:
 
     worker: str
     submission: Submission  # without its arrays
-    arrived: float
-    ahead: int  # versions by which its anchor is newer than its worker's round
+    arrived: float  # time, s
 
 
 class Waiting(Protocol):
@@ -38,10 +48,10 @@ class Waiting(Protocol):
     def is_complete(self) -> bool:
         """True if a message of every registered worker waits."""
 
-    def missed(self, entry: Entry) -> int:
+    def round_staleness(self, entry: Entry) -> int:
         """Return the number of versions since the round of a message began."""
 
-    def lead(self, entry: Entry) -> int:
+    def rounds_ahead(self, entry: Entry) -> int:
         """Return the rounds by which a message's worker is ahead of the slowest."""
 
 
@@ -66,11 +76,12 @@ class Mode(abc.ABC):
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the messages to apply or drop next; None if all must wait."""
 
-    def weights(self, missed: Sequence[int]) -> tuple[float, ...] | None:
+    def weights(self, round_staleness: Sequence[int]) -> tuple[float, ...] | None:
         """Return the factors of a round's messages; None if there are no rounds.
 
         Args:
-          missed: number of rounds that each message has missed.
+          round_staleness: of each message. It is the number of rounds that the message
+            has missed, because each round makes one version.
         """
         return None
 
@@ -98,6 +109,9 @@ class Asynchronous(Mode):
 class BoundedStaleness(Mode):
     """Messages are applied on arrival, within bounds on staleness or on rounds ahead.
 
+    A worker's round begins with the last answer to the worker, or with its message's
+    anchor if that is newer.
+
     With both bounds, a message that waits for slower workers ages meanwhile, and is
     dropped as soon as it is older than ``versions``. No older message is ever applied.
     A dropped message does not count as a round of its worker. The other workers
@@ -105,9 +119,9 @@ class BoundedStaleness(Mode):
     messages is then in time.
 
     Args:
-      versions: maximum age of a message's anchor, in versions, when the message is
-        applied. Older messages are dropped, and their workers continue from the current
-        center. None for no bound.
+      versions: maximum number of versions between the beginning of a worker's round
+        and the time when its message is applied. Older messages are dropped, and their
+        workers continue from the current center. None for no bound.
       rounds: maximum number of rounds by which a worker may be ahead of the slowest
         one; beyond that it waits. None for no bound.
 
@@ -138,9 +152,10 @@ class BoundedStaleness(Mode):
     def due(self, waiting: Waiting, now: float) -> Due | None:
         """Return the first message outside or inside the bounds: see `Mode.due`."""
         for entry in waiting.pending.values():
-            if self.versions is not None and waiting.missed(entry) > self.versions:
+            late = waiting.round_staleness(entry)
+            if self.versions is not None and late > self.versions:
                 return Due([entry], applies=False)
-            if self.rounds is None or waiting.lead(entry) <= self.rounds:
+            if self.rounds is None or waiting.rounds_ahead(entry) <= self.rounds:
                 return Due([entry])
         return None
 
@@ -189,16 +204,16 @@ class Synchronous(Mode):
         entries = list(waiting.pending.values())
         if self.late == "drop":
             for entry in entries:
-                if waiting.missed(entry):
+                if waiting.round_staleness(entry):
                     return Due([entry], applies=False)
         if entries and (waiting.is_complete or now >= self.deadline(waiting)):
             return Due(entries)
         return None
 
-    def weights(self, missed: Sequence[int]) -> tuple[float, ...] | None:
+    def weights(self, round_staleness: Sequence[int]) -> tuple[float, ...] | None:
         """Return the factors of a round's messages: see `Mode.weights`."""
         weighted = self.late == "weighted"
-        return tuple(1 / (1 + weighted * each) for each in missed)
+        return tuple(1 / (1 + weighted * missed) for missed in round_staleness)
 
     def deadline(self, waiting: Waiting) -> float:
         """Return when a round ends with the messages so far; inf without a quorum."""
@@ -206,8 +221,8 @@ class Synchronous(Mode):
         if self.quorum is None or len(entries) < self.quorum:
             return math.inf
         # A late message must not use up the grace period of the next round.
-        on_time = [entry.arrived for entry in entries if not waiting.missed(entry)]
-        return min(on_time or [entry.arrived for entry in entries]) + self.grace
+        on_time = [e.arrived for e in entries if not waiting.round_staleness(e)]
+        return min(on_time or [e.arrived for e in entries]) + self.grace
 
     @property
     def round_grace(self) -> float | None:

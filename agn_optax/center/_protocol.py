@@ -10,7 +10,7 @@ from agn_optax.rules import Rule
 
 PyTree = Any
 
-MOST_REPORTED = 64  # most metrics of a worker, and most characters of a metric's name
+MAX_REPORTED = 64  # most metrics of a worker, and most characters of a metric's name
 
 
 class Session(abc.ABC):
@@ -26,16 +26,16 @@ class Session(abc.ABC):
       session_id: the session id.
       resume_token: a JSON-serializable token that holds the center id and the session
         id. `Center.join` takes it to resume the session in another process.
-      before: the last earlier session of this worker that completed an exchange: its
-        session id and the number of its last completed exchange. If no earlier session
-        completed an exchange, the first session that the center knew, and 0; None if
-        the center knew none. A tuple; for a center in shards, a list of tuples.
+      previous_session: session id, and number of the last completed exchange, of the
+        worker's newest earlier session that completed an exchange. If no session did,
+        the id of the first session that the center knew, and 0; None if it knew none.
+        For a center in shards, a list of these tuples.
     """
 
     worker: str
     session_id: str
     resume_token: Any
-    before: Any = None
+    previous_session: Any = None
 
     @abc.abstractmethod
     def submit(self, submission: Submission) -> None:

@@ -7,9 +7,9 @@ import operator
 from collections import deque
 
 _WINDOW = 10.0  # s, time over which a rate is measured
-_FEWEST = 6  # points to keep whatever their age: five intervals
-_GRAIN = 0.5  # s, minimum distance of two points; closer points are merged
-_LATE = 2.0  # multiple of the usual interval after which an event is overdue
+_MIN_POINTS = 6  # points to keep whatever their age: five intervals
+_MIN_DISTANCE = 0.5  # s, minimum distance of two points; closer points are merged
+_OVERDUE_FACTOR = 2.0  # multiple of the usual interval after which an event is overdue
 
 
 class Recent:
@@ -34,18 +34,18 @@ class Recent:
 
     def copy(self) -> Recent:
         """Return an independent copy."""
-        made = Recent.__new__(Recent)
-        made._points = self._points.copy()
-        return made
+        copied = Recent(0.0, 0)
+        copied._points = self._points.copy()
+        return copied
 
     def add(self, now: float, *grown: float) -> None:
         """Add an event: the amount by which each quantity has grown."""
         points = self._points
         totals = map(operator.add, self.totals, grown)
-        if len(points) > 1 and now - points[-2][0] < _GRAIN:
+        if len(points) > 1 and now - points[-2][0] < _MIN_DISTANCE:
             points.pop()
         points.append((now, *totals))
-        while len(points) > _FEWEST and points[1][0] <= now - _WINDOW:
+        while len(points) > _MIN_POINTS and points[1][0] <= now - _WINDOW:
             points.popleft()
 
     def rates(self, now: float) -> tuple[float, ...] | None:
@@ -54,10 +54,11 @@ class Recent:
             return None
         last, end = self._points[-1], self._points[-1][0]
         first, intervals = self._since(end - _WINDOW)
-        if now - end > _LATE * max((end - first[0]) / intervals, _GRAIN):
+        interval = max((end - first[0]) / intervals, _MIN_DISTANCE)
+        if now - end > _OVERDUE_FACTOR * interval:
             end = now
             first, _ = self._since(end - _WINDOW)
-        seconds = max(end - first[0], _GRAIN)
+        seconds = max(end - first[0], _MIN_DISTANCE)
         grown = zip(first[1:], last[1:], strict=True)
         return tuple((b - a) / seconds for a, b in grown)
 
@@ -73,7 +74,7 @@ class Recent:
         if idle <= _WINDOW:
             return None
         longest = max(b[0] - a[0] for a, b in itertools.pairwise(self._points))
-        return idle if idle > _LATE * longest else None
+        return idle if idle > _OVERDUE_FACTOR * longest else None
 
     def _since(self, begin: float) -> tuple[tuple[float, ...], int]:
         """Return the newest point not after ``begin``, and how many points follow it.

@@ -76,8 +76,8 @@ class ShardedCenter:
         # Set on the first pull: abstract parameters, contribution, and parts of shards.
         self._model: PyTree = None
         self._message_like: PyTree
-        self._own: parts.Parts
-        self._likes: list[PyTree]  # abstract parameters of each shard
+        self._parts: parts.Parts
+        self._shard_likes: list[PyTree]  # abstract parameters of each shard
 
     def __repr__(self) -> str:
         """Return a description with all shards."""
@@ -96,28 +96,29 @@ class ShardedCenter:
         resume_token: Any = None,
     ) -> ShardedSession:
         """Register a worker at all shards: see `Center.join`."""
-        own: list[PyTree] = [None] * len(self.centers)
-        tokens = own if resume_token is None else resume_token
-        if len(tokens) != len(own):
+        shards = len(self.centers)
+        tokens = [None] * shards if resume_token is None else resume_token
+        if len(tokens) != shards:
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at a center in "
-                f"{len(own)} shards, because it had joined one in {len(tokens)}; "
+                f"{shards} shards, because it had joined one in {len(tokens)}; "
                 "start() again"
             )
+        shard_params: list[PyTree] = [None] * shards
         if params is not None:
             self._check_model(params)
-            own = self.cut(params)
-        with contextlib.ExitStack() as undone:
+            shard_params = self.cut(params)
+        with contextlib.ExitStack() as joined:
 
             def join(center: Center, part: PyTree, resume_token: Any) -> Session:
                 session = center.join(
                     worker, part, timeout=timeout, resume_token=resume_token
                 )
-                undone.callback(session.leave)
+                joined.callback(session.leave)
                 return session
 
-            sessions = self.all(join, self.centers, own, tokens)
-            undone.pop_all()
+            sessions = self.call_all(join, self.centers, shard_params, tokens)
+            joined.pop_all()
         return ShardedSession(self, sessions)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
@@ -130,15 +131,17 @@ class ShardedCenter:
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until all shards are initialized, and return the center."""
-        return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
+        waited = self.call_all(lambda center: center.wait(timeout), self.centers)
+        return self.unite(waited)
 
     def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the center, in which every part is one version of its shard.
 
         See `Center.pull`.
         """
-        how = {"broadcast": True} if broadcast else {}
-        return self.unite(self.all(lambda center: center.pull(**how), self.centers))
+        options = {"broadcast": True} if broadcast else {}
+        pulled = self.call_all(lambda center: center.pull(**options), self.centers)
+        return self.unite(pulled)
 
     @property
     def address(self) -> str:
@@ -163,11 +166,11 @@ class ShardedCenter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
+    def call_all(self, call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         """Call a function for all shards in parallel; raise once all have ended."""
         futures = [
-            in_background(functools.partial(call, *of_one), "agn-optax shard")
-            for of_one in zip(*each, strict=True)
+            in_background(functools.partial(call, *shard), "agn-optax shard")
+            for shard in zip(*arguments, strict=True)
         ]
         wait(futures)
         return [future.result() for future in futures]
@@ -179,11 +182,11 @@ class ShardedCenter:
           InvalidArgumentError: the rule cannot work on parts of the parameters.
         """
         whole, kind = jax.eval_shape(lambda: tree), trees.kinds(tree)
-        divided = self._divided(whole)
+        shard_parts = self._divide(whole)
         if self._checked != kind:  # a chief joins and initializes with the same params
-            elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
+            elementwise.check(self.rule, whole, jax.eval_shape(shard_parts.cut, whole))
             self._checked = kind
-        return divided.cut(tree)
+        return shard_parts.cut(tree)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:
         """Split a contribution into the parts of the shards.
@@ -201,18 +204,18 @@ class ShardedCenter:
         return [
             jax.tree.map(
                 lambda leaf, sent: None if leaf is None else sent,
-                *(own, part),
+                *(like, part),
                 is_leaf=lambda leaf: leaf is None,
             )
-            for own, part in zip(
-                self._likes, self._own.cut(contribution, owners), strict=True
+            for like, part in zip(
+                self._shard_likes, self._parts.cut(contribution, owners), strict=True
             )
         ]
 
     def cut_adopted(self, center: PyTree) -> list[PyTree]:
         """Split parameters that this center returned, without checks."""
-        assert self._own is not None  # set by the pull that returned them
-        return self._own.cut(center)
+        assert self._parts is not None  # set by the pull that returned them
+        return self._parts.cut(center)
 
     def _check_model(self, params: PyTree) -> None:
         """Check ``params`` against the whole center, whose leaf paths errors name."""
@@ -223,7 +226,7 @@ class ShardedCenter:
             check.float_leaves(params, "params")
             check.same_tree(params, self._model, "params", "center")
 
-    def _divided(self, whole: PyTree) -> parts.Parts:
+    def _divide(self, whole: PyTree) -> parts.Parts:
         """Return the parts of the shards; only leaves sent as they are may be split."""
         if self.fragments is not None:
             return self.fragments.divide(whole)
@@ -241,8 +244,8 @@ class ShardedCenter:
         if self._model is None:
             model = jax.eval_shape(lambda: whole)
             self._message_like = rounds.contribution_like(self.rule, model)
-            self._own = self._divided(model)
-            self._likes = jax.eval_shape(self._own.cut, model)
+            self._parts = self._divide(model)
+            self._shard_likes = jax.eval_shape(self._parts.cut, model)
             self._model = model  # last, because other threads check it first
         return Snapshot(whole, tuple(snapshot.version for snapshot in snapshots))
 
@@ -261,7 +264,7 @@ class ShardedCenter:
                 dict.fromkeys(a.rejected for a in answers if a.rejected)
             ),
             pace=min(paces, default=None),
-            in_part=len({answer.applied for answer in answers}) > 1,
+            is_partial=len({answer.applied for answer in answers}) > 1,
             received=sum(received) if received else None,
         )
 
@@ -278,7 +281,7 @@ class ShardedSession(Session):
         self.session_id = sessions[0].session_id
         self._center = center
         self._sessions = sessions
-        self._is_over = False  # whether a shard rejected what others may have applied
+        self._must_restart = False  # a shard rejected what others may have applied
 
     @property
     def resume_token(self) -> Any:
@@ -286,14 +289,14 @@ class ShardedSession(Session):
         return [session.resume_token for session in self._sessions]
 
     @property
-    def before(self) -> Any:
-        """The `Session.before` of every shard."""
-        return [session.before for session in self._sessions]
+    def previous_session(self) -> Any:
+        """The `Session.previous_session` of every shard."""
+        return [session.previous_session for session in self._sessions]
 
     def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
-        if self._is_over:
+        if self._must_restart:
             raise errors.WorkerStateError(
                 f"a shard has rejected a message of worker {self.worker!r} that other "
                 "shards may have applied, which would take the next message for the "
@@ -305,35 +308,36 @@ class ShardedSession(Session):
                 f"anchor_version must be a tuple of {shards} versions, one for each "
                 f"shard, got {versions!r}"
             )
-        own = self._center.cut_message(contribution)
+        contributions = self._center.cut_message(contribution)
         anchors = [None] * shards
         if submission.anchor is not None:
             anchors = self._center.cut_adopted(submission.anchor)
         if not _is_finite(contribution):  # so that every shard rejects its part
-            own = jax.tree.map(_not_finite, own)
-        each = [
-            submission._replace(
+            contributions = jax.tree.map(_not_finite, contributions)
+
+        def submit(
+            session: Session, part: PyTree, version: int, anchor: PyTree
+        ) -> None:
+            sent = submission._replace(
                 contribution=part, anchor_version=version, anchor=anchor
             )
-            for part, version, anchor in zip(own, versions, anchors, strict=True)
-        ]
-        self._center.all(
-            lambda session, part: session.submit(part), self._sessions, each
-        )
+            session.submit(sent)
+
+        self._center.call_all(submit, self._sessions, contributions, versions, anchors)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the combined answers of all shards: see `Session.collect`."""
         try:
-            answers = self._center.all(
+            answers = self._center.call_all(
                 lambda session: session.collect(sequence, timeout), self._sessions
             )
         except errors.MessageRejectedError:
-            self._is_over = True
+            self._must_restart = True
             raise
-        there = [answer for answer in answers if answer is not None]
-        if len(there) < len(answers):
+        collected = [answer for answer in answers if answer is not None]
+        if len(collected) < len(answers):
             return None
-        return self._center.unite_answers(there)
+        return self._center.unite_answers(collected)
 
     def acknowledge(self, sequence: int) -> None:
         """Acknowledge the answers of all shards: see `Session.acknowledge`."""

@@ -33,12 +33,12 @@ PyTree = Any
 
 _SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
-_MOST_INT = (1 << 31) - 1
-_LEAST_NORM = 1e-12  # squares of smaller numbers underflow in float32
-_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed
-_MOST_NORM = float(np.finfo(np.float32).max)
-_MESSAGES = 512, 16  # numbers of messages for which bounds are computed, in turn
-_MISSES = 100  # number of finiteness checks after which bounds are computed again
+_MAX_INT = (1 << 31) - 1
+_MIN_NORM = 1e-12  # squares of smaller numbers underflow in float32
+_NORM_MARGIN = 16.0  # multiple of a message's norm for which bounds are computed
+_MAX_NORM = float(np.finfo(np.float32).max)
+_BOUND_MESSAGES = 512, 16  # numbers of messages for which bounds are computed, in turn
+_RETRY_INTERVAL = 100  # finiteness checks after which bounds are computed again
 
 
 class CenterState(NamedTuple):
@@ -68,12 +68,12 @@ class Prepared(NamedTuple):
 
     before: Version
     program: SimpleNamespace
-    one: PyTree  # a contribution, or the sum of a round's messages
-    about: Any  # extra arguments of the center optimizer
+    data: PyTree  # a contribution, or the sum of a round's messages
+    extra: Any  # `_Extra`; for a round also its divisor
     norm: float  # upper bound of the norm of all its messages together
 
 
-class Known(NamedTuple):
+class Bound(NamedTuple):
     """A number of messages that leave the center finite."""
 
     messages: int
@@ -121,30 +121,31 @@ class Store:
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
         # True if all leaves are in the memory of JAX's default CPU device.
-        here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
+        first, default = jax.local_devices()[0], jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
-            getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
+            getattr(leaf, "sharding", default) == SingleDeviceSharding(first)
+            for leaf in jax.tree.leaves(params)
         )
         flatten = flatten and self._on_host
         packing = self.packing = packing_of(rule, self.like) if flatten else None
-        kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
+        copied = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        self._known: Known | None = None  # of the current version
+        self._bound: Bound | None = None  # of the current version
         # The norm for which no bounds were found, and the number of finiteness checks
-        # until bounds are computed again.
-        self._missed, self._misses = 0.0, 0
+        # until bounds are computed for it again.
+        self._unbounded_norm, self._retry_countdown = 0.0, 0
         if broadcast is None:
-            broadcast = rounds.init_broadcast(rule, kept)
-        self.current = Version(kept, version, broadcast=broadcast)
+            broadcast = rounds.init_broadcast(rule, copied)
+        self.current = Version(copied, version, broadcast=broadcast)
         self.delta_like = rounds.delta_like(rule, self.like)
         # The last deltas by version, as long as they are smaller than the parameters.
         size, whole = map(trees.nbytes, (self.delta_like, self.like))
-        most = (whole - 1) // size if 0 < size <= whole else 0
-        self._differences: deque[tuple[int, PyTree]] = deque(maxlen=most)
+        count = (whole - 1) // size if 0 < size <= whole else 0
+        self._differences: deque[tuple[int, PyTree]] = deque(maxlen=count)
         if center_state is None:
             self._check_answers()
             # From a copy, because some optimizers keep the parameters in their state.
-            center_state = rule.center.init(trees.copy(kept))
+            center_state = rule.center.init(trees.copy(copied))
         elif packing is not None:
             center_state = packing.pack_state(rule, center_state)
         self._center_state = center_state
@@ -194,12 +195,12 @@ class Store:
         if codec.answer_dtype is None:
             return
         largest = float(_largest(self.current.params))
-        most = float(jnp.finfo(codec.answer_dtype).max)
-        if largest > most:
+        limit = float(jnp.finfo(codec.answer_dtype).max)
+        if largest > limit:
             raise errors.InvalidArgumentError(
                 f"with codec {codec.name!r} workers adopt the center as "
                 f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
-                f"{most:g}; the first parameters have {largest:g}"
+                f"{limit:g}; the first parameters have {largest:g}"
             )
 
     def save(self) -> CenterState:
@@ -249,10 +250,10 @@ class Store:
         """
         if version.broadcast is None:
             return None
-        made = [each for n, each in self._differences if since < n <= version.number]
-        return made if len(made) == version.number - since else None
+        deltas = [d for n, d in self._differences if since < n <= version.number]
+        return deltas if len(deltas) == version.number - since else None
 
-    def take(self, contribution: PyTree) -> PyTree:
+    def check_and_place(self, contribution: PyTree) -> PyTree:
         """Check an encoded contribution, and place it on the center's device.
 
         Raises:
@@ -276,9 +277,9 @@ class Store:
             return contribution  # a program takes NumPy arrays directly, and faster
         return trees.place_like(contribution, self.current.params)
 
-    def unplace(self, kept: PyTree) -> PyTree:
+    def unplace(self, placed: PyTree) -> PyTree:
         """Return a contribution, or parameters of a version, as a tree."""
-        return kept if self.packing is None else self.packing.unpack(kept)
+        return placed if self.packing is None else self.packing.unpack(placed)
 
     def norm(
         self, contribution: PyTree, center: PyTree, *, waits: bool = True
@@ -289,7 +290,7 @@ class Store:
         the range of float32 is replaced by the largest number of float32.
 
         Args:
-          contribution: result of `take`.
+          contribution: result of `check_and_place`.
           center: parameters of a version.
           waits: whether to wait for the device. Otherwise the norm may be infinite, or
             zero, if squares of the message leave the range of float32.
@@ -307,7 +308,7 @@ class Store:
         if not waits:
             return norm
         norm = np.float32(norm)
-        if _LEAST_NORM < norm < math.inf:
+        if _MIN_NORM < norm < math.inf:
             return norm
         message = rounds.message_of(self._rule, contribution, center)
         return _careful_norm(jax.tree.leaves(message))
@@ -345,40 +346,39 @@ class Store:
           norm: upper bound of the norm of all messages together.
         """
         before, programs = self.current, self._programs
-        abouts = [
-            _about(before.number, stale, each, workers)
-            for stale, each in zip(staleness, submissions, strict=True)
+        extras = [
+            _extra(before.number, stale, submission, workers)
+            for stale, submission in zip(staleness, submissions, strict=True)
         ]
+        contributions = [submission.contribution for submission in submissions]
         if weights is None:
-            (one,) = submissions
-            return Prepared(before, programs.move, one.contribution, abouts[0], norm)
-        total: PyTree = None
+            (contribution,) = contributions
+            return Prepared(before, programs.move, contribution, extras[0], norm)
         count = len(submissions)
-        # 1 for workers that claim nothing.
-        steps = [max(1, each.steps) for each in submissions]
-        own = [1.0 if each.weight is None else each.weight for each in submissions]
-        is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
-        counted = []
-        for of_message, weight, weighs in zip(abouts, weights, own, strict=True):
-            counts = 1.0 if self._rule.discount else weight
-            counts *= weighs / mean if is_mean else 1.0
-            counted.append((of_message, _on_device(counts)))
-        contributions = [each.contribution for each in submissions]
+        # A worker that claims no steps or no weight counts as 1.
+        steps = sum(max(1, s.steps) for s in submissions)
+        claimed = [1.0 if s.weight is None else s.weight for s in submissions]
+        is_mean, mean = self._rule.combine == "mean", math.fsum(claimed) / count
+        shares = [c / mean if is_mean else 1.0 for c in claimed]
+        if self._rule.discount:
+            weights = [1.0] * count
+        factors = [_on_device(w * s) for w, s in zip(weights, shares, strict=True)]
+        counted = list(zip(extras, factors, strict=True))
+        total: PyTree = None
         if programs.combine is None:
             for contribution, each in zip(contributions, counted, strict=True):
                 total = programs.weigh(total, contribution, before.params, *each)
         else:
             total = programs.combine(contributions, before.params, counted)
-        steps_of_round = max(1, round(sum(steps) / count))
-        of_round = Submission(0, total, before.number, steps_of_round, mean)
-        about = (
+        combined = Submission(0, total, before.number, round(steps / count), mean)
+        round_args = (
             _on_device(float(count if is_mean else 1)),
-            _about(before.number, 0, of_round, workers),
+            _extra(before.number, 0, combined, workers),
         )
         # A discount may lengthen a message; a combined message may exceed the sum.
         if self._rule.discount is not None or not self._rule.is_summed:
             norm = math.inf
-        return Prepared(before, programs.move_round, total, about, norm)
+        return Prepared(before, programs.move_round, total, round_args, norm)
 
     def move(self, prepared: Prepared) -> None:
         """Compute the prepared version from the current one."""
@@ -389,49 +389,41 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = prepared.program.in_place if in_place else prepared.program.anew
-        params, self._center_state, broadcast, made = run(
-            prepared.one,
-            prepared.about,
-            before.params,
-            self._center_state,
-            before.broadcast,
-        )
-        self._becomes(params, broadcast, made)
+        moved = run(*self._arguments(prepared))
+        params, self._center_state, broadcast, delta = moved
+        self._set_current(params, broadcast, delta)
 
-    def look(self, prepared: Prepared) -> tuple[bool, Known | None]:
+    def check_finite(self, prepared: Prepared) -> tuple[bool, Bound | None]:
         """Return whether a prepared version would be finite, and a bound if found.
 
         This waits for the device, so do not call it under a lock. `move` must not be
-        called meanwhile. State that other methods read is unchanged: see `learn`.
+        called meanwhile. State that other methods read is unchanged: see `set_bound`.
         """
-        before = prepared.before
-        found = self._find_bound(before, prepared.norm)
-        if found is not None:
-            return True, found
-        is_finite = prepared.program.stays_finite(
-            prepared.one,
-            prepared.about,
-            before.params,
-            self._center_state,
-            before.broadcast,
-        )
-        return bool(is_finite), None
+        bound = self._find_bound(prepared.before, prepared.norm)
+        if bound is not None:
+            return True, bound
+        return bool(prepared.program.stays_finite(*self._arguments(prepared))), None
 
-    def learn(self, known: Known | None) -> None:
-        """Set the bound that `look` found for the next version."""
-        self._known = known
+    def _arguments(self, prepared: Prepared) -> tuple[Any, ...]:
+        """Return the arguments of a prepared program."""
+        params, broadcast = prepared.before.params, prepared.before.broadcast
+        return prepared.data, prepared.extra, params, self._center_state, broadcast
 
-    def _becomes(
-        self, params: PyTree, broadcast: Broadcast | None, made: PyTree
+    def set_bound(self, bound: Bound | None) -> None:
+        """Set the bound that `check_finite` found for the next version."""
+        self._bound = bound
+
+    def _set_current(
+        self, params: PyTree, broadcast: Broadcast | None, delta: PyTree
     ) -> None:
         """Set the next version, and the delta by which workers receive it."""
         number = self.current.number + 1
         self.current = Version(params, number, broadcast=broadcast)
         if broadcast is not None:
-            self._differences.append((number, made))
+            self._differences.append((number, delta))
 
     @functools.cached_property
-    def _most(self) -> float:
+    def _limit(self) -> float:
         """The largest number that the center may have; 0 if no bounds are computed."""
         if _is_narrower(self.delta_like, self.like):
             return 0.0  # a delta may overflow its narrower dtype
@@ -445,35 +437,35 @@ class Store:
     def is_bounded(self, prepared: Prepared) -> bool:
         """Return whether a prepared version must be finite; if so, `move` to it.
 
-        The decision counts the messages since the last `look`, and does not wait for
-        the device.
+        The decision counts the messages since the last `check_finite`, and does not
+        wait for the device.
         """
-        known = self._known
-        if known is None or not known.messages or prepared.norm > known.norm:
+        bound = self._bound
+        if bound is None or not bound.messages or prepared.norm > bound.norm:
             return False
-        self._known = known._replace(messages=known.messages - 1)
+        self._bound = bound._replace(messages=bound.messages - 1)
         return True
 
-    def _find_bound(self, before: Version, norm: float) -> Known | None:
+    def _find_bound(self, before: Version, norm: float) -> Bound | None:
         """Return a bound for messages of a norm or more, if this one is within it."""
-        if not (self._most and norm < math.inf):
+        if not (self._limit and norm < math.inf):
             return None
-        if self._misses > 0 and norm > self._missed / 2:
-            self._misses -= 1
+        if self._retry_countdown > 0 and norm > self._unbounded_norm / 2:
+            self._retry_countdown -= 1
             return None
-        params, state, message = before.params, self._center_state, _AT_ONCE * norm
+        params, state, message = before.params, self._center_state, _NORM_MARGIN * norm
         found = _reach.largest_of(params, state)
         center, within = largest = float(found[0]), float(found[1])
-        for messages in _MESSAGES if math.isfinite(center + within) else ():
+        for messages in _BOUND_MESSAGES if math.isfinite(center + within) else ():
             reached = _reach.bound(
                 self._rule, params, state, message, messages, largest
             )
-            if reached < self._most:
-                return Known(messages - 1, message)
-        self._missed, self._misses = norm, _MISSES
+            if reached < self._limit:
+                return Bound(messages - 1, message)
+        self._unbounded_norm, self._retry_countdown = norm, _RETRY_INTERVAL
         return None
 
-    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+    def rebase(self, adopted: PyTree, sent: PyTree) -> None:
         """Rebase the center: ``adopted`` replaces ``sent``, and later progress stays.
 
         Args:
@@ -481,8 +473,9 @@ class Store:
           sent: parameters as `place` returns them.
         """
         params = _with_progress(adopted, self.current.params, sent)
-        self._becomes(params, *self._programs.publish(params, self.current.broadcast))
-        self._known = None
+        published = self._programs.publish(params, self.current.broadcast)
+        self._set_current(params, *published)
+        self._bound = None
 
 
 _with_progress = jax.jit(rounds.with_progress)
@@ -506,7 +499,7 @@ def _careful_norm(message: Sequence[Any]) -> np.float32:
     if not 0 < largest < math.inf:
         return np.float32(largest)
     square = sum(np.sum((block.astype(np.float64) / largest) ** 2) for block in blocks)
-    return np.float32(min(largest * np.sqrt(square), _MOST_NORM))
+    return np.float32(min(largest * np.sqrt(square), _MAX_NORM))
 
 
 def _floats(tree: PyTree) -> list[Any]:
@@ -520,7 +513,7 @@ def _is_narrower(difference: PyTree, center: PyTree) -> bool:
     return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
-class _About(NamedTuple):
+class _Extra(NamedTuple):
     """Extra arguments of the center optimizer for a message, on the device."""
 
     staleness: jax.Array
@@ -529,7 +522,7 @@ class _About(NamedTuple):
     since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
 
-    def extra_args(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
@@ -537,10 +530,10 @@ class _About(NamedTuple):
 _VERSIONS = 256  # parts of `since` repeat, so that transfers to the device are rare
 
 
-def _about(version: int, stale: int, submission: Submission, workers: int) -> _About:
-    since = min(max(version - stale, 0), _MOST_INT)
+def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:
+    since = min(max(version - stale, 0), _MAX_INT)
     rest, weight = since % _VERSIONS, submission.weight
-    return _About(
+    return _Extra(
         _on_device(stale),
         _on_device(submission.steps or 1),
         _on_device(1.0 if weight is None else weight),
@@ -552,7 +545,7 @@ def _about(version: int, stale: int, submission: Submission, workers: int) -> _A
 @functools.lru_cache(maxsize=1024, typed=True)
 def _on_device(number: float) -> jax.Array:
     if isinstance(number, int):  # a larger number becomes the largest int32
-        return jax.device_put(np.int32(min(number, _MOST_INT)))
+        return jax.device_put(np.int32(min(number, _MAX_INT)))
     return jax.device_put(np.float64(number))
 
 
@@ -560,8 +553,8 @@ def _on_device(number: float) -> jax.Array:
 def _largest(center: PyTree) -> jax.Array:
     leaves = jax.tree.leaves(center)
     wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
-    each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
-    return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
+    maxima = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
+    return functools.reduce(jnp.maximum, maxima, jnp.zeros((), wide))
 
 
 _ANY = downpour()  # stands for the rule's parts that do not affect a measurement
@@ -572,9 +565,9 @@ def _measures(rule: Rule) -> dict[str, Any]:
     """Return the compiled measurements, shared by rules whose messages are the same."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        made = jax.tree.leaves(rounds.message_of(rule, contribution, center))
-        wide = trees.wider(jnp.float32, *(m.dtype for m in made))
-        squares = [jnp.sum(m.astype(wide) ** 2) for m in made]
+        message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
+        wide = trees.wider(jnp.float32, *(m.dtype for m in message))
+        squares = [jnp.sum(m.astype(wide) ** 2) for m in message]
         return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
 
     def largest(contribution: PyTree, center: PyTree) -> jax.Array:
@@ -588,21 +581,21 @@ def _programs(rule: Rule) -> SimpleNamespace:
     """Return the compiled programs of a rule, shared by its stores."""
 
     def counted(
-        contribution: PyTree, center: PyTree, about: _About, weight: Any
+        contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
         """Return a message of a round times its factor, in float32 or wider."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = rounds.weigh(rule, message, about.extra_args())
+        message = rounds.weigh(rule, message, extra.as_dict())
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
     def weigh(
-        total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
+        total: PyTree, contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
-        message = counted(contribution, center, about, weight)
+        message = counted(contribution, center, extra, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
     # Combines all messages at once, for rules that do not sum them.
@@ -617,29 +610,29 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return how.function(together, robust.total_of_leaves)
 
     def move(
-        one: PyTree, about: _About, center: PyTree, state: PyTree, broadcast: PyTree
+        data: PyTree, extra: _Extra, center: PyTree, state: PyTree, broadcast: PyTree
     ) -> rounds.MovedCenter:
-        return rounds.receive(rule, one, center, state, broadcast, about.extra_args())
+        return rounds.receive(rule, data, center, state, broadcast, extra.as_dict())
 
     def move_round(
         total: PyTree,
-        of_round: tuple[Any, _About],
+        divisor_and_extra: tuple[Any, _Extra],
         center: PyTree,
         state: PyTree,
         broadcast: PyTree,
     ) -> rounds.MovedCenter:
-        parts, about = of_round
-        mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
+        divisor, extra = divisor_and_extra
+        mean = jax.tree.map(lambda t: t / divisor.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, broadcast, about.extra_args())
+        return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""
 
         def stays_finite(
-            one: PyTree, about: Any, center: PyTree, state: PyTree, broadcast: PyTree
+            data: PyTree, extra: Any, center: PyTree, state: PyTree, broadcast: PyTree
         ) -> Any:
-            moved = program(one, about, center, state, broadcast)
+            moved = program(data, extra, center, state, broadcast)
             # In the dtype of the answer, whose range may be smaller than the center's.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = (rounds.answer_of(rule, moved.center), moved.center_state)
@@ -653,8 +646,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
                 stay += [jnp.isfinite(x).all() for x in difference]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
-        # Arguments are ``(one, about, center, center_state, broadcast)``. The state of
-        # the optimizer has no readers and is always donated; versions may have readers.
+        # The optimizer's state has no readers and is always donated; versions may have
+        # readers.
         return SimpleNamespace(
             in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
             anew=jax.jit(program, donate_argnums=3),

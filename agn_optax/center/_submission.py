@@ -17,9 +17,9 @@ from agn_optax._internal import check
 
 PyTree = Any
 
-_MOST_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
+_MAX_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 # Fields of the records that are trees, or that the receiver of an answer adds.
-_NOT_PLAIN = {"contribution", "reported", "anchor", "params", "in_part", "received"}
+_NOT_PLAIN = {"contribution", "reported", "anchor", "params", "is_partial", "received"}
 
 
 class Submission(NamedTuple):
@@ -69,7 +69,7 @@ class Submission(NamedTuple):
           InvalidTypeError: ``weight`` is not a number.
         """
         steps, version = _as_int(self.steps), _as_int(self.anchor_version)
-        check.whole_number(steps, "steps", least=0, most=_MOST_STEPS, optional=False)
+        check.whole_number(steps, "steps", least=0, most=_MAX_STEPS, optional=False)
         weight = check.weight(self.weight)
         if not (isinstance(version, int) and version >= 0):
             raise errors.InvalidArgumentError(
@@ -118,7 +118,7 @@ class Answer(NamedTuple):
     # None until the center has measured it.
     pace: float | None = None
     # True if some shards of the center applied the message and others did not.
-    in_part: bool = False
+    is_partial: bool = False
     received: int | None = None  # bytes received; None if nothing was transferred
 
     @property

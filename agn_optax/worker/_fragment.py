@@ -478,13 +478,13 @@ class FragmentWorker:
             )
             is_second = self.answer is not None and self.answer.rejected
             residual = "discarded" if is_second else "restored"
-            if answer.in_part:
+            if answer.is_partial:
                 residual = "kept"
             params, state = programs.reset(
                 params, state, contribution, center, residual=residual
             )
         else:
-            is_lost = not (answer.applied or answer.in_part)
+            is_lost = not (answer.applied or answer.is_partial)
             if is_lost and programs.restore_residual is not None:
                 state = programs.restore_residual(state, contribution)
             if sent_anchor is None:

@@ -54,7 +54,7 @@ class _EndedSession:
     """A session with the parent that has ended, kept until the next one begins."""
 
     resume_token: Any  # as `Worker.resume_token`
-    before: Any  # as `Session.before`
+    before: Any  # as `Session.previous_session`
     codec_state: PyTree  # state of the codec before the unanswered message
 
 
@@ -315,8 +315,8 @@ class Uplink:
 
     @property
     def _last_known(self) -> Any:
-        """The last exchange that the parent knows, as in `Session.before`."""
-        return self._worker._workers[0].session.before
+        """The last exchange that the parent knows, as in `Session.previous_session`."""
+        return self._worker._workers[0].session.previous_session
 
     # Sending and adopting.
 
@@ -363,7 +363,7 @@ class Uplink:
             )
             for later in unsent
         ]
-        self._core.shift(adopted, anchor)
+        self._core.rebase(adopted, anchor)
         self._anchor, self._rounds = adopted, unsent
 
     def _observe(self, submission: Submission) -> jax.Array | None:

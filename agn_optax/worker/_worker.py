@@ -21,7 +21,7 @@ import optax
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
-from agn_optax.center import MOST_REPORTED, Center, ShardedCenter
+from agn_optax.center import MAX_REPORTED, Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._fragment import (
     Callback,
@@ -608,7 +608,7 @@ class Worker:
         for name, number in numbers.items():
             check.real_scalar(number, f"report({name}=...)")
         reported = {**self._workers[0].reported, **numbers}
-        if len(reported) > (most := MOST_REPORTED) or any(
+        if len(reported) > (most := MAX_REPORTED) or any(
             len(name) > most for name in numbers
         ):
             raise errors.InvalidArgumentError(

@@ -37,7 +37,7 @@ class Commands:
         self._thread = threading.Thread(target=self._exchange)
         self._thread.start()
 
-    def said(self):
+    def status(self):
         core = self._center.core
         return {
             "failure": core.failure,
@@ -50,21 +50,21 @@ class Commands:
         self._ended = True
         self._thread.join()
         self._center.close()
-        return self.said()
+        return self.status()
 
     def _exchange(self):
         session, version = self._center.join("w"), 0
-        life = self._center.center_id.encode()
+        center_id = self._center.center_id.encode()
         try:
             while not self._ended:
                 version = session.exchange(
                     Submission(version + 1, self._message, anchor_version=version)
                 ).version
-                ANSWERED.pack_into(self._shared, 0, version, life)
+                ANSWERED.pack_into(self._shared, 0, version, center_id)
         except Exception as error:
             self._error = repr(error)
 
 
 if __name__ == "__main__":
     me = Commands()
-    talking.obey({"start": me.start, "said": me.said, "stop": me.stop})
+    talking.obey({"start": me.start, "status": me.status, "stop": me.stop})

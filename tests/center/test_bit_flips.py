@@ -16,7 +16,7 @@ from helpers import sessions, shared
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center.durability import _directory
-from agn_optax.center.durability._found import Found
+from agn_optax.center.durability._files import CenterFiles
 
 RESERVED = 1 << 13
 STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
@@ -24,20 +24,20 @@ STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
 
 def read(directory):
     """Return all records found in a directory as bytes, and why the id would change."""
-    there = Found(directory)
-    snapshot = there.load()
-    records = [snapshot, *there.replay(snapshot.number)]
-    lost = there.lost(snapshot.number + len(records) - 1)
+    files = CenterFiles(directory)
+    snapshot = files.load()
+    replay = files.replay(snapshot)
+    records = [snapshot, *replay]
     return [
         (each.number, each.about, [array.tobytes() for array in each.arrays])
         for each in records
-    ], lost
+    ], replay.new_id_reason
 
 
 @pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
 def kept(request, tmp_path, monkeypatch):
     """Return the directory of a center that was killed or has ended."""
-    monkeypatch.setattr(_directory, "_LEAST_RESERVED", RESERVED)
+    monkeypatch.setattr(_directory, "_MIN_RESERVED", RESERVED)
     durability = {
         "journal": Journal(tmp_path / "a"),
         "interval": Journal(tmp_path / "a", interval=1000.0),
@@ -58,7 +58,7 @@ def kept(request, tmp_path, monkeypatch):
 
 def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
     caplog.set_level(logging.WARNING, "agn_optax")
-    whole, life = read(kept)
+    whole, reason = read(kept)
     assert not caplog.text
     for path in sorted(kept.iterdir()):
         data = path.read_bytes()
@@ -74,15 +74,15 @@ def test_every_bit_flip_in_a_file_is_detected(kept, caplog):
             where = f"byte {at} of {path.name}"
             if at >= end:  # nothing had been written here, so nothing is lost
                 caplog.clear()
-                assert read(kept) == (whole, life), where
-                assert "which are ignored" in caplog.text, where
+                assert read(kept) == (whole, reason), where
+                assert "these bytes are ignored" in caplog.text, where
                 continue
             with pytest.raises(errors.DurabilityError) as raised:
                 pytest.fail(f"{where}: {len(read(kept)[0])} of {len(whole)} records")
             assert str(path) in str(raised.value), where
             assert is_lock or "record" in str(raised.value), where
         path.write_bytes(data)
-    assert read(kept) == (whole, life)
+    assert read(kept) == (whole, reason)
 
 
 def test_file_truncated_anywhere_is_detected(kept):
@@ -104,6 +104,17 @@ def test_empty_or_missing_lock_file_is_accepted(kept):
     lock = pathlib.Path(kept, "lock")
     for change in (lambda: lock.write_bytes(b""), lock.unlink):
         change()
-        found, life = read(kept)
+        found, reason = read(kept)
         assert found == whole
-        assert "lock is missing, which holds the number" in life
+        assert "lock is missing, so the number of records" in reason
+
+
+def test_reason_for_a_new_id_is_known_only_after_the_replay(tmp_path):
+    with LocalCenter(shared.downpour(), jnp.zeros(3), durability=Journal(tmp_path)):
+        pass
+    files = CenterFiles(tmp_path)
+    replay = files.replay(files.load_center())
+    with pytest.raises(RuntimeError, match="must be read to their end first"):
+        _ = replay.new_id_reason
+    assert not list(replay)
+    assert replay.new_id_reason == ""

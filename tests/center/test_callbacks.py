@@ -18,7 +18,7 @@ class Records(list):
         self.append((step, dict(values)))
 
 
-def run(worker, steps, told):
+def run(worker, steps, records):
     params, state = worker.start()
     for _ in range(steps):
         updates, state = worker.tx.update(ONES, state, params)
@@ -29,15 +29,15 @@ def run(worker, steps, told):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_callback_gets_the_metrics_of_every_exchange(overlap):
-    told = Records()
+    records = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(
-        center, optax.sgd(0.5), period=2, overlap=overlap, callbacks=[told]
+        center, optax.sgd(0.5), period=2, overlap=overlap, callbacks=[records]
     )
     worker.report(loss=jnp.float32(0.25))
-    run(worker, 4, told)
-    assert [step for step, _ in told] == [1, 2]
-    for step, values in told:
+    run(worker, 4, records)
+    assert [step for step, _ in records] == [1, 2]
+    for step, values in records:
         assert values.pop("seconds") >= 0
         assert values == {
             "steps": 2,
@@ -55,22 +55,22 @@ def test_callback_gets_the_metrics_of_every_exchange(overlap):
 
 
 def test_callback_gets_the_bytes_of_a_codec():
-    told = Records()
+    records = Records()
     codec = codecs.cast("bfloat16")
     center = agn_optax.LocalCenter(rules.easgd(0.5, codec=codec), PARAMS)
-    worker = agn_optax.Worker(center, optax.sgd(0.3), period=1, callbacks=[told])
-    run(worker, 1, told)
-    ((_, values),) = told
+    worker = agn_optax.Worker(center, optax.sgd(0.3), period=1, callbacks=[records])
+    run(worker, 1, records)
+    ((_, values),) = records
     assert values["distance"] == pytest.approx(0.6, rel=1e-2)
     assert (values["bytes_sent"], values["bytes_received"]) == (8, 8)
 
 
 def test_callback_is_called_for_a_rejected_message():
-    told = Records()
+    records = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
-    worker = agn_optax.Worker(center, optax.sgd(jnp.nan), period=1, callbacks=[told])
-    run(worker, 1, told)
-    ((_, values),) = told
+    worker = agn_optax.Worker(center, optax.sgd(jnp.nan), period=1, callbacks=[records])
+    run(worker, 1, records)
+    ((_, values),) = records
     assert (values["rejected"], values["applied"]) == (1, 0)
 
 
@@ -78,12 +78,14 @@ def test_failing_callback_is_logged_and_loses_no_exchange(caplog):
     def fails(step, values):
         raise ValueError("no disk")
 
-    told = Records()
+    records = Records()
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
-    worker = agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=[fails, told])
-    params = run(worker, 2, told)
+    worker = agn_optax.Worker(
+        center, optax.sgd(0.5), period=1, callbacks=[fails, records]
+    )
+    params = run(worker, 2, records)
     support.assert_close(params, center.pull().params)
-    assert len(told) == 2
+    assert len(records) == 2
     assert "no disk" in caplog.text
     with pytest.raises(errors.InvalidTypeError, match="functions of a step"):
         agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=["print"])

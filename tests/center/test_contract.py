@@ -163,21 +163,21 @@ def test_session_is_resumed_from_another_process(kind):
         first = center.join("w")
         version = center.pull().version
         first.exchange(Submission(1, jnp.ones(4), anchor_version=version))
-        life = json.loads(json.dumps(first.resume_token))  # as if stored in a file
+        token = json.loads(json.dumps(first.resume_token))  # as if stored in a file
         first.disconnect()
-        again = center.join("w", resume_token=life)
-        assert again.resume_token == life
+        again = center.join("w", resume_token=token)
+        assert again.resume_token == token
         again.exchange(Submission(1, jnp.ones(4), anchor_version=version))
         after = again.exchange(Submission(2, jnp.ones(4), anchor_version=version))
         np.testing.assert_array_equal(after.params, np.full(4, -2.0))
         center.join("w").leave()  # a new session of the worker
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
-            center.join("w", resume_token=life)
+            center.join("w", resume_token=token)
     with (
         center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as other,
         pytest.raises(errors.WorkerStateError, match="start"),
     ):
-        other.join("w", resume_token=life)
+        other.join("w", resume_token=token)
 
 
 def test_anchor_version_of_the_future_is_rejected(kind):

@@ -83,18 +83,16 @@ class WorkerSession:
     session_id: str
     session: object
     anchor: int
-    there: bool = True
+    is_registered: bool = True
     until: float = math.inf
-    sent: list = dataclasses.field(
-        default_factory=list
-    )  # numbers that were sent, in order
+    sent: list = dataclasses.field(default_factory=list)  # numbers, in order
     got: bool = True  # it has the response to the last message
     is_kept: bool = False  # the center has kept the response since the message
     answer: tuple | None = None  # the response, if received and kept
     anchor_sent: int = 0
 
-    def goes(self):
-        self.there, self.until = False, math.inf
+    def end(self):
+        self.is_registered, self.until = False, math.inf
         self.is_kept, self.answer = False, None
 
 
@@ -110,7 +108,7 @@ class Exchanges(RuleBasedStateMachine):
         self.mode, self.clock, self.journals = mode, clock, journals
         self.folder = pathlib.Path(tempfile.mkdtemp())
         self.numbers = itertools.count(1)
-        self.lives = {}  # the last session of each name
+        self.sessions = {}  # the last one of each name
         self.replaced = []
         self.applied = {}  # by number: version that includes it
         self.dropped = set()
@@ -140,35 +138,36 @@ class Exchanges(RuleBasedStateMachine):
         assert number not in self.applied
         assert number not in self.dropped
         self.applied[number] = self.core.store.current.number
-        if self.applied[number] == len(
-            self.versions
-        ):  # else applied together with another message
+        # Else the message was applied together with another one.
+        if self.applied[number] == len(self.versions):
             self.versions.append(self.versions[-1])
         assert self.applied[number] == len(self.versions) - 1
         self.versions[-1] = self.versions[-1] - (number, 1)
 
     # The state of the model.
 
-    def look(self):
+    def expire(self):
         """Remove workers with an expired lease; return the present ones."""
         # Wait for a check in another thread, as if it took no time.
-        assert self.core.wait_for(lambda: self.core._look is None, LIMIT)
-        there = self.core.members()[1]
-        for life in self.lives.values():
-            if life.until <= self.clock.now:
-                life.goes()
-        assert set(there) == {life.name for life in self.lives.values() if life.there}
-        return there
+        assert self.core.wait_for(lambda: self.core._finiteness is None, LIMIT)
+        members = self.core.members()[1]
+        for known in self.sessions.values():
+            if known.until <= self.clock.now:
+                known.end()
+        assert set(members) == {
+            known.name for known in self.sessions.values() if known.is_registered
+        }
+        return members
 
-    def life(self, name):
+    def session_of(self, name):
         """Return the last session of a name, which joins if needed."""
-        self.look()
-        life = self.lives.get(name)
-        if life is None:
+        self.expire()
+        known = self.sessions.get(name)
+        if known is None:
             self.join(name)
-        elif not life.there or life.session is None:
+        elif not known.is_registered or known.session is None:
             self.join_again(name)
-        return self.lives[name]
+        return self.sessions[name]
 
     # Commands.
 
@@ -180,89 +179,89 @@ class Exchanges(RuleBasedStateMachine):
         with self.core.reading(kept=True) as version:
             anchor = version.number
         self.promised = max(self.promised, anchor)
-        if name in self.lives:
-            self.replaced.append(self.lives[name])
-            self.replaced[-1].goes()
-        self.lives[name] = WorkerSession(name, session_id, session, anchor)
-        self.look()
+        if name in self.sessions:
+            self.replaced.append(self.sessions[name])
+            self.replaced[-1].end()
+        self.sessions[name] = WorkerSession(name, session_id, session, anchor)
+        self.expire()
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sessions)
     @rule(name=NAMES)
     def join_again(self, name):
         """Join with the same session over another connection."""
-        life = self.lives.get(name)
-        if life is not None:
-            self.look()
-            life.session = self.core.join(name, life.session_id, back=True)
-            life.there, life.until = True, math.inf
+        known = self.sessions.get(name)
+        if known is not None:
+            self.expire()
+            known.session = self.core.join(name, known.session_id, resume=True)
+            known.is_registered, known.until = True, math.inf
             with self.core.reading(kept=True) as version:  # and thus that it is back
                 self.promised = max(self.promised, version.number)
 
     @precondition(lambda self: self.replaced)
     @rule(number=st.integers(0, 9))
     def use_a_replaced_session(self, number):
-        life = self.replaced[number % len(self.replaced)]
+        known = self.replaced[number % len(self.replaced)]
         with pytest.raises(errors.WorkerStateError, match="was replaced"):
-            self.core.join(life.name, life.session_id, back=True)
-        if life.session is not None:
-            self.is_rejected(life)
-            life.session.acknowledge(1)
-            life.session.disconnect()
-            life.session.leave()
-        self.look()
+            self.core.join(known.name, known.session_id, resume=True)
+        if known.session is not None:
+            self.is_rejected(known)
+            known.session.acknowledge(1)
+            known.session.disconnect()
+            known.session.leave()
+        self.expire()
 
-    def is_rejected(self, life):
-        with pytest.raises(errors.WorkerStateError, match=life.name):
-            life.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
-        for sequence in (1, len(life.sent)):
-            with pytest.raises(errors.WorkerStateError, match=life.name):
-                life.session.collect(sequence, 0.0)
+    def is_rejected(self, known):
+        with pytest.raises(errors.WorkerStateError, match=known.name):
+            known.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
+        for sequence in (1, len(known.sent)):
+            with pytest.raises(errors.WorkerStateError, match=known.name):
+                known.session.collect(sequence, 0.0)
 
     @rule(name=NAMES, repeats=st.booleans())
     def submit(self, name, repeats):
         """Send the next number if the last one has a response; else repeat the last."""
-        life = self.life(name)
-        if life.got and not (life.sent and repeats):
-            life.sent.append(next(self.numbers))
-            life.got, life.is_kept, life.answer = False, True, None
-            life.anchor_sent = life.anchor
-        contribution = jnp.array([float(life.sent[-1]), 1.0])
-        life.session.submit(
-            Submission(len(life.sent), contribution, anchor_version=life.anchor)
+        known = self.session_of(name)
+        if known.got and not (known.sent and repeats):
+            known.sent.append(next(self.numbers))
+            known.got, known.is_kept, known.answer = False, True, None
+            known.anchor_sent = known.anchor
+        contribution = jnp.array([float(known.sent[-1]), 1.0])
+        known.session.submit(
+            Submission(len(known.sent), contribution, anchor_version=known.anchor)
         )
 
     @rule(name=NAMES, how=HOW)
     def collect(self, name, how):
-        life = self.life(name)
-        if not life.sent:
+        known = self.session_of(name)
+        if not known.sent:
             return
-        sequence, number = len(life.sent), life.sent[-1]
+        sequence, number = len(known.sent), known.sent[-1]
         try:
-            answer = self.read(life.session, sequence, how)
+            answer = self.read(known.session, sequence, how)
         except errors.WorkerStateError as error:
             if "asks for the answer" not in str(error):
                 raise
             answer = None
-            assert not life.is_kept  # its message was removed with it, or never sent
+            assert not known.is_kept  # its message was removed with it, or never sent
         if answer is None:
-            assert not life.got
+            assert not known.got
             assert number not in self.applied
             return
         version, staleness, applied, norm, params = answer
         np.testing.assert_array_equal(params, self.versions[version])
         assert applied == (number in self.applied)
         if applied:
-            assert staleness == self.applied[number] - 1 - life.anchor_sent
+            assert staleness == self.applied[number] - 1 - known.anchor_sent
         else:
             self.dropped.add(number)
-        assert (norm is not None) == life.is_kept or not life.got
+        assert (norm is not None) == known.is_kept or not known.got
         if norm is None:
             assert version == len(self.versions) - 1  # the current center
         else:
-            assert life.answer in (None, answer[:4])
+            assert known.answer in (None, answer[:4])
             assert not applied or version == self.applied[number]
-            life.answer, life.is_kept = answer[:4], True
-        life.got, life.anchor = True, version
+            known.answer, known.is_kept = answer[:4], True
+        known.got, known.anchor = True, version
         self.promised = max(self.promised, version)
 
     @rule(name=NAMES, how=HOW, acknowledges=st.booleans())
@@ -293,31 +292,31 @@ class Exchanges(RuleBasedStateMachine):
             answer = kept.answer
             assert answer.version == kept.version.number
         norm = None if answer.norm is None else float(answer.norm)
-        said = answer.version, answer.staleness, answer.applied, norm
-        return *said, np.asarray(params)
+        numbers = answer.version, answer.staleness, answer.applied, norm
+        return *numbers, np.asarray(params)
 
     @rule(name=NAMES)
     def acknowledge(self, name):
-        life = self.life(name)
-        if life.sent and life.got:
-            life.session.acknowledge(len(life.sent))
-            life.is_kept, life.answer = False, None
+        known = self.session_of(name)
+        if known.sent and known.got:
+            known.session.acknowledge(len(known.sent))
+            known.is_kept, known.answer = False, None
 
     @rule(name=NAMES)
     def disconnect(self, name):
-        life = self.life(name)
-        life.session.disconnect()
-        life.until = self.clock.now + self.lease
-        self.look()
+        known = self.session_of(name)
+        known.session.disconnect()
+        known.until = self.clock.now + self.lease
+        self.expire()
 
     @rule(name=NAMES)
     def leave(self, name):
-        life = self.life(name)
+        known = self.session_of(name)
         for _ in range(2):
-            life.session.leave()
-        life.goes()
-        self.look()
-        self.is_rejected(life)
+            known.session.leave()
+        known.end()
+        self.expire()
+        self.is_rejected(known)
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def time_passes(self, seconds):
@@ -329,12 +328,12 @@ class Exchanges(RuleBasedStateMachine):
         with self.core.reading() as version:
             sent = jnp.copy(version.params)
         self.versions.append(self.versions[-1] + (5, 0))
-        self.core.shift(sent + jnp.array([5.0, 0.0]), sent)
+        self.core.rebase(sent + jnp.array([5.0, 0.0]), sent)
 
     @precondition(lambda self: self.journals)
     @rule(kills=st.booleans())
     def restart(self, kills):
-        there = self.look()
+        there = self.expire()
         directory = self.folder / str(len(list(self.folder.iterdir())))
         if kills:  # nothing may be written during the copy
             with self.core.reading(kept=True):
@@ -349,33 +348,33 @@ class Exchanges(RuleBasedStateMachine):
         self.promised = version
         del self.versions[version + 1 :]
         self.applied = {n: v for n, v in self.applied.items() if v <= version}
-        for life in self.lives.values():
+        for known in self.sessions.values():
             # A leave just before the kill may or may not be on disk.
-            life.there = life.name in self.core.members()[1]
-            assert life.there or life.name not in there or not self.lease
-            life.until = self.clock.now + self.lease
-            life.session, life.is_kept, life.answer = None, False, None
-        for life in self.replaced:
-            life.session = None
+            known.is_registered = known.name in self.core.members()[1]
+            assert known.is_registered or known.name not in there or not self.lease
+            known.until = self.clock.now + self.lease
+            known.session, known.is_kept, known.answer = None, False, None
+        for known in self.replaced:
+            known.session = None
 
     def end(self):
         """Close the core; kept responses remain available, and waiting calls raise."""
-        self.look()
+        self.expire()
         waits = self.core.members()[2]
         self.core.close()
-        for life in self.lives.values():
-            if life.name in waits:
+        for known in self.sessions.values():
+            if known.name in waits:
                 with pytest.raises(errors.CenterClosedError, match="has been closed"):
-                    life.session.collect(len(life.sent))
-            elif life.there and life.session and life.is_kept:
-                assert life.session.collect(len(life.sent)) is not None
+                    known.session.collect(len(known.sent))
+            elif known.is_registered and known.session and known.is_kept:
+                assert known.session.collect(len(known.sent)) is not None
         with pytest.raises(errors.CenterClosedError):
             self.core.join("somebody")
 
     @invariant()
     def members_match_the_model(self):
         if hasattr(self, "core"):
-            self.look()
+            self.expire()
 
     def teardown(self):
         if hasattr(self, "core"):
@@ -392,7 +391,7 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
     monkeypatch.setattr(
-        _directory, "_LEAST_RESERVED", 1 << 14
+        _directory, "_MIN_RESERVED", 1 << 14
     )  # bytes, so that copies are quick
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs no sync
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
@@ -422,7 +421,7 @@ def exchange(session, sequence=1, anchor_version=0):
 @contextlib.contextmanager
 def collecting(session, monkeypatch, sequence=1):
     """Wait for a response in another thread; yield its future."""
-    condition = session._core._messages[session.worker].over
+    condition = session._core._messages[session.worker].done
     waiting = threading.Event()
     wait = condition.wait
 
@@ -497,7 +496,7 @@ def test_waiting_worker_gets_an_error_when_the_center_closes(monkeypatch):
 def test_hanging_worker_does_not_block_others(mode):
     """It stays connected but sends no heartbeats."""
     core = core_of(mode)
-    core.join("hangs", silence=0.4)
+    core.join("hangs", heartbeat_timeout=0.4)
     works = core.join("works")
     for sequence in range(1, 6):
         assert exchange(works, sequence, sequence - 1).version == sequence
@@ -510,12 +509,14 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     cut = []
 
     def join(name, *args, **kwargs):
-        number = len(cut) + len(core._cuts)
-        return core.join(name, *args, cut=lambda: cut.append(number), **kwargs)
+        number = len(cut) + len(core._connection_closers)
+        return core.join(
+            name, *args, close_connection=lambda: cut.append(number), **kwargs
+        )
 
     first = join("anna")
     assert not cut
-    again = join("anna", first.session_id, back=True)
+    again = join("anna", first.session_id, resume=True)
     assert cut == [0]
     first.disconnect()  # its connection is no longer the current one
     assert set(core.members()[1]) == {"anna"}
@@ -523,7 +524,7 @@ def test_connection_is_cut_when_its_session_ends_or_reconnects():
     assert cut == [0, 1]
     again.leave()
     assert cut == [0, 1]
-    core.join("bert", silence=0.0)
+    core.join("bert", heartbeat_timeout=0.0)
     core.leave("anna", core.members()[1]["anna"].session_id)
     assert cut == [0, 1, 2]
     core.close()
@@ -614,8 +615,8 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
     answered = threading.Event()
 
     def others():
-        lives = [(each.worker, each.session_id) for each in (anna, bert)]
-        assert core.heartbeat(lives) == ["anna", "bert"]
+        sessions = [(each.worker, each.session_id) for each in (anna, bert)]
+        assert core.heartbeat(sessions) == ["anna", "bert"]
         core.join("carl").leave()
         assert set(core.members()[1]) == {"anna", "bert"}
         assert core.snapshot().version == 0
@@ -648,7 +649,7 @@ def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
     sends.join(LIMIT)
     assert core.snapshot().version == 0
     assert exchange(bert).version == 1
-    back = core.join("anna", anna.session_id, back=True)
+    back = core.join("anna", anna.session_id, resume=True)
     assert exchange(back, 1).version == 2
 
 
@@ -656,14 +657,14 @@ def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
 def held_check(core, *submits):
     """Submit messages whose check is blocked within the context."""
     looks, may = threading.Event(), threading.Event()
-    look = core.store.look
+    look = core.store.check_finite
 
     def held(prepared):
         looks.set()
         assert may.wait(LIMIT)
         return look(prepared)
 
-    core.store.look = held
+    core.store.check_finite = held
     threads = [threading.Thread(target=submit) for submit in submits]
     for thread in threads:
         thread.start()
@@ -671,7 +672,7 @@ def held_check(core, *submits):
         assert looks.wait(LIMIT)
         yield
     finally:
-        core.store.look = look
+        core.store.check_finite = look
         may.set()
         for thread in threads:
             thread.join(LIMIT)
@@ -701,7 +702,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
     core = core_of(Synchronous(quorum=2, grace=0.01))
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     settled = 0
-    settle = core._settle
+    settle = core._apply_due
 
     def counted(**how):
         nonlocal settled
@@ -713,7 +714,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
         submit(bert)
         anna.collect(1, LIMIT)
 
-    core._settle = counted
+    core._apply_due = counted
     with held_check(core, end_a_round):
         settled = 0
         assert bert.collect(1, 0.2) is None
@@ -723,7 +724,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
 
 def test_round_ends_in_time_after_a_check(monkeypatch):
     """A call waiting for the round did not have to wake up before."""
-    monkeypatch.setattr(_core, "_LOOKS", math.inf)
+    monkeypatch.setattr(_core, "_FAILURE_CHECK_INTERVAL", math.inf)
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     submit(anna)
@@ -737,7 +738,9 @@ def test_round_ends_in_time_after_a_check(monkeypatch):
 @pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
 def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypatch):
     """For example, no thread can be started, or Ctrl-C comes before."""
-    monkeypatch.setattr(_core, "_LOOKS", 0.05)  # s, until the next attempt
+    monkeypatch.setattr(
+        _core, "_FAILURE_CHECK_INTERVAL", 0.05
+    )  # s, until the next attempt
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert = core.join("anna"), core.join("bert")
 
@@ -750,7 +753,7 @@ def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypat
             patch.setattr(_core, "in_background", broken)
             act = functools.partial(anna.collect, 1, LIMIT)
         else:
-            patch.setattr(core, "_look_at", broken)
+            patch.setattr(core, "_run_check", broken)
             act = functools.partial(submit, bert)
         with pytest.raises(fails, match="not now"):
             act()
@@ -783,7 +786,7 @@ def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypat
     monkeypatch.undo()
     if again:
         anna.leave()
-        anna = core.join("anna", anna.session_id, back=True)
+        anna = core.join("anna", anna.session_id, resume=True)
     else:
         anna = core.join("anna", replace=True)
     with pytest.raises(errors.WorkerStateError, match="asks for the answer"):
@@ -885,10 +888,10 @@ def test_copy_replaces_the_version_of_a_response():
 def test_kept_state_does_not_grow_with_departed_workers():
     core = core_of()
     for number in range(3000):
-        session = core.join(f"worker-{number}", cut=lambda: None)
+        session = core.join(f"worker-{number}", close_connection=lambda: None)
         if number % 100 == 0:
             submit(session)
         session.leave()
-    kept = core._messages, core._answers, core._failures, core._cuts
+    kept = core._messages, core._answers, core._failures, core._connection_closers
     assert not any(kept)
-    assert len(core.ledger.memory()["members"]) < 1100
+    assert len(core.ledger.state_to_save()["members"]) < 1100

@@ -27,7 +27,7 @@ from helpers.waiting import wait_until
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
-from agn_optax.center.durability import _found, _writer
+from agn_optax.center.durability import _files, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,8 @@ class CenterProcess:
     @property
     def answered(self):
         """The last confirmed version and the id of the center."""
-        version, life = ANSWERED.unpack(self._answered.read_bytes())
-        return version, life.decode()
+        version, center_id = ANSWERED.unpack(self._answered.read_bytes())
+        return version, center_id.decode()
 
     def goes_on(self, by=5):
         """Wait until this many more exchanges were confirmed."""
@@ -85,7 +85,7 @@ def child(tmp_path):
             (process,) = stack.enter_context(talking.processes(PROGRAM, 1))
             directory = directory or tmp_path / f"kept-{number}"
             return CenterProcess(
-                process, directory, tmp_path / f"told-{number}", **settings
+                process, directory, tmp_path / f"answered-{number}", **settings
             )
 
         yield start
@@ -114,13 +114,13 @@ def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, chi
         one.goes_on(dice.integers(1, 20))
         time.sleep(dice.random() * 0.02)
         one.kill()
-        version, life = one.answered
+        version, center_id = one.answered
         kinds = [each.name.partition("-")[0] for each in one.directory.iterdir()]
         seen["unfinished"] += any(one.directory.glob("*.tmp"))
         seen["two of a kind"] += len(set(kinds)) < len(kinds)
         with found(one.directory) as center:
             assert (center.center_id, center.version - version in (0, 1)) == (
-                life,
+                center_id,
                 True,
             )
     assert seen.total() or KILLS < 20, "none was in the middle of one"
@@ -134,7 +134,7 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
     one = child(elements=2000, size=100_000)
     for number in range(COPIES):
         time.sleep(dice.random() * 0.01)
-        version, life = one.answered
+        version, center_id = one.answered
         copy, backed = tmp_path / f"copy-{number}", tmp_path / f"backup-{number}"
         try:
             shutil.copytree(one.directory, copy)
@@ -143,18 +143,18 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
         else:
             try:
                 with found(copy) as center:
-                    assert center.center_id != life or center.version >= version
-                    seen["same life" if center.center_id == life else "another"] += 1
+                    assert center.center_id != center_id or center.version >= version
+                    seen["same id" if center.center_id == center_id else "another"] += 1
             except errors.DurabilityError as error:
                 seen["rejected" if str(copy) in str(error) else "not by name"] += 1
         now = backup(one.directory, backed)
         assert now >= version
         with found(backed) as center:
             assert center.version == now
-            assert center.center_id != life
+            assert center.center_id != center_id
         for each in (copy, backed):
             shutil.rmtree(each, ignore_errors=True)
-    assert seen["same life"]
+    assert seen["same id"]
     assert not seen["not by name"]
     print(seen)  # noqa: T201
 
@@ -181,8 +181,8 @@ def test_backup_errors_are_named(tmp_path):
     with pytest.raises(errors.InvalidArgumentError, match="a is not empty"):
         backup(tmp_path / "a", tmp_path / "a")
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    said = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
-    assert said == f"version 1 is in {tmp_path / 'by command'}\n"
+    output = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
+    assert output == f"version 1 is in {tmp_path / 'by command'}\n"
     center.close()
     (journal,) = copy.glob("journal-*")
     with journal.open("r+b") as file:
@@ -306,11 +306,11 @@ def test_removed_or_replaced_directory_is_detected(goes, tmp_path):
     for _ in range(3):
         send(center)
     now = goes(tmp_path / "a")
-    said = "was removed, moved or replaced while it was in use"
-    with pytest.raises(errors.CenterClosedError, match=said):
+    error = "was removed, moved or replaced while it was in use"
+    with pytest.raises(errors.CenterClosedError, match=error):
         send(center)
     center.close()
-    assert said in center.core.failure
+    assert error in center.core.failure
     if now is not None:  # it contains all exchanges confirmed before
         with found(now) as again:
             assert again.version == 4
@@ -338,16 +338,16 @@ def test_journal_continues_in_a_read_only_directory(child):
         one = child(directory, size=1, uid=NOBODY if root else None)
         directory.chmod(0o555)
         try:
-            wait_until(lambda: "Permission denied" in one.ask("said")["degraded"])
+            wait_until(lambda: "Permission denied" in one.ask("status")["degraded"])
             one.goes_on(100)
-            assert not one.ask("said")["failure"]
+            assert not one.ask("status")["failure"]
             one.kill()
-            version, life = one.answered
+            version, center_id = one.answered
         finally:
             directory.chmod(0o755)
         with found(directory) as center:
             assert (center.center_id, center.version - version in (0, 1)) == (
-                life,
+                center_id,
                 True,
             )
 
@@ -415,7 +415,7 @@ def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     send(center)
     wait_until(lambda: syncs.count)  # without further exchanges
-    wait_until(lambda: center.core._keeper._writer._due == math.inf)
+    wait_until(lambda: center.core._keeper._writer._sync_due == math.inf)
     center.close()
 
 
@@ -429,7 +429,7 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
     center.close()
     with monkeypatch.context() as patch:
-        patch.setattr(_found, "this_boot", lambda: "another")
+        patch.setattr(_files, "boot_id", lambda: "another")
         with found(tmp_path / "a") as again:  # the center had been closed
             assert (again.version, again.center_id) == (3, center.center_id)
         (journal,) = copy.glob("journal-*")

@@ -120,7 +120,7 @@ def test_replayed_center_is_equal_bit_for_bit(name, dtype, tmp_path, killed):
     again = kept(Journal(killed(tmp_path / "a")), rule)
     assert again.center_id == center.center_id
     assert_identical(again.save(), center.save())
-    assert again.core.ledger.memory() == center.core.ledger.memory()
+    assert again.core.ledger.state_to_save() == center.core.ledger.state_to_save()
     for each in (again, center):
         send(each, 0.3, "w1", 6)
     assert_identical(again.save(), center.save())
@@ -145,7 +145,7 @@ def test_rounds_are_replayed(late, tmp_path, killed):
     with center.core.reading(kept=True):
         again = kept(Journal(killed(tmp_path / "a")), **settings)
     assert_identical(again.save(), center.save())
-    assert again.core.ledger.memory() == center.core.ledger.memory()
+    assert again.core.ledger.state_to_save() == center.core.ledger.state_to_save()
     assert set(again.core.members()[1]) == {"a", "c"}
     again.close()
     center.close()
@@ -157,7 +157,7 @@ def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
-    session = again.core.join("w", "life", back=True)
+    session = again.core.join("w", "life", resume=True)
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     kept_answer = session.answer(1, timeout=LIMIT)
     assert kept_answer.answer.applied
@@ -200,7 +200,7 @@ def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
         assert set(again.core.members()[1]) == {"w"}
         assert not again.core.members()[1]["w"].connected
         with pytest.raises(errors.WorkerStateError, match="replaced"):
-            again.core.join("w", "old", back=True)
+            again.core.join("w", "old", resume=True)
         assert again.core.wait_for_barrier(0.0)
         again.close()
 
@@ -211,7 +211,7 @@ def test_departed_worker_keeps_its_new_connection_after_restart(tmp_path):
     with contextlib.closing(kept(Journal(tmp_path), params=jnp.zeros(2))) as center:
         center.join("w").leave()
     with contextlib.closing(kept(Journal(tmp_path))) as center:
-        center.core.join("w", cut=lambda: cuts.append("w"))
+        center.core.join("w", close_connection=lambda: cuts.append("w"))
         center.core.members()
         assert not cuts
         center.core.join("w", replace=True)
@@ -310,7 +310,7 @@ def worn(tmp_path_factory):
         copied(durability.directory, copy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_directory, "_LEAST_RESERVED", 1 << 14)
+        patch.setattr(_directory, "_MIN_RESERVED", 1 << 14)
         for i, kind in enumerate(
             (
                 Journal(folder / "a"),
@@ -385,8 +385,8 @@ def test_missing_or_truncated_journal_is_rejected(what, tmp_path, killed, caplog
         (copy / FIRST).unlink()
     else:
         os.truncate(copy / FIRST, end)
-    said = f"{FIRST} {'is missing' if what == 'gone' else 'was truncated'}: it may"
-    with pytest.raises(errors.DurabilityError, match=said):
+    error = f"{FIRST} {'is missing' if what == 'gone' else 'was truncated'}: it may"
+    with pytest.raises(errors.DurabilityError, match=error):
         kept(Journal(copy))
     (copy / "lock").unlink()  # as that error advises
     again = kept(Journal(copy))
@@ -548,7 +548,7 @@ def test_snapshots_are_written_by_time(tmp_path, killed):
 def test_failed_snapshot_is_tried_again_without_further_exchanges(
     every, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_keeper, "_REPEATS", 0.1)
+    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", 0.1)
     save, fails = _directory.Directory.save, [True]
 
     def saved(self, *args):
@@ -646,7 +646,7 @@ def test_counted_journal_size_is_the_size_on_disk(tmp_path):
         """Return whether no thread of the keeper is about to write."""
         is_kept = keeper.is_kept(keeper.recorded)
         is_due = keeper._time_left() is not None
-        return is_kept and not is_due and not keeper._writer.is_turning
+        return is_kept and not is_due and not keeper._writer.is_switching
 
     def join(i):
         center.core.join(f"w{i % 3}", f"life {i}", replace=True)
@@ -681,7 +681,7 @@ def test_journal_reserves_in_proportion_to_its_records(tmp_path):
 
 
 def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     for _ in range(4):  # joining makes one more
         send(center)
@@ -694,8 +694,8 @@ def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
     disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
     assert disk.journal_size(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
     size = disk.journal_size(snapshot=large, message=large)
-    assert size == _keeper._SNAPSHOTS * large
-    assert disk.journal_size(snapshot=1.0, message=1.0) == _keeper._RECORDS
+    assert size == _keeper._MIN_SNAPSHOTS * large
+    assert disk.journal_size(snapshot=1.0, message=1.0) == _keeper._MAX_RECORDS
 
 
 @contextlib.contextmanager
@@ -718,14 +718,16 @@ def test_journal_continues_without_file_descriptors(tmp_path, killed, caplog):
     send(center)  # now JAX has read all that it reads from files
     before = {"lock", *(f"{kind}-{3:012}" for kind in ("journal", "snapshot"))}
     wait_for(center, lambda: names(tmp_path / "a") == before)
-    said = "the journal continues in its old file", "no snapshot could be written"
+    messages = "the journal continues in its old file", "no snapshot could be written"
     with no_more_files():
         for times in (1, 2):
             send(center)
             send(center)
             wait_for(
                 center,
-                lambda n=times: [caplog.text.count(each) for each in said] == [n, n],
+                lambda n=times: (
+                    [caplog.text.count(each) for each in messages] == [n, n]
+                ),
             )
     assert names(tmp_path / "a") == before
     copy = killed(tmp_path / "a")
@@ -923,7 +925,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     workers[1].start()
     wait_for(center, lambda: center.version == 2)
     closed = in_background(center.close, "a test")
-    waiting = center.core._keeper._writer._waiting
+    waiting = center.core._keeper._writer._queue
     wait_until(lambda: waiting.qsize() >= 2)  # the second message and the end marker
     disk.ready.set()
     closed.result(LIMIT)
@@ -934,7 +936,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
 
 
 def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
     tried = threading.Semaphore(0)
 
     def full(*args):

@@ -28,7 +28,7 @@ from helpers.support import (
 import agn_optax
 from agn_optax import checkpoint, errors, rules
 from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
-from agn_optax.center._store import _about, _programs
+from agn_optax.center._store import _extra, _programs
 from agn_optax.service.wire import _submission
 from agn_optax.worker import Uplink
 
@@ -46,13 +46,13 @@ class Extras(NamedTuple):
     workers: Any
 
 
-def move(updates, state, params=None, *, outside=False, **told):
+def move(updates, state, params=None, *, outside=False, **extra):
     """Move along the message by its weight per step, less for stale messages."""
     del params, outside
-    told = Extras(*(told[name] for name in NAMES))
-    rate = 0.1 * told.weight / told.steps / (1 + told.staleness)
-    rate = rate * (1 + 0.01 * (told.since % 7) + 0.1 * told.workers)
-    return jax.tree.map(lambda u: -(u * rate).astype(u.dtype), updates), told
+    extra = Extras(*(extra[name] for name in NAMES))
+    rate = 0.1 * extra.weight / extra.steps / (1 + extra.staleness)
+    rate = rate * (1 + 0.01 * (extra.since % 7) + 0.1 * extra.workers)
+    return jax.tree.map(lambda u: -(u * rate).astype(u.dtype), updates), extra
 
 
 def no_extras(params):
@@ -81,8 +81,8 @@ def test_center_optimizer_gets_the_extras_of_each_message():
     )
     loops = {worker: worker.start() for worker in (anna, bert)}
 
-    def local(worker, **said):
-        loops[worker] = worker.exchange(*loops[worker], **said)
+    def local(worker, **arguments):
+        loops[worker] = worker.exchange(*loops[worker], **arguments)
 
     local(anna, weight=3)
     local(anna, steps=3, weight=np.float32(0.5))  # the sum over the round
@@ -134,8 +134,8 @@ def test_law_9_restored_worker_keeps_the_weight_of_its_round(tmp_path):
             feed = at(targets, i)
             updates, state = worker.tx.update(feed, loop[1], loop[0])
             params = optax.apply_updates(loop[0], updates)
-            said = {} if i % 3 == 1 else {"weight": 1.5 + i}
-            loop = worker.exchange(params, state, **said)
+            arguments = {} if i % 3 == 1 else {"weight": 1.5 + i}
+            loop = worker.exchange(params, state, **arguments)
         return loop
 
     def begin():
@@ -167,10 +167,10 @@ def test_law_9_restored_worker_keeps_the_weight_of_its_round(tmp_path):
 def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
     kept = Journal(tmp_path / "a")
     center = agn_optax.LocalCenter(RULE, jnp.ones(3), mode=mode, durability=kept)
-    lives = [center.join(f"w{i}") for i in range(3)]
+    joined = [center.join(f"w{i}") for i in range(3)]
     for sequence in (1, 2):
-        for i, life in enumerate(lives):
-            life.submit(
+        for i, session in enumerate(joined):
+            session.submit(
                 Submission(
                     sequence,
                     jnp.full(3, 0.1 * i + sequence),
@@ -179,8 +179,8 @@ def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
                     weight=None if i == 1 else 0.3 + i,
                 )
             )
-    for life in lives:
-        life.collect(2, LIMIT)
+    for session in joined:
+        session.collect(2, LIMIT)
     shutil.copytree(
         tmp_path / "a", tmp_path / "b"
     )  # as the end of the process leaves it
@@ -199,11 +199,11 @@ STEPS = (2, 4, 9)
 
 def a_round(rule, weights, steps=STEPS):
     center = agn_optax.LocalCenter(rule, jnp.zeros(2), mode=Synchronous())
-    lives = [center.join(f"w{i}") for i in range(3)]
-    for life, sent, weight, made in zip(lives, SENT, weights, steps, strict=True):
-        life.submit(Submission(1, sent, anchor_version=0, steps=made, weight=weight))
-    for life in lives:
-        assert life.collect(1, LIMIT).applied
+    joined = [center.join(f"w{i}") for i in range(3)]
+    for session, sent, weight, made in zip(joined, SENT, weights, steps, strict=True):
+        session.submit(Submission(1, sent, anchor_version=0, steps=made, weight=weight))
+    for session in joined:
+        assert session.collect(1, LIMIT).applied
     return center
 
 
@@ -322,16 +322,16 @@ def test_center_optimizer_on_a_mesh_gets_mean_steps_and_weight():
         params = jnp.zeros(2)
         state = tx.init(params)
         for i in range(6):
-            said = {"weight": weight} if i == 3 else {}
-            updates, state = tx.update(sent, state, params, **said)
+            arguments = {"weight": weight} if i == 3 else {}
+            updates, state = tx.update(sent, state, params, **arguments)
             params = optax.apply_updates(params, updates)
             if i == 3:
                 second = state.center_state
         return second, state.center_state
 
     second, third = jax.jit(run)(SENT, jnp.array([1.0, 2.5, 4.0]))
-    for told, expected in ((second, (0, 2, 2.5, 1, 3)), (third, (0, 2, 1.0, 2, 3))):
-        for found, one in zip(told, expected, strict=True):
+    for received, expected in ((second, (0, 2, 2.5, 1, 3)), (third, (0, 2, 1.0, 2, 3))):
+        for found, one in zip(received, expected, strict=True):
             np.testing.assert_array_equal(found, np.full(3, one, found.dtype))
     with pytest.raises(errors.InvalidArgumentError, match=r"weight.*\(0"):
         jax.vmap(
@@ -361,9 +361,9 @@ def test_unused_extras_are_no_program_arguments():
         center = agn_optax.LocalCenter(rule, jnp.ones(3))
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         state = center.save().center_state
-        about = _about(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
+        extra_args = _extra(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
         lowered = _programs(rule).move.in_place.lower(
-            jnp.ones(3), about, jnp.ones(3), state, None
+            jnp.ones(3), extra_args, jnp.ones(3), state, None
         )
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")
@@ -406,7 +406,7 @@ def test_weight_that_is_not_a_number_is_rejected(weight):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("fields", "message"),
     [
         ({"weight": float("nan")}, "weight must be"),
         ({"weight": -2.0}, "weight must be"),
@@ -415,13 +415,13 @@ def test_weight_that_is_not_a_number_is_rejected(weight):
         ({"steps": 1 << 40}, "steps must be"),
     ],
 )
-def test_service_rejects_invalid_extras(said, message, monkeypatch):
+def test_service_rejects_invalid_extras(fields, message, monkeypatch):
     """The worker's own checks are disabled."""
     with center_kinds.made("server", RULE, jnp.ones(3)) as center:
         session, message_of = center.join("w"), _submission.message_of
 
         def lies(submission, **more):
-            return message_of(submission._replace(**said), **more)
+            return message_of(submission._replace(**fields), **more)
 
         with monkeypatch.context() as patch:
             patch.setattr(_submission, "message_of", lies)
@@ -443,11 +443,11 @@ def test_center_limits_steps_and_weight(kind):
             Submission(1, one, anchor_version=0, steps=10, weight=100.0)
         )
         assert answer.applied
-        for sequence, said in ((2, {"steps": 11}), (3, {"weight": 100.5})):
+        for sequence, claim in ((2, {"steps": 11}), (3, {"weight": 100.5})):
             answer = session.exchange(
-                Submission(sequence, one, anchor_version=1, **said)
+                Submission(sequence, one, anchor_version=1, **claim)
             )
-            (name,) = said
+            (name,) = claim
             assert f"claims {name} of 1" in answer.rejected
         assert answer.version == 1
     for name, value in (("steps", 0), ("weight", 0.0), ("weight", float("inf"))):
@@ -502,8 +502,8 @@ def test_site_sends_the_weights_and_steps_of_its_workers(weights):
             Submission(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
         )
     assert parent.core.wait_for(lambda: parent.version == 1, LIMIT)
-    said = [weight for weight in weights if weight is not None]
-    assert received_extras(parent) == (0, 2, sum(said) or 1.0, 0, 1)
+    claimed = [weight for weight in weights if weight is not None]
+    assert received_extras(parent) == (0, 2, sum(claimed) or 1.0, 0, 1)
     uplink.stop()
     assert uplink.error is None
 

@@ -122,11 +122,11 @@ def test_worker_stays_at_its_center_if_a_restore_cannot_copy():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
     saved = worker.save(*worker.start())
-    life = worker.resume_token
+    token = worker.resume_token
     jax.tree.leaves(saved.state.inner_state)[-1].delete()
     with pytest.raises(RuntimeError, match="deleted"):
         worker.restore(saved)
-    assert worker.resume_token == life
+    assert worker.resume_token == token
     assert worker.version == 0
 
 

@@ -87,8 +87,8 @@ class Loop:
             self.local_step()
             self.exchange()
 
-    def exchange(self, **told):
-        loop = self.worker.exchange(self.params, self.state, **told)
+    def exchange(self, **arguments):
+        loop = self.worker.exchange(self.params, self.state, **arguments)
         self.params, self.state = loop
 
     def flush(self):
@@ -317,7 +317,7 @@ class Flaky(Watched):
     def submitted(self, submission):
         sequence = submission.sequence
         attempts = [sequence for sequence, *_ in self.sent].count(sequence)
-        self.told = {**getattr(self, "told", {}), sequence: submission.weight}
+        self.weights = {**getattr(self, "weights", {}), sequence: submission.weight}
         if attempts <= len(self.failures):
             raise self.failures[attempts - 1]("not now")
 
@@ -357,15 +357,15 @@ def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
         for number in range(1, 11):
             loop.local_step()
             end = member.flush if number == 10 else member.exchange
-            told = {} if number == 10 else {"weight": float(number)}
+            arguments = {} if number == 10 else {"weight": float(number)}
             while True:
                 try:
-                    loop.params, loop.state = end(loop.params, loop.state, **told)
+                    loop.params, loop.state = end(loop.params, loop.state, **arguments)
                     break
                 except failures:
                     raised += 1
         sent = [
-            sorted({(seq, steps, each.told[seq]) for seq, _, steps in each.sent})
+            sorted({(seq, steps, each.weights[seq]) for seq, _, steps in each.sent})
             for each in shards or [center]
         ]
         return sent, raised, center.pull().params
@@ -409,10 +409,10 @@ def test_message_whose_answer_failed_is_sent_again_with_its_number(error, overla
     loop.flush()
     snapshot, attempts = center.core.snapshot, itertools.count()
 
-    def answered(*args, **said):
+    def answered(*args, **kwargs):
         if next(attempts) == 0:
             raise error("out of memory")
-        return snapshot(*args, **said)
+        return snapshot(*args, **kwargs)
 
     center.core.snapshot = answered
 

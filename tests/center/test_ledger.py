@@ -41,37 +41,35 @@ MODES = [
     Synchronous(quorum=2, grace=0.7, late="weighted"),
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
-LIVES = st.integers(0, 2).map(str)
-REMEMBERED = 2  # departed workers that are remembered
-IN_A_ROW = 2  # rejections; the last one raises
+SESSION_IDS = st.integers(0, 2).map(str)
+REMEMBERED = 2  # ended sessions that are remembered
+IN_A_ROW = 2  # consecutive rejections; the last one raises
 
 
 @dataclasses.dataclass
 class KnownSession:
     """The model's state of one session of a worker."""
 
-    life: str
-    round_began: int
-    clock: int
-    silence: float | None
+    session_id: str
+    round_version: int
+    rounds: int
+    timeout: float | None
     connection: int = 1
     connected: bool = True
     until: float = math.inf
-    gone: bool = False
+    has_ended: bool = False
     settled: int = 0
     owed: bool = False  # its response is not acknowledged
     exchanges: int = 0
     dropped: int = 0
     rejected: int = 0
-    in_a_row: int = 0
-    message: tuple | None = (
-        None  # sequence, anchor, time, versions since the round began
-    )
+    consecutive_rejections: int = 0
+    message: tuple | None = None  # sequence, anchor, time
 
     @property
     def state(self):
-        if self.gone:
-            return State.GONE
+        if self.has_ended:
+            return State.ENDED
         if self.message:
             return State.WAITING
         return State.ANSWERED if self.owed else State.IDLE
@@ -91,8 +89,8 @@ class Commands(RuleBasedStateMachine):
         self.looked = -math.inf
         self.version = 0
         self.last = {}  # session of every name
-        self.went = []  # names of departed workers, the last one last
-        self.departed = set()
+        self.ended = []  # names of ended sessions, the last one last
+        self.newly_ended = set()
 
     @initialize(
         lease=st.sampled_from([0.0, 0.1, 1.0]),
@@ -120,47 +118,46 @@ class Commands(RuleBasedStateMachine):
 
     @property
     def there(self):
-        return {name: k for name, k in self.last.items() if not k.gone}
+        return {name: k for name, k in self.last.items() if not k.has_ended}
 
     @property
     def waiting(self):
         return {name: k for name, k in self.there.items() if k.message}
 
-    def is_there(self, name, life):
-        return name in self.there and self.last[name].life == life
+    def is_there(self, name, session_id):
+        return name in self.there and self.last[name].session_id == session_id
 
-    def give_up(self, name):
+    def end_session(self, name):
         known = self.last[name]
-        known.gone, known.connected, known.until = True, False, math.inf
+        known.has_ended, known.connected, known.until = True, False, math.inf
         known.message, known.owed = None, False
-        self.departed.add(name)
-        self.went.append(name)
-        if len(self.went) > REMEMBERED:
-            del self.last[self.went.pop(0)]
+        self.newly_ended.add(name)
+        self.ended.append(name)
+        if len(self.ended) > REMEMBERED:
+            del self.last[self.ended.pop(0)]
 
-    def look(self):
+    def expire(self):
         """Check which workers are still present."""
         pause, self.looked = self.now - self.looked, self.now
         for name, known in self.there.items():
-            silent = known.connected and known.silence is not None
-            if silent and pause > known.silence / 2:  # the ledger itself paused
-                known.until = max(known.until, self.now + known.silence)
+            silent = known.connected and known.timeout is not None
+            if silent and pause > known.timeout / 2:  # the ledger itself paused
+                known.until = max(known.until, self.now + known.timeout)
             if known.until <= self.now:
-                self.give_up(name)
+                self.end_session(name)
 
     def received(self, known):
         if known.connected:
-            given = known.silence is not None
-            known.until = self.now + known.silence if given else math.inf
+            given = known.timeout is not None
+            known.until = self.now + known.timeout if given else math.inf
 
     def slowest(self, default, but=None):
-        clocks = [k.clock for name, k in self.there.items() if name != but]
-        return min(clocks, default=default)
+        rounds = [k.rounds for name, k in self.there.items() if name != but]
+        return min(rounds, default=default)
 
-    def missed(self, name):
+    def round_staleness(self, name):
         """Return the versions since the round began, or since the anchor if newer."""
-        known = self.last[name]
-        return self.version - known.round_began - known.message[3]
+        return self.version - self.last[name].round_version
 
     def may_apply(self, names):
         """Return whether the mode allows these messages to be applied together now."""
@@ -169,14 +166,14 @@ class Commands(RuleBasedStateMachine):
             return len(names) == 1
         if isinstance(mode, BoundedStaleness):
             (name,) = names
-            near = mode.versions is None or self.missed(name) <= mode.versions
-            ahead = self.last[name].clock - self.slowest(0)
+            near = mode.versions is None or self.round_staleness(name) <= mode.versions
+            ahead = self.last[name].rounds - self.slowest(0)
             return near and (mode.rounds is None or ahead <= mode.rounds)
-        if mode.late == "drop" and any(map(self.missed, names)):
+        if mode.late == "drop" and any(map(self.round_staleness, names)):
             return False
         if set(names) != set(self.waiting):
             return False
-        on_time = [name for name in names if not self.missed(name)]
+        on_time = [name for name in names if not self.round_staleness(name)]
         first = min(self.last[name].message[2] for name in on_time or names)
         enough = mode.quorum is not None and len(names) >= mode.quorum
         return set(names) == set(self.there) or (
@@ -186,11 +183,11 @@ class Commands(RuleBasedStateMachine):
     def may_drop(self, name):
         if isinstance(self.mode, BoundedStaleness):
             bound = self.mode.versions
-            return bound is not None and self.missed(name) > bound
+            return bound is not None and self.round_staleness(name) > bound
         return (
             isinstance(self.mode, Synchronous)
             and self.mode.late == "drop"
-            and self.missed(name) > 0
+            and self.round_staleness(name) > 0
         )
 
     def may_wait(self):
@@ -206,66 +203,66 @@ class Commands(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        life=LIVES,
+        session_id=SESSION_IDS,
         replace=st.booleans(),
-        back=st.booleans(),
-        silence=st.sampled_from([None, None, 0.5, 2.0]),
+        resume=st.booleans(),
+        timeout=st.sampled_from([None, None, 0.5, 2.0]),
     )
-    def join(self, name, life, replace, back, silence):
-        self.look()
+    def join(self, name, session_id, replace, resume, timeout):
+        self.expire()
         old = self.last.get(name)
-        same = old is not None and old.life == life
-        needs_room = old is None or old.gone
+        same = old is not None and old.session_id == session_id
+        needs_room = old is None or old.has_ended
         full = self.room is not None and len(self.there) >= self.room
         error = None
-        if back and not same:
+        if resume and not same:
             error = errors.WorkerStateError
         elif not (same or needs_room or replace) and old.connected:
             error = errors.NameTakenError
         elif needs_room and full:
             error = errors.CenterFullError
-        arguments = {"replace": replace, "back": back, "silence": silence}
+        arguments = {"replace": replace, "resume": resume, "heartbeat_timeout": timeout}
         if error:
             with pytest.raises(error, match=name):
-                self.ledger.join(name, life, self.now, **arguments)
+                self.ledger.join(name, session_id, self.now, **arguments)
             return
-        connection = self.ledger.join(name, life, self.now, **arguments)
-        self.departed.discard(name)
-        if name in self.went:
-            self.went.remove(name)
+        connection = self.ledger.join(name, session_id, self.now, **arguments)
+        self.newly_ended.discard(name)
+        if name in self.ended:
+            self.ended.remove(name)
             self.last[name] = self.last.pop(name)  # now the most recent one
         if same:
-            if old.gone:
-                old.clock = self.slowest(old.clock)
-            old.connected, old.gone, old.silence = True, False, silence
+            if old.has_ended:
+                old.rounds = self.slowest(old.rounds)
+            old.connected, old.has_ended, old.timeout = True, False, timeout
             old.connection += 1
         else:
-            clock = self.slowest(0, but=name)
-            self.last[name] = KnownSession(life, self.version, clock, silence)
+            rounds = self.slowest(0, but=name)
+            self.last[name] = KnownSession(session_id, self.version, rounds, timeout)
         self.received(self.last[name])
         assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
 
-    @rule(name=NAMES, life=LIVES)
-    def leave(self, name, life):
-        is_there = self.is_there(name, life)
-        assert self.ledger.leave(name, life) == is_there
+    @rule(name=NAMES, session_id=SESSION_IDS)
+    def leave(self, name, session_id):
+        is_there = self.is_there(name, session_id)
+        assert self.ledger.leave(name, session_id) == is_there
         if is_there:
-            self.give_up(name)
+            self.end_session(name)
 
-    @rule(name=NAMES, life=LIVES, earlier=st.sampled_from([0, 0, 1]))
-    def disconnect(self, name, life, earlier):
+    @rule(name=NAMES, session_id=SESSION_IDS, earlier=st.sampled_from([0, 0, 1]))
+    def disconnect(self, name, session_id, earlier):
         known = self.last.get(name)
         connection = (known.connection if known else 1) - earlier
-        self.ledger.disconnect(name, life, connection, self.now)
-        if self.is_there(name, life) and not earlier:
+        self.ledger.disconnect(name, session_id, connection, self.now)
+        if self.is_there(name, session_id) and not earlier:
             known.connected, known.until = False, self.now + self.lease
 
-    @rule(name=NAMES, life=LIVES)
-    def heartbeat(self, name, life):
-        self.look()
-        is_there = self.is_there(name, life)
-        assert self.ledger.heartbeat(name, life, self.now) == is_there
+    @rule(name=NAMES, session_id=SESSION_IDS)
+    def heartbeat(self, name, session_id):
+        self.expire()
+        is_there = self.is_there(name, session_id)
+        assert self.ledger.heartbeat(name, session_id, self.now) == is_there
         if is_there:
             self.received(self.last[name])
 
@@ -275,19 +272,24 @@ class Commands(RuleBasedStateMachine):
         self.now += seconds
         if looks:
             self.ledger.expire(self.now)
-            self.look()
+            self.expire()
 
-    @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), old=st.integers(-1, 2))
-    def submit(self, name, life, ahead, old):
+    @rule(
+        name=NAMES,
+        session_id=SESSION_IDS,
+        ahead=st.integers(-1, 2),
+        old=st.integers(-1, 2),
+    )
+    def submit(self, name, session_id, ahead, old):
         """Send mostly invalid messages; `send` makes valid ones."""
-        self.look()
+        self.expire()
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
         anchor = self.version - old
-        if self.is_there(name, life):
+        if self.is_there(name, session_id):
             self.received(known)
         error, message = None, Submission(sequence, None, anchor)
-        if not self.is_there(name, life):
+        if not self.is_there(name, session_id):
             error = errors.WorkerStateError
         elif not 0 <= anchor <= self.version:
             error = errors.InvalidArgumentError
@@ -295,15 +297,15 @@ class Commands(RuleBasedStateMachine):
             error = errors.WorkerStateError
         if error:
             with pytest.raises(error):
-                self.ledger.submit(name, life, message, self.now)
+                self.ledger.submit(name, session_id, message, self.now)
             return
-        waits = self.ledger.submit(name, life, message, self.now)
+        waits = self.ledger.submit(name, session_id, message, self.now)
         assert waits == (ahead == 1)
         if waits:
             known.owed = False
         if waits and known.message is None:
-            ahead = max(0, anchor - known.round_began)
-            known.message = (sequence, anchor, self.now, ahead)
+            known.round_version = max(known.round_version, anchor)
+            known.message = (sequence, anchor, self.now)
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
@@ -311,27 +313,27 @@ class Commands(RuleBasedStateMachine):
         """Send the next message of a present worker, from its adopted version."""
         name = data.draw(st.sampled_from(sorted(self.there)))
         known = self.last[name]
-        oldest = max(0, known.round_began - 1)  # the version before its own message
+        oldest = max(0, known.round_version - 1)  # the version before its own message
         anchor = data.draw(st.integers(oldest, self.version))
-        self.submit(name, known.life, 1, self.version - anchor)
+        self.submit(name, known.session_id, 1, self.version - anchor)
 
-    @rule(name=NAMES, life=LIVES, ahead=st.sampled_from([-1, 0, 0, 1]))
-    def acknowledge(self, name, life, ahead):
+    @rule(name=NAMES, session_id=SESSION_IDS, ahead=st.sampled_from([-1, 0, 0, 1]))
+    def acknowledge(self, name, session_id, ahead):
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
-        self.ledger.acknowledge(name, life, sequence)
-        if self.is_there(name, life) and ahead == 0:
+        self.ledger.acknowledge(name, session_id, sequence)
+        if self.is_there(name, session_id) and ahead == 0:
             known.owed = False
 
     @rule(fails=st.booleans(), unwanted=st.sets(NAMES))
-    def take(self, fails, unwanted):
+    def due(self, fails, unwanted):
         """If applying a batch fails, the messages count as never received."""
-        self.took(fails, unwanted)
+        self.apply_batch(fails, unwanted)
 
-    def took(self, fails=False, unwanted=()):
+    def apply_batch(self, fails=False, unwanted=()):
         """Return whether there was a batch; settle or reject it."""
         batch = self.ledger.due(self.now)
-        self.look()
+        self.expire()
         if batch is None:
             assert self.may_wait()
             deadline = self.ledger.deadline()
@@ -346,14 +348,14 @@ class Commands(RuleBasedStateMachine):
             assert all(map(self.may_drop, names))
         for i, name in enumerate(names):
             entry = batch.entries[i]
-            sequence, anchor, arrived, _ = self.last[name].message
+            sequence, anchor, arrived = self.last[name].message
             assert entry.submission == Submission(sequence, None, anchor)
             assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
             elif self.mode.late == "weighted":
-                assert batch.weights[i] == 1 / (1 + self.missed(name))
+                assert batch.weights[i] == 1 / (1 + self.round_staleness(name))
             else:
                 assert batch.weights[i] == 1
         rejected = {name for name in names if name in unwanted and batch.applies}
@@ -364,18 +366,18 @@ class Commands(RuleBasedStateMachine):
             if fails:
                 continue
             known.rejected += name in rejected
-            known.in_a_row += name in rejected
-            if name in rejected and known.in_a_row >= IN_A_ROW:
+            known.consecutive_rejections += name in rejected
+            if name in rejected and known.consecutive_rejections >= IN_A_ROW:
                 continue  # counts as never received, too
             assert sequence == known.settled + 1  # no exchange is settled twice
             known.settled, known.owed = sequence, True
-            known.round_began = self.version + moves
-            known.clock += batch.applies
+            known.round_version = self.version + moves
+            known.rounds += batch.applies
             if batch.applies and name not in rejected:
                 known.exchanges += 1
-                known.in_a_row = 0
+                known.consecutive_rejections = 0
             known.dropped += not batch.applies
-        batch = self.ledger.rejecting(
+        batch = self.ledger.with_rejections(
             batch, {name: Rejection("norm", "too large") for name in rejected}
         )
         if fails:
@@ -386,36 +388,36 @@ class Commands(RuleBasedStateMachine):
         return True
 
     @rule()
-    def shift(self):
+    def rebase(self):
         """Rebase the center, which makes no worker late."""
-        self.ledger.shift()
+        self.ledger.rebase()
         self.version += 1
         for known in self.last.values():
-            known.round_began += 1
+            known.round_version += 1
 
     @rule()
     def restart(self):
-        """End the process; its memory is written and read again."""
-        memory = json.loads(json.dumps(self.ledger.memory()))
+        """End the process; its state is saved and restored."""
+        saved = json.loads(json.dumps(self.ledger.state_to_save()))
         self.ledger, self.looked = self.new(), -math.inf
-        self.ledger.recall(memory, self.now)
+        self.ledger.restore(saved, self.now)
         for known in self.there.values():
-            known.connected, known.connection, known.silence = False, 0, None
+            known.connected, known.connection, known.timeout = False, 0, None
             known.until = self.now + self.lease
             known.message, known.owed = None, False
         for known in self.last.values():
             known.connection = 0
-        self.ledger.departed()  # departures that the owner has not seen before
-        self.departed.clear()
+        self.ledger.take_ended()  # departures that the owner has not seen before
+        self.newly_ended.clear()
 
     @precondition(lambda self: self.ledger.deadline() is not None)
     @rule()
     def wait_for_the_deadline(self):
         self.now = max(self.now, self.ledger.deadline())
         before = set(self.there)
-        silent = any(k.connected and k.silence for k in self.there.values())
+        silent = any(k.connected and k.timeout for k in self.there.values())
         # The deadline may only serve to show that the center is awake.
-        assert self.took() or set(self.there) != before or silent
+        assert self.apply_batch() or set(self.there) != before or silent
 
     # Invariants.
 
@@ -424,15 +426,15 @@ class Commands(RuleBasedStateMachine):
         ledger = self.ledger
         assert ledger.version == self.version
         assert ledger.is_open == self.open
-        assert set(ledger.present()) == set(self.there)
-        assert self.room is None or len(ledger.present()) <= self.room
+        assert set(ledger.registered()) == set(self.there)
+        assert self.room is None or len(ledger.registered()) <= self.room
         for name, known in self.last.items():
             member = ledger.find(name)
-            assert (member.session_id, member.state) == (known.life, known.state)
-            assert (member.connected, member.turn, member.clock) == (
+            assert (member.session_id, member.state) == (known.session_id, known.state)
+            assert (member.connected, member.round_version, member.rounds) == (
                 known.connected,
-                known.round_began,
-                known.clock,
+                known.round_version,
+                known.rounds,
             )
             assert (member.connection, member.expires) == (
                 known.connection,
@@ -443,24 +445,24 @@ class Commands(RuleBasedStateMachine):
                 known.exchanges,
                 known.dropped,
             )
-            assert (member.rejected, member.in_a_row) == (
+            assert (member.rejected, member.consecutive_rejections) == (
                 known.rejected,
-                known.in_a_row,
+                known.consecutive_rejections,
             )
             settled = member.exchanges + member.dropped
             assert settled <= member.sequence <= settled + member.rejected
 
     @invariant()
-    def only_the_last_departed_workers_are_remembered(self):
+    def only_the_last_ended_sessions_are_remembered(self):
         names = set(ledger_names(self.ledger))
         assert names == set(self.last)
         assert len(names) - len(self.there) <= REMEMBERED
 
     @rule()
-    def departed_workers_are_reported_once(self):
-        assert sorted(self.ledger.departed()) == sorted(self.departed)
-        assert self.ledger.departed() == []
-        self.departed.clear()
+    def ended_sessions_are_reported_once(self):
+        assert sorted(self.ledger.take_ended()) == sorted(self.newly_ended)
+        assert self.ledger.take_ended() == []
+        self.newly_ended.clear()
 
     @invariant()
     def only_present_workers_are_pending(self):
@@ -473,9 +475,9 @@ class Commands(RuleBasedStateMachine):
         """All connected workers send; then each waiting message is settled."""
         for name, known in self.there.items():
             if known.connected and not known.message:
-                self.submit(name, known.life, 1, 0)
+                self.submit(name, known.session_id, 1, 0)
         for _ in range(40):
-            if self.took() or not self.waiting:
+            if self.apply_batch() or not self.waiting:
                 return
             self.now = self.ledger.deadline()
         raise AssertionError("nothing happened at forty deadlines")
@@ -483,12 +485,12 @@ class Commands(RuleBasedStateMachine):
     @rule()
     def silent_workers_are_removed_in_finite_time(self):
         """It is enough to check at each deadline."""
-        silent = {n: k for n, k in self.there.items() if k.connected and k.silence}
+        silent = {n: k for n, k in self.there.items() if k.connected and k.timeout}
         for _ in range(100):
-            if all(known.gone for known in silent.values()):
+            if all(known.has_ended for known in silent.values()):
                 return
             self.now = self.ledger.deadline()
-            self.took()
+            self.apply_batch()
         raise AssertionError("somebody is there for ever")
 
     def teardown(self):
@@ -496,13 +498,13 @@ class Commands(RuleBasedStateMachine):
             self.waiting_messages_are_settled_in_finite_time()
 
 
-def ledger_names(made):
-    return made.memory()["members"]
+def ledger_names(ledger):
+    return ledger.state_to_save()["members"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_command_in_every_state(mode, monkeypatch):
-    monkeypatch.setattr(_ledger, "_MOST_GONE", REMEMBERED)
+    monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", REMEMBERED)
     run_state_machine_as_test(
         lambda: Commands(mode),
         settings=settings(max_examples=25, stateful_step_count=30),
@@ -513,40 +515,40 @@ def test_every_command_in_every_state(mode, monkeypatch):
 @pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
 def test_transition_table_matches_the_commands(state, event):
     """Events that are not in the table are rejected or have no effect."""
-    made = ledger(Synchronous(quorum=1), "a")
+    ledger = make_ledger(Synchronous(quorum=1), "a")
     if state is not State.IDLE:
-        send(made, "a")
-    waiting = made.due(0.0) if state is State.ANSWERED else None
+        send(ledger, "a")
+    waiting = ledger.due(0.0) if state is State.ANSWERED else None
     if state is State.ANSWERED:
-        made.settle(waiting, 0.0)
-    elif state is State.GONE:
-        made.leave("a", "1")
-    member = made.find("a")
+        ledger.settle(waiting, 0.0)
+    elif state is State.ENDED:
+        ledger.leave("a", "1")
+    member = ledger.find("a")
     assert member.state is state
     last = member.sequence
     commands = {
-        "join": lambda: made.join("a", "1", 0.0),
-        "submit": lambda: made.submit("a", "1", Submission(last + 1, None, 0), 0.0),
-        "repeat": lambda: made.submit(
+        "join": lambda: ledger.join("a", "1", 0.0),
+        "submit": lambda: ledger.submit("a", "1", Submission(last + 1, None, 0), 0.0),
+        "repeat": lambda: ledger.submit(
             "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
-        "settle": lambda: made.settle(made.due(0.0), 0.0),
-        "fail": lambda: made.fail(made.due(0.0)),
-        "acknowledge": lambda: made.acknowledge("a", "1", last),
-        "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
-        "leave": lambda: made.leave("a", "1"),
+        "settle": lambda: ledger.settle(ledger.due(0.0), 0.0),
+        "fail": lambda: ledger.fail(ledger.due(0.0)),
+        "acknowledge": lambda: ledger.acknowledge("a", "1", last),
+        "disconnect": lambda: ledger.disconnect("a", "1", 1, 0.0),
+        "leave": lambda: ledger.leave("a", "1"),
     }
-    if event in ("settle", "reject") and state is not State.WAITING:
+    if event in ("settle", "fail") and state is not State.WAITING:
         assert (state, event) not in NEXT
-        assert made.due(0.0) is None  # there is nothing to settle
+        assert ledger.due(0.0) is None  # there is nothing to settle
         return
     if event == "repeat" and state is State.IDLE:
         # Repeat a finished exchange whose response was acknowledged.
-        assert exchange(made, "a") == "a"
-        made.acknowledge("a", "1", 1)
+        assert exchange(ledger, "a") == "a"
+        ledger.acknowledge("a", "1", 1)
         last = 1
-    rejected = state is State.GONE and event in ("submit", "repeat")
-    without_effect = state is State.GONE and event != "join" and not rejected
+    rejected = state is State.ENDED and event in ("submit", "repeat")
+    without_effect = state is State.ENDED and event != "join" and not rejected
     # A second submit while a message waits repeats that message.
     same = (state, event) == (State.WAITING, "submit")
     if rejected:
@@ -561,444 +563,446 @@ def test_transition_table_matches_the_commands(state, event):
 # Examples of each policy. A worker's only session is called "1".
 
 
-def ledger(mode=None, workers="", **settings):
-    made = Ledger(mode, **settings)
+def make_ledger(mode=None, workers="", **settings):
+    ledger = Ledger(mode, **settings)
     for worker in workers:
-        made.join(worker, "1", 0.0)
-    return made
+        ledger.join(worker, "1", 0.0)
+    return ledger
 
 
-def send(made, worker, anchor=None, now=0.0):
-    sequence = made.find(worker).sequence + 1
-    anchor = made.version if anchor is None else anchor
-    assert made.submit(worker, "1", Submission(sequence, None, anchor), now)
+def send(ledger, worker, anchor=None, now=0.0):
+    sequence = ledger.find(worker).sequence + 1
+    anchor = ledger.version if anchor is None else anchor
+    assert ledger.submit(worker, "1", Submission(sequence, None, anchor), now)
 
 
-def take(made, now=0.0):
+def take(ledger, now=0.0):
     """Return the names of the next batch, which is settled; "" if all must wait."""
-    batch = made.due(now)
+    batch = ledger.due(now)
     if batch is None:
         return ""
-    made.settle(batch, 0.0)
+    ledger.settle(batch, 0.0)
     return "".join(e.worker for e in batch.entries) + "!" * (not batch.applies)
 
 
-def exchange(made, worker, anchor=None, now=0.0):
-    send(made, worker, anchor, now)
-    return take(made, now)
+def exchange(ledger, worker, anchor=None, now=0.0):
+    send(ledger, worker, anchor, now)
+    return take(ledger, now)
 
 
 def test_asynchronous_mode_never_waits():
-    made = ledger(workers="abc")
+    ledger = make_ledger(workers="abc")
     for worker in "cab":
-        send(made, worker)
-    assert [take(made) for _ in range(4)] == ["c", "a", "b", ""]
-    assert made.version == 3
-    assert [made.find(w).staleness for w in "cab"] == [0, 1, 2]
-    assert made.deadline() is None
+        send(ledger, worker)
+    assert [take(ledger) for _ in range(4)] == ["c", "a", "b", ""]
+    assert ledger.version == 3
+    assert [ledger.find(w).staleness for w in "cab"] == [0, 1, 2]
+    assert ledger.deadline() is None
 
 
 def test_version_bound_drops_older_messages():
-    made = ledger(BoundedStaleness(versions=1), "abc")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    assert exchange(made, "b", anchor=1) == "b"
-    assert exchange(made, "c", anchor=1) == "c!"
-    assert made.version == 3
-    member = made.find("c")
+    ledger = make_ledger(BoundedStaleness(versions=1), "abc")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    assert exchange(ledger, "b", anchor=1) == "b"
+    assert exchange(ledger, "c", anchor=1) == "c!"
+    assert ledger.version == 3
+    member = ledger.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
     # A dropped message is settled, too.
-    assert not made.submit("c", "1", Submission(1, None, 1), 0.0)
+    assert not ledger.submit("c", "1", Submission(1, None, 1), 0.0)
 
 
 def test_adopting_the_version_before_the_own_message_is_not_stale():
     """The anchor of an elastic rule precedes the worker's own last message."""
-    made = ledger(BoundedStaleness(versions=0), "a")
-    assert exchange(made, "a", anchor=0) == "a"
-    assert exchange(made, "a", anchor=0) == "a"
-    assert exchange(made, "a", anchor=1) == "a"
+    ledger = make_ledger(BoundedStaleness(versions=0), "a")
+    assert exchange(ledger, "a", anchor=0) == "a"
+    assert exchange(ledger, "a", anchor=0) == "a"
+    assert exchange(ledger, "a", anchor=1) == "a"
 
 
 def test_waiting_message_is_dropped_once_it_is_too_old():
-    made = ledger(BoundedStaleness(versions=1, rounds=0), "abc")
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a", anchor=1) == ""  # waits for b and c
-    assert exchange(made, "b") == "b"
-    assert take(made) == ""
-    assert exchange(made, "c") == "c"
-    assert take(made) == "a!"
-    assert exchange(made, "a") == "a"  # it has made no round and does not wait
+    ledger = make_ledger(BoundedStaleness(versions=1, rounds=0), "abc")
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a", anchor=1) == ""  # waits for b and c
+    assert exchange(ledger, "b") == "b"
+    assert take(ledger) == ""
+    assert exchange(ledger, "c") == "c"
+    assert take(ledger) == "a!"
+    assert exchange(ledger, "a") == "a"  # it has made no round and does not wait
 
 
 @pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "reject"])
 def test_staleness_is_that_of_the_time_of_applying(mode):
     """Messages that arrived before may be applied in the meantime."""
     if mode == "late":
-        made = ledger(Synchronous(quorum=1, late="drop"), "ab")
+        ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
     elif mode == "reject":
-        made = ledger(None, "ab", limits=Limits(messages=MessageLimits(staleness=0)))
+        ledger = make_ledger(
+            None, "ab", limits=Limits(messages=MessageLimits(staleness=0))
+        )
     else:
-        made = ledger(mode, "ab")
-    send(made, "a")
-    first = made.due(0.0)  # applying it takes a while
-    send(made, "b")
-    made.settle(first, 0.0)
-    second = made.judge(made.due(0.0), [None])
+        ledger = make_ledger(mode, "ab")
+    send(ledger, "a")
+    first = ledger.due(0.0)  # applying it takes a while
+    send(ledger, "b")
+    ledger.settle(first, 0.0)
+    second = ledger.decide_rejections(ledger.due(0.0), [None])
     assert second.entries[0].worker == "b"
-    assert not second.taken
+    assert not second.indices_to_apply
 
 
 def test_rebase_does_not_make_a_waiting_message_stale():
-    made = ledger(Synchronous(late="drop"), "ab")
-    made.shift()
-    send(made, "a", anchor=1)
-    made.shift()
-    send(made, "b")
-    assert take(made) == "ab"
+    ledger = make_ledger(Synchronous(late="drop"), "ab")
+    ledger.rebase()
+    send(ledger, "a", anchor=1)
+    ledger.rebase()
+    send(ledger, "b")
+    assert take(ledger) == "ab"
 
 
 def test_round_bound_waits_for_the_slowest():
-    made = ledger(BoundedStaleness(rounds=1), "ab")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""  # two rounds ahead of b, which has made none
-    assert made.deadline() is None
-    assert exchange(made, "b") == "b"
-    assert take(made) == "a"
+    ledger = make_ledger(BoundedStaleness(rounds=1), "ab")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""  # two rounds ahead of b, which has made none
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b") == "b"
+    assert take(ledger) == "a"
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
-def test_round_bound_ignores_departed_workers(how):
-    made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""
+def test_round_bound_ignores_ended_sessions(how):
+    ledger = make_ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""
     if how == "leaves":
-        made.leave("b", "1")
-        assert take(made) == "a"
+        ledger.leave("b", "1")
+        assert take(ledger) == "a"
     elif how == "dies":
-        made.disconnect("b", "1", 1, 1.0)
-        assert made.deadline() == 6.0
-        assert take(made, 5.9) == ""
-        assert take(made, 6.0) == "a"
+        ledger.disconnect("b", "1", 1, 1.0)
+        assert ledger.deadline() == 6.0
+        assert take(ledger, 5.9) == ""
+        assert take(ledger, 6.0) == "a"
     else:
-        made.join("b", "2", 1.0, replace=True)
-        assert take(made) == "a"
+        ledger.join("b", "2", 1.0, replace=True)
+        assert take(ledger) == "a"
 
 
 def test_new_worker_starts_at_the_round_of_the_slowest():
-    made = ledger(BoundedStaleness(rounds=1), "ab")
+    ledger = make_ledger(BoundedStaleness(rounds=1), "ab")
     for worker in "abab":
-        assert exchange(made, worker) == worker
-    assert exchange(made, "a") == "a"
-    made.join("n", "1", 0.0)
-    assert exchange(made, "n") == exchange(made, "n") == "n"  # it does not wait
-    assert exchange(made, "n") == ""
-    assert exchange(made, "b") == "b"  # others do not wait for its first rounds
-    assert take(made) == "n"
+        assert exchange(ledger, worker) == worker
+    assert exchange(ledger, "a") == "a"
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "n") == exchange(ledger, "n") == "n"  # it does not wait
+    assert exchange(ledger, "n") == ""
+    assert exchange(ledger, "b") == "b"  # others do not wait for its first rounds
+    assert take(ledger) == "n"
 
 
 @pytest.mark.parametrize("rounds", [0, 7])
 def test_returning_worker_starts_at_the_round_of_the_slowest(rounds):
-    made = ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
+    ledger = make_ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
     for _ in range(rounds):
-        assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 1, 0.0)
-    made.join("b", "1", 2.0)
+        assert exchange(ledger, "a") == "a"
+    ledger.disconnect("a", "1", 1, 0.0)
+    ledger.join("b", "1", 2.0)
     for _ in range(3):
-        assert exchange(made, "b", now=2.0) == "b"
-    made.join("a", "1", 3.0)
+        assert exchange(ledger, "b", now=2.0) == "b"
+    ledger.join("a", "1", 3.0)
     for worker in "abab":
-        assert exchange(made, worker, now=3.0) == worker
-    assert made.find("a").sequence == rounds + 2
+        assert exchange(ledger, worker, now=3.0) == worker
+    assert ledger.find("a").sequence == rounds + 2
 
 
 def test_round_waits_for_all_workers():
-    made = ledger(Synchronous(), "abc")
-    assert exchange(made, "c") == exchange(made, "a") == ""
-    assert take(made, 1e9) == ""
-    assert made.deadline() is None
-    assert exchange(made, "b") == "abc"
-    assert made.version == 1
-    assert [made.find(w).staleness for w in "abc"] == [0, 0, 0]
+    ledger = make_ledger(Synchronous(), "abc")
+    assert exchange(ledger, "c") == exchange(ledger, "a") == ""
+    assert take(ledger, 1e9) == ""
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b") == "abc"
+    assert ledger.version == 1
+    assert [ledger.find(w).staleness for w in "abc"] == [0, 0, 0]
 
 
 def test_quorum_is_enough_after_the_grace_time():
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abc")
-    assert exchange(made, "a", now=1.0) == ""
-    assert made.deadline() is None
-    assert exchange(made, "b", now=2.0) == ""
-    assert made.deadline() == 4.0
-    assert take(made, 3.9) == ""
-    assert take(made, 4.0) == "ab"
-    assert made.deadline() is None
-    assert exchange(made, "a", now=5.0) == exchange(made, "b", now=5.0) == ""
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abc")
+    assert exchange(ledger, "a", now=1.0) == ""
+    assert ledger.deadline() is None
+    assert exchange(ledger, "b", now=2.0) == ""
+    assert ledger.deadline() == 4.0
+    assert take(ledger, 3.9) == ""
+    assert take(ledger, 4.0) == "ab"
+    assert ledger.deadline() is None
+    assert exchange(ledger, "a", now=5.0) == exchange(ledger, "b", now=5.0) == ""
     assert (
-        exchange(made, "c", now=5.5, anchor=0) == "abc"
+        exchange(ledger, "c", now=5.5, anchor=0) == "abc"
     )  # all workers, so no grace time
 
 
 def test_all_workers_are_enough_if_fewer_than_the_quorum():
-    made = ledger(Synchronous(quorum=5, grace=3.0), "ab")
-    assert exchange(made, "a") == ""
-    assert exchange(made, "b") == "ab"
+    ledger = make_ledger(Synchronous(quorum=5, grace=3.0), "ab")
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "b") == "ab"
 
 
 @pytest.mark.parametrize(
     ("late", "weights"), [("next", (1.0, 1.0)), ("weighted", (1.0, 1 / 3))]
 )
 def test_late_message_is_used_in_the_next_round(late, weights):
-    made = ledger(Synchronous(quorum=1, late=late), "ab")
-    assert exchange(made, "a") == exchange(made, "a") == "a"
-    send(made, "b", anchor=0)
-    send(made, "a")
-    batch = made.due(0.0)
+    ledger = make_ledger(Synchronous(quorum=1, late=late), "ab")
+    assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
+    send(ledger, "b", anchor=0)
+    send(ledger, "a")
+    batch = ledger.due(0.0)
     assert batch.weights == weights
     assert batch.staleness == (0, 2)
-    made.settle(batch, 0.0)
-    send(made, "b")
-    send(made, "a")
-    assert made.due(0.0).weights == (1.0, 1.0)  # no longer late
+    ledger.settle(batch, 0.0)
+    send(ledger, "b")
+    send(ledger, "a")
+    assert ledger.due(0.0).weights == (1.0, 1.0)  # no longer late
 
 
 def test_late_message_is_dropped_with_late_drop():
-    made = ledger(Synchronous(quorum=1, late="drop"), "ab")
-    assert exchange(made, "a") == "a"
-    send(made, "a")
-    assert exchange(made, "b", anchor=0) == "b!"
-    assert take(made) == "a"
-    assert made.version == 2
+    ledger = make_ledger(Synchronous(quorum=1, late="drop"), "ab")
+    assert exchange(ledger, "a") == "a"
+    send(ledger, "a")
+    assert exchange(ledger, "b", anchor=0) == "b!"
+    assert take(ledger) == "a"
+    assert ledger.version == 2
     # Its round began at version 1, and version 2 came before it ended.
-    assert exchange(made, "b", anchor=1) == "b!"
-    assert exchange(made, "b") == "b"
+    assert exchange(ledger, "b", anchor=1) == "b!"
+    assert exchange(ledger, "b") == "b"
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
 def test_anchor_before_the_own_message_is_not_late(late):
     """EASGD adopts the center as it was before the worker's own message."""
-    made = ledger(Synchronous(late=late), "ab")
+    ledger = make_ledger(Synchronous(late=late), "ab")
     for version in range(4):
         for worker in "ab":
-            send(made, worker, anchor=max(0, version - 1))
-        batch = made.due(0.0)
+            send(ledger, worker, anchor=max(0, version - 1))
+        batch = ledger.due(0.0)
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
-        made.settle(batch, 0.0)
+        ledger.settle(batch, 0.0)
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
 def test_rebase_makes_no_worker_of_a_round_late(late):
     """A site is rebased when it gets a response from its parent."""
-    made = ledger(Synchronous(late=late), "ab")
-    assert exchange(made, "a") == ""
-    assert exchange(made, "b") == "ab"
-    made.shift()
-    made.shift()
+    ledger = make_ledger(Synchronous(late=late), "ab")
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "b") == "ab"
+    ledger.rebase()
+    ledger.rebase()
     for worker in "ab":
-        send(made, worker, anchor=1)
-    batch = made.due(0.0)
+        send(ledger, worker, anchor=1)
+    batch = ledger.due(0.0)
     assert batch.applies
     assert batch.weights == (1.0, 1.0)
     assert batch.staleness == (2, 2)
 
 
 def test_late_message_does_not_start_the_grace_time():
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
-    send(made, "a")
-    assert exchange(made, "b", now=3.0) == "ab"
-    assert exchange(made, "c", now=4.0, anchor=0) == ""  # it missed that round
-    assert exchange(made, "a", now=6.0) == ""
-    assert made.deadline() == 9.0
-    assert take(made, 8.9) == ""
-    assert take(made, 9.0) == "ac"
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(ledger, "a")
+    assert exchange(ledger, "b", now=3.0) == "ab"
+    assert exchange(ledger, "c", now=4.0, anchor=0) == ""  # it missed that round
+    assert exchange(ledger, "a", now=6.0) == ""
+    assert ledger.deadline() == 9.0
+    assert take(ledger, 8.9) == ""
+    assert take(ledger, 9.0) == "ac"
     # If all messages are late, the first one starts the grace time.
-    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
-    send(made, "a")
-    assert exchange(made, "b", now=3.0) == "ab"
-    send(made, "c", now=4.0, anchor=0)
-    send(made, "d", now=5.0, anchor=0)
-    assert made.deadline() == 7.0
+    ledger = make_ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(ledger, "a")
+    assert exchange(ledger, "b", now=3.0) == "ab"
+    send(ledger, "c", now=4.0, anchor=0)
+    send(ledger, "d", now=5.0, anchor=0)
+    assert ledger.deadline() == 7.0
 
 
 @pytest.mark.parametrize("how", ["whole", "of one worker"])
 def test_replaced_session_stays_replaced_after_restart(how):
-    made = ledger(workers="ab")
+    ledger = make_ledger(workers="ab")
     again = Ledger()
     if how == "whole":
-        made.join("a", "2", 0.0, replace=True)
-        again.recall(made.memory(), 0.0)
+        ledger.join("a", "2", 0.0, replace=True)
+        again.restore(ledger.state_to_save(), 0.0)
     else:  # as in a journal: first one session, then the other
-        again.recall(made.memory("ab"), 0.0)
-        made.join("a", "2", 0.0, replace=True)
-        again.recall(made.memory("a"), 0.0)
+        again.restore(ledger.state_to_save("ab"), 0.0)
+        ledger.join("a", "2", 0.0, replace=True)
+        again.restore(ledger.state_to_save("a"), 0.0)
     with pytest.raises(errors.WorkerStateError, match="was replaced"):
-        again.join("a", "1", 1.0, back=True)
-    again.join("a", "2", 1.0, back=True)
-    again.join("b", "1", 1.0, back=True)
+        again.join("a", "1", 1.0, resume=True)
+    again.join("a", "2", 1.0, resume=True)
+    again.join("b", "1", 1.0, resume=True)
 
 
 def test_round_ignores_workers_with_an_expired_lease():
-    made = ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == exchange(made, "b") == ""
-    made.disconnect("c", "1", 1, 1.0)
-    assert made.deadline() == 11.0
-    assert take(made, 10.9) == ""
-    assert take(made, 11.0) == "ab"
+    ledger = make_ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == exchange(ledger, "b") == ""
+    ledger.disconnect("c", "1", 1, 1.0)
+    assert ledger.deadline() == 11.0
+    assert take(ledger, 10.9) == ""
+    assert take(ledger, 11.0) == "ab"
 
 
 def test_round_waits_for_a_worker_that_reconnects_in_time():
-    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == ""
-    made.disconnect("b", "1", 1, 1.0)
-    made.join("b", "1", 9.0)
-    assert made.deadline() is None
-    assert take(made, 99.0) == ""
-    assert exchange(made, "b", now=99.0) == "ab"
+    ledger = make_ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == ""
+    ledger.disconnect("b", "1", 1, 1.0)
+    ledger.join("b", "1", 9.0)
+    assert ledger.deadline() is None
+    assert take(ledger, 99.0) == ""
+    assert exchange(ledger, "b", now=99.0) == "ab"
 
 
 def test_message_of_a_worker_with_an_expired_lease_is_not_used():
-    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
-    assert exchange(made, "b") == ""
-    made.disconnect("b", "1", 1, 1.0)
-    assert exchange(made, "a", now=11.0) == "a"
-    assert made.find("b").sequence == 0
+    ledger = make_ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
+    assert exchange(ledger, "b") == ""
+    ledger.disconnect("b", "1", 1, 1.0)
+    assert exchange(ledger, "a", now=11.0) == "a"
+    assert ledger.find("b").sequence == 0
 
 
 def test_new_worker_takes_part_in_the_current_round():
-    made = ledger(Synchronous(late="drop"), "a")
-    assert exchange(made, "a") == "a"
-    made.join("n", "1", 0.0)
-    assert exchange(made, "a") == ""
-    assert exchange(made, "n") == "an"
+    ledger = make_ledger(Synchronous(late="drop"), "a")
+    assert exchange(ledger, "a") == "a"
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "a") == ""
+    assert exchange(ledger, "n") == "an"
 
 
 def test_new_worker_that_left_again_blocks_no_round():
-    made = ledger(Synchronous(), "a")
-    made.join("n", "1", 0.0)
-    assert exchange(made, "a") == ""
-    made.leave("n", "1")
-    assert take(made) == "a"
-    made.leave("n", "1")  # leaving twice is allowed
+    ledger = make_ledger(Synchronous(), "a")
+    ledger.join("n", "1", 0.0)
+    assert exchange(ledger, "a") == ""
+    ledger.leave("n", "1")
+    assert take(ledger) == "a"
+    ledger.leave("n", "1")  # leaving twice is allowed
 
 
 @pytest.mark.parametrize("how", ["back in time", "given up before"])
 def test_settled_message_is_not_applied_again(how):
-    made = ledger(workers="a", limits=Limits(lease=10.0))
-    assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 1, 0.0)
+    ledger = make_ledger(workers="a", limits=Limits(lease=10.0))
+    assert exchange(ledger, "a") == "a"
+    ledger.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
-    made.expire(later)
-    assert ("a" in made.present()) == (how == "back in time")
-    made.join("a", "1", later)
-    assert not made.submit("a", "1", Submission(1, None, 0), later)
-    assert take(made, later) == ""
-    assert exchange(made, "a", now=later) == "a"
+    ledger.expire(later)
+    assert ("a" in ledger.registered()) == (how == "back in time")
+    ledger.join("a", "1", later)
+    assert not ledger.submit("a", "1", Submission(1, None, 0), later)
+    assert take(ledger, later) == ""
+    assert exchange(ledger, "a", now=later) == "a"
 
 
 def test_waiting_message_may_be_repeated():
-    made = ledger(Synchronous(), "ab")
-    send(made, "a", now=1.0)
-    send(made, "a", now=2.0)
-    assert made.pending["a"].arrived == 1.0
-    assert exchange(made, "b") == "ab"
-    assert made.find("a").exchanges == 1
+    ledger = make_ledger(Synchronous(), "ab")
+    send(ledger, "a", now=1.0)
+    send(ledger, "a", now=2.0)
+    assert ledger.pending["a"].arrived == 1.0
+    assert exchange(ledger, "b") == "ab"
+    assert ledger.find("a").exchanges == 1
 
 
 @pytest.mark.parametrize("sequence", [-1, 0, 2, 5])
 def test_sequence_number_out_of_order_is_rejected(sequence):
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     with pytest.raises(
         errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
     ):
-        made.submit("a", "1", Submission(sequence, None, 0), 0.0)
-    assert not made.pending
+        ledger.submit("a", "1", Submission(sequence, None, 0), 0.0)
+    assert not ledger.pending
 
 
 @pytest.mark.parametrize("anchor", [-1, 2])
 def test_unknown_anchor_version_is_rejected(anchor):
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
     ):
-        made.submit("a", "1", Submission(2, None, anchor), 0.0)
+        ledger.submit("a", "1", Submission(2, None, anchor), 0.0)
 
 
 def test_only_the_last_exchange_can_be_acknowledged():
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
-    for worker, life, sequence in (
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
+    for worker, session_id, sequence in (
         ("a", "1", 7),
         ("a", "1", 0),
         ("a", "2", 1),
         ("nobody", "1", 1),
     ):
-        made.acknowledge(worker, life, sequence)
-        assert made.find("a").state is State.ANSWERED
-    made.acknowledge("a", "1", 1)
-    assert made.find("a").state is State.IDLE
+        ledger.acknowledge(worker, session_id, sequence)
+        assert ledger.find("a").state is State.ANSWERED
+    ledger.acknowledge("a", "1", 1)
+    assert ledger.find("a").state is State.IDLE
     # The exchange stays settled.
-    assert not made.submit("a", "1", Submission(1, None, 0), 0.0)
-    assert made.find("a").state is State.IDLE
+    assert not ledger.submit("a", "1", Submission(1, None, 0), 0.0)
+    assert ledger.find("a").state is State.IDLE
 
 
 def test_taken_name_is_rejected():
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     with pytest.raises(
         errors.NameTakenError, match="'a' already, which joined 7 s ago"
     ):
-        made.join("a", "2", 7.0)
-    made.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
-    made.disconnect("a", "1", 1, 8.0)
-    made.join("a", "2", 9.0)  # a broken connection does not hold the name
-    assert not made.pending
+        ledger.join("a", "2", 7.0)
+    ledger.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
+    ledger.disconnect("a", "1", 1, 8.0)
+    ledger.join("a", "2", 9.0)  # a broken connection does not hold the name
+    assert not ledger.pending
 
 
 def test_replaced_worker_gets_an_error():
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
-    send(made, "a")
-    made.join("a", "2", 0.0, replace=True)
-    assert take(made) == ""
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
+    send(ledger, "a")
+    ledger.join("a", "2", 0.0, replace=True)
+    assert take(ledger) == ""
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
-        made.submit("a", "1", Submission(2, None, 1), 0.0)
-    made.leave("a", "1")
-    made.disconnect("a", "1", 1, 0.0)
-    assert made.member("a", "2").connected  # the first session cannot change it
+        ledger.submit("a", "1", Submission(2, None, 1), 0.0)
+    ledger.leave("a", "1")
+    ledger.disconnect("a", "1", 1, 0.0)
+    assert ledger.member("a", "2").connected  # the first session cannot change it
 
 
-@pytest.mark.parametrize("second", ["there", "disconnected", "gone"])
+@pytest.mark.parametrize("second", ["there", "disconnected", "has_ended"])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_replaced_session_cannot_rejoin(second, restarts):
     """Its sequence number is forgotten, so its messages could be applied again."""
-    made = ledger(workers="a")
-    assert exchange(made, "a") == "a"
-    made.join("a", "2", 0.0, replace=True)
+    ledger = make_ledger(workers="a")
+    assert exchange(ledger, "a") == "a"
+    ledger.join("a", "2", 0.0, replace=True)
     if second == "disconnected":
-        made.disconnect("a", "2", 1, 0.0)
-    elif second == "gone":
-        made.leave("a", "2")
+        ledger.disconnect("a", "2", 1, 0.0)
+    elif second == "has_ended":
+        ledger.leave("a", "2")
     if restarts:
-        memory, made = made.memory(), ledger(version=1)
-        made.recall(memory, 0.0)
+        saved, ledger = ledger.state_to_save(), make_ledger(version=1)
+        ledger.restore(saved, 0.0)
     for replace in (False, True):
         with pytest.raises(
             errors.WorkerStateError, match="'a' was replaced by another"
         ):
-            made.join("a", "1", 1.0, replace=replace, back=True)
+            ledger.join("a", "1", 1.0, replace=replace, resume=True)
 
 
 def test_forgotten_session_must_start_again(monkeypatch):
-    monkeypatch.setattr(_ledger, "_MOST_GONE", 2)
-    made = ledger(workers="abc")
-    assert exchange(made, "a") == "a"
+    monkeypatch.setattr(_ledger, "_MAX_ENDED_SESSIONS", 2)
+    ledger = make_ledger(workers="abc")
+    assert exchange(ledger, "a") == "a"
     for worker in "abc":
-        made.leave(worker, "1")
-    assert made.find("a") is None
+        ledger.leave(worker, "1")
+    assert ledger.find("a") is None
     with pytest.raises(errors.WorkerStateError, match="too long ago to be resumed"):
-        made.join("a", "1", 0.0, back=True)
-    made.join("b", "1", 0.0, back=True)
-    made.join("a", "2", 0.0)
-    assert made.submit("a", "2", Submission(1, None, 1), 0.0)
-    assert take(made) == "a"
+        ledger.join("a", "1", 0.0, resume=True)
+    ledger.join("b", "1", 0.0, resume=True)
+    ledger.join("a", "2", 0.0)
+    assert ledger.submit("a", "2", Submission(1, None, 1), 0.0)
+    assert take(ledger) == "a"
 
 
 class CountingDict(dict):
@@ -1024,148 +1028,148 @@ class CountingDict(dict):
 @pytest.mark.parametrize(
     "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
 )
-def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
-    made, work = ledger(mode), []
-    made._present, made._gone = CountingDict(), CountingDict()
+def test_cost_of_an_exchange_does_not_grow_with_ended_sessions(mode):
+    ledger, work = make_ledger(mode), []
+    ledger._registered, ledger._ended = CountingDict(), CountingDict()
     for many in (10, 20_000):
         for number in range(many):
-            made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
-            made.leave(f"{many}-{number}", "1")
+            ledger.join(f"{many}-{number}", "1", 0.0, heartbeat_timeout=100.0)
+            ledger.leave(f"{many}-{number}", "1")
         for worker in "ab":
-            made.join(worker, "1", 0.0)
+            ledger.join(worker, "1", 0.0)
         CountingDict.seen = 0
         for worker in "ab":
-            sequence = made.find(worker).sequence + 1
-            made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
-            while (batch := made.due(0.0)) is not None:
-                made.settle(batch, 0.0)
-            made.deadline()
-            made.memory([worker])
-            made.acknowledge(worker, "1", sequence)
+            sequence = ledger.find(worker).sequence + 1
+            ledger.submit(worker, "1", Submission(sequence, None, ledger.version), 0.0)
+            while (batch := ledger.due(0.0)) is not None:
+                ledger.settle(batch, 0.0)
+            ledger.deadline()
+            ledger.state_to_save([worker])
+            ledger.acknowledge(worker, "1", sequence)
         work.append(CountingDict.seen)
     assert work[0] == work[1]
-    assert len(made._gone) <= _ledger._MOST_GONE
-    assert len(made.departed()) == 20_010  # the owner asks for them and gets them once
-    assert not made.departed()
+    assert len(ledger._ended) <= _ledger._MAX_ENDED_SESSIONS
+    assert len(ledger.take_ended()) == 20_010  # each of them once
+    assert not ledger.take_ended()
 
 
 def test_late_disconnect_of_an_old_connection_is_ignored():
-    made = ledger(workers="a")
-    assert made.join("a", "1", 1.0) == 2
-    made.disconnect("a", "1", 1, 2.0)
-    assert made.find("a").connected
-    made.disconnect("a", "1", 2, 2.0)
-    assert not made.find("a").connected
+    ledger = make_ledger(workers="a")
+    assert ledger.join("a", "1", 1.0) == 2
+    ledger.disconnect("a", "1", 1, 2.0)
+    assert ledger.find("a").connected
+    ledger.disconnect("a", "1", 2, 2.0)
+    assert not ledger.find("a").connected
 
 
 def test_silent_worker_is_removed_though_it_is_connected():
-    made = ledger(BoundedStaleness(rounds=0), "a")
-    made.join("b", "1", 0.0, silence=8.0)
-    assert exchange(made, "a") == "a"
-    assert exchange(made, "a") == ""
+    ledger = make_ledger(BoundedStaleness(rounds=0), "a")
+    ledger.join("b", "1", 0.0, heartbeat_timeout=8.0)
+    assert exchange(ledger, "a") == "a"
+    assert exchange(ledger, "a") == ""
     for now in range(1, 8):
-        assert take(made, now) == ""
-    assert made.heartbeat("b", "1", 7.5)
-    assert made.heartbeat("a", "1", 7.5)
+        assert take(ledger, now) == ""
+    assert ledger.heartbeat("b", "1", 7.5)
+    assert ledger.heartbeat("a", "1", 7.5)
     for now in range(8, 16):
-        assert take(made, now) == ""
-    assert take(made, 15.5) == "a"
-    assert made.departed() == ["b"]
-    assert not made.heartbeat("b", "1", 15.6)
+        assert take(ledger, now) == ""
+    assert take(ledger, 15.5) == "a"
+    assert ledger.take_ended() == ["b"]
+    assert not ledger.heartbeat("b", "1", 15.6)
 
 
 @pytest.mark.parametrize("woken_by", ["the silent one", "another"])
 @pytest.mark.parametrize("slept", [7.9, 8.0, 1000.0])
 def test_no_worker_is_removed_after_the_center_was_asleep(woken_by, slept):
     """Heartbeats sent meanwhile are read a little later."""
-    made = ledger(workers="a")
-    made.join("b", "1", 0.0, silence=8.0)
+    ledger = make_ledger(workers="a")
+    ledger.join("b", "1", 0.0, heartbeat_timeout=8.0)
     if woken_by == "another":
-        assert made.heartbeat("a", "1", slept)
-        made.expire(slept + 0.1)
-    assert made.heartbeat("b", "1", slept + 0.2)
-    made.expire(slept + 4.0)
-    assert "b" in made.present()
+        assert ledger.heartbeat("a", "1", slept)
+        ledger.expire(slept + 0.1)
+    assert ledger.heartbeat("b", "1", slept + 0.2)
+    ledger.expire(slept + 4.0)
+    assert "b" in ledger.registered()
 
 
 def test_worker_without_heartbeats_is_never_removed():
-    made = ledger(workers="a")
+    ledger = make_ledger(workers="a")
     for now in range(100):
-        made.expire(float(now))
-    assert "a" in made.present()
-    assert made.deadline() is None
+        ledger.expire(float(now))
+    assert "a" in ledger.registered()
+    assert ledger.deadline() is None
 
 
 def test_message_that_failed_to_apply_counts_as_never_received():
-    made = ledger(BoundedStaleness(rounds=0), "ab")
-    send(made, "a")
-    made.fail(made.due(0.0))
-    assert made.find("a").state is State.IDLE
-    assert made.version == made.find("a").sequence == 0
-    assert take(made) == ""
-    assert exchange(made, "a") == "a"
+    ledger = make_ledger(BoundedStaleness(rounds=0), "ab")
+    send(ledger, "a")
+    ledger.fail(ledger.due(0.0))
+    assert ledger.find("a").state is State.IDLE
+    assert ledger.version == ledger.find("a").sequence == 0
+    assert take(ledger) == ""
+    assert exchange(ledger, "a") == "a"
 
 
 def test_rebase_makes_no_message_late():
-    made = ledger(Synchronous(late="drop"), "ab")
-    send(made, "a")
-    made.leave("b", "1")
-    made.shift()
-    made.join("b", "1", 0.0)
-    assert take(made) == ""
-    send(made, "b", anchor=0)
-    batch = made.due(0.0)
+    ledger = make_ledger(Synchronous(late="drop"), "ab")
+    send(ledger, "a")
+    ledger.leave("b", "1")
+    ledger.rebase()
+    ledger.join("b", "1", 0.0)
+    assert take(ledger) == ""
+    send(ledger, "b", anchor=0)
+    batch = ledger.due(0.0)
     assert (batch.applies, batch.staleness) == (True, (1, 1))
 
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
 def test_absent_worker_cannot_submit(how):
-    made = ledger(
+    ledger = make_ledger(
         workers="" if how == "never joined" else "a", limits=Limits(lease=1.0)
     )
     if how == "left":
-        made.leave("a", "1")
+        ledger.leave("a", "1")
     elif how == "given up":
-        made.disconnect("a", "1", 1, 0.0)
+        ledger.disconnect("a", "1", 1, 0.0)
     with pytest.raises(
         errors.WorkerStateError, match=r"'a' is not registered.*join again"
     ):
-        made.submit("a", "1", Submission(1, None, 0), 1.0)
+        ledger.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
 def test_full_center_rejects_new_workers():
-    made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
+    ledger = make_ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
     message = "'c': this center takes at most 2 workers, and 2 are registered"
     with pytest.raises(errors.CenterFullError, match=message):
-        made.join("c", "1", 0.0)
-    made.join("a", "2", 0.0, replace=True)  # it replaces only its own session
-    made.disconnect("b", "1", 1, 0.0)
+        ledger.join("c", "1", 0.0)
+    ledger.join("a", "2", 0.0, replace=True)  # it replaces only its own session
+    ledger.disconnect("b", "1", 1, 0.0)
     with pytest.raises(errors.CenterFullError, match=message):
-        made.join("c", "1", 9.9)  # b may still return
-    made.join("c", "1", 10.0)
+        ledger.join("c", "1", 9.9)  # b may still return
+    ledger.join("c", "1", 10.0)
     with pytest.raises(errors.CenterFullError, match="'b'"):
-        made.join("b", "1", 10.0)
-    assert made.present().keys() == {"a", "c"}
+        ledger.join("b", "1", 10.0)
+    assert ledger.registered().keys() == {"a", "c"}
 
 
 def test_barrier_opens_once():
-    made = ledger(workers="a", barrier=2)
-    assert not made.is_open
-    made.leave("a", "1")
-    made.join("b", "1", 0.0)
-    assert not made.is_open  # not at the same time
-    made.join("a", "1", 0.0)
-    assert made.is_open
-    made.leave("a", "1")
-    made.leave("b", "1")
-    assert made.is_open
-    assert ledger().is_open
+    ledger = make_ledger(workers="a", barrier=2)
+    assert not ledger.is_open
+    ledger.leave("a", "1")
+    ledger.join("b", "1", 0.0)
+    assert not ledger.is_open  # not at the same time
+    ledger.join("a", "1", 0.0)
+    assert ledger.is_open
+    ledger.leave("a", "1")
+    ledger.leave("b", "1")
+    assert ledger.is_open
+    assert make_ledger().is_open
 
 
 def test_ledger_starts_from_a_given_version():
-    made = ledger(Synchronous(late="drop"), "a", version=41)
-    assert exchange(made, "a") == "a"
-    assert made.version == 42
+    ledger = make_ledger(Synchronous(late="drop"), "a", version=41)
+    assert exchange(ledger, "a") == "a"
+    assert ledger.version == 42
 
 
 @pytest.mark.parametrize(
@@ -1207,7 +1211,7 @@ def test_invalid_mode_is_rejected(mode):
 def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger = Ledger()
     ledger.join("anna", "first", 0.0)
-    assert ledger.member("anna", "first").before is None
+    assert ledger.member("anna", "first").previous_session is None
     for sequence in (1, 2):
         ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
         ledger.settle(ledger.due(0.0), 0.0)
@@ -1215,9 +1219,9 @@ def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
-    assert ledger.member("anna", "second").before == ("first", 2)
+    assert ledger.member("anna", "second").previous_session == ("first", 2)
     ledger.join("anna", "second", 2.0)  # with a new connection
-    assert ledger.member("anna", "second").before == ("first", 2)
+    assert ledger.member("anna", "second").previous_session == ("first", 2)
 
 
 def test_session_knows_the_last_exchange_before_failed_sessions():
@@ -1226,23 +1230,23 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
     ledger.join("anna", "first", 0.0)
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
-    assert ledger.member("anna", "third").before == ("first", 0)
+    assert ledger.member("anna", "third").previous_session == ("first", 0)
     ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
-    for life in ("fourth", "fifth"):
+    for session_id in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").session_id)
-        ledger.join("anna", life, 1.0)
-        assert ledger.member("anna", life).before == ("third", 1)
+        ledger.join("anna", session_id, 1.0)
+        assert ledger.member("anna", session_id).previous_session == ("third", 1)
 
 
-def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
+def test_restore_after_data_loss_keeps_exchanges_but_no_workers():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
     ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
-    again.recall(ledger.memory(), 0.0, gone=True)
-    assert not again.present()
+    again.restore(ledger.state_to_save(), 0.0, is_new_id=True)
+    assert not again.registered()
     assert not again.is_open
     again.join("anna", "second", 1.0)
-    assert again.member("anna", "second").before == ("first", 1)
+    assert again.member("anna", "second").previous_session == ("first", 1)

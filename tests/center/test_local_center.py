@@ -239,8 +239,8 @@ def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkey
     session = center.join("anna")
 
     def exchange():
-        said = "was replaced" if again else "is not registered at this center"
-        with pytest.raises(errors.WorkerStateError, match=said):
+        error = "was replaced" if again else "is not registered at this center"
+        with pytest.raises(errors.WorkerStateError, match=error):
             session.exchange(Submission(1, jnp.ones(4), anchor_version=0))
 
     def leave():
@@ -313,9 +313,11 @@ def test_rule_for_rounds_used_one_by_one_gives_a_warning(
     make, rule, settings, says, caplog
 ):
     with make(rule(), jnp.zeros(2), **settings):
-        said = [record.getMessage() for record in caplog.records]
-    assert len(said) == bool(says)
-    assert all(re.search(f"{says}.*n workers move the center n", line) for line in said)
+        messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == bool(says)
+    assert all(
+        re.search(f"{says}.*n workers move the center n", line) for line in messages
+    )
 
 
 def test_center_is_closed_at_the_end_of_its_block():

@@ -361,24 +361,29 @@ def test_journal_restores_the_data_of_limits(tmp_path):
 
     def talk(center, sequences, values):
         for name, value in values:
-            lives[name].submit(
+            joined[name].submit(
                 Submission(sequences[name], message_of_norm(value), anchor_version=0)
             )
-            lives[name].collect(sequences[name])
+            joined[name].collect(sequences[name])
             sequences[name] += 1
 
     def decisions(center):
         known = center.core.ledger
         members = {
-            name: (m.turn, m.in_a_row, m.rejected, m.why)
-            for name, m in known.present().items()
+            name: (
+                m.round_version,
+                m.consecutive_rejections,
+                m.rejected,
+                m.rejection_reason,
+            )
+            for name, m in known.registered().items()
         }
         return members, list(known.rejections._norms)
 
     center = LocalCenter(shared.downpour(), ZEROS, **settings)
-    lives = {name: center.join(name) for name in ("anna", "bert")}
+    joined = {name: center.join(name) for name in ("anna", "bert")}
     sequences = {"anna": 1, "bert": 1}
-    even = [(name, 1.0 + i / 10) for i in range(7) for name in lives]
+    even = [(name, 1.0 + i / 10) for i in range(7) for name in joined]
     talk(center, sequences, even)
     talk(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
     before = decisions(center)
@@ -387,13 +392,13 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     center.core._keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
-    life = again.core.join("anna", lives["anna"].session_id, back=True)
-    repeated = life.exchange(
+    session = again.core.join("anna", joined["anna"].session_id, resume=True)
+    repeated = session.exchange(
         Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
     )
     assert "not finite" in repeated.rejected
     with pytest.raises(errors.MessageRejectedError, match="50"):
-        life.exchange(
+        session.exchange(
             Submission(sequences["anna"], message_of_norm(50.0), anchor_version=0)
         )
     again.close()

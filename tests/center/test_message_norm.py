@@ -18,15 +18,15 @@ def message(size, dtype="float32"):
     return {"a": values[:3].astype(dtype), "b": values[3:].astype(dtype)}
 
 
-def store(flatten, dtype="float32"):
+def make_store(flatten, dtype="float32"):
     center = jax.tree.map(np.zeros_like, message(1.0, dtype))
-    made = Store(shared.downpour(), center, None, None, flatten=flatten)
-    assert (made.packing is not None) == flatten
-    return made
+    store = Store(shared.downpour(), center, None, None, flatten=flatten)
+    assert (store.packing is not None) == flatten
+    return store
 
 
-def norm_of(made, sent):
-    return float(made.norm(made.place(sent), made.current.params))
+def norm_of(store, sent):
+    return float(store.norm(store.place(sent), store.current.params))
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -35,7 +35,7 @@ def test_norm_is_right_within_the_range_of_float32(size, flatten):
     sent = message(size)
     exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in sent.values()))
     most = float(np.finfo(np.float32).max)
-    found = norm_of(store(flatten), sent)
+    found = norm_of(make_store(flatten), sent)
     np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)
 
 
@@ -47,7 +47,7 @@ def test_norm_is_right_in_other_dtypes(dtype):
             exact = np.sqrt(
                 sum((x.astype(np.float64) ** 2).sum() for x in sent.values())
             )
-            found = norm_of(store(flatten=False, dtype=jnp.dtype(dtype)), sent)
+            found = norm_of(make_store(flatten=False, dtype=jnp.dtype(dtype)), sent)
             np.testing.assert_allclose(found, exact, rtol=1e-5)
 
 
@@ -57,14 +57,14 @@ def test_norm_is_right_in_other_dtypes(dtype):
 def test_norm_is_not_finite_if_the_message_is_not(size, wrong, flatten):
     sent = message(size)
     sent["b"][-1, 7] = wrong
-    assert not np.isfinite(norm_of(store(flatten), sent))
+    assert not np.isfinite(norm_of(make_store(flatten), sent))
 
 
 def test_norm_is_that_of_the_message_and_not_the_contribution():
     center = jax.tree.map(np.ones_like, message(1.0))
-    made = Store(shared.easgd(0.5), center, None, None, flatten=True)
+    store = Store(shared.easgd(0.5), center, None, None, flatten=True)
     sent = jax.tree.map(lambda c: c + 2, center)
-    np.testing.assert_allclose(norm_of(made, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
+    np.testing.assert_allclose(norm_of(store, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -82,10 +82,10 @@ def test_large_message_is_applied_and_non_finite_one_is_rejected(flatten):
 
 
 def test_norm_of_a_large_message_needs_no_other_program():
-    made = store(flatten=False)
-    norm_of(made, message(1.0))
+    store = make_store(flatten=False)
+    norm_of(store, message(1.0))
     with nothing_compiles():
-        norm_of(made, message(1e30))
+        norm_of(store, message(1e30))
 
 
 @pytest.mark.parametrize("size", [1e-80, 1e-60, 1e-20, 1e-13, 1e45, 1e100, 1e200])
@@ -93,7 +93,7 @@ def test_norm_is_finite_for_all_finite_float64_messages(size):
     """The norm is the closest one in the range of float32."""
     with jax.enable_x64(True):
         sent = message(size, jnp.dtype("float64"))
-        found = norm_of(store(flatten=False, dtype=jnp.dtype("float64")), sent)
+        found = norm_of(make_store(flatten=False, dtype=jnp.dtype("float64")), sent)
     exact = np.sqrt(sum(((x / size) ** 2).sum() for x in sent.values())) * size
     most = float(np.finfo(np.float32).max)
     np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)

@@ -20,20 +20,20 @@ from agn_optax.center._modes import Due, Entry
 
 
 class PendingMessages:
-    """Messages that wait: by name, versions missed and rounds ahead."""
+    """Messages that wait, by worker: their round staleness and rounds ahead."""
 
-    def __init__(self, is_complete=False, **told):
-        self.is_complete, self._told = is_complete, told
+    def __init__(self, is_complete=False, **lateness):
+        self.is_complete, self._lateness = is_complete, lateness
         self.pending = {
-            name: Entry(name, Submission(1, None, 0), float(i), 0)
-            for i, name in enumerate(told)
+            name: Entry(name, Submission(1, None, 0), float(i))
+            for i, name in enumerate(lateness)
         }
 
-    def missed(self, entry):
-        return self._told[entry.worker][0]
+    def round_staleness(self, entry):
+        return self._lateness[entry.worker][0]
 
-    def lead(self, entry):
-        return self._told[entry.worker][1]
+    def rounds_ahead(self, entry):
+        return self._lateness[entry.worker][1]
 
 
 def due(mode, waiting, now=9.0):
@@ -44,7 +44,7 @@ def due(mode, waiting, now=9.0):
 
 
 @pytest.mark.parametrize(
-    ("mode", "told", "expected"),
+    ("mode", "lateness", "expected"),
     [
         (Asynchronous(), {}, ""),
         (Asynchronous(), {"a": (9, 9), "b": (0, 0)}, "a"),
@@ -56,8 +56,8 @@ def due(mode, waiting, now=9.0):
         (Synchronous(late="drop"), {"a": (0, 0), "b": (1, 0)}, "b!"),
     ],
 )
-def test_messages_that_are_due(mode, told, expected):
-    assert due(mode, PendingMessages(**told)) == expected
+def test_messages_that_are_due(mode, lateness, expected):
+    assert due(mode, PendingMessages(**lateness)) == expected
 
 
 def test_round_ends_when_all_messages_are_there_or_with_its_grace():
@@ -89,8 +89,8 @@ class Pairs(Mode):
         entries = list(waiting.pending.values())[:2]
         return Due(entries) if len(entries) == 2 else None
 
-    def weights(self, missed):
-        return (1.0,) * len(missed)
+    def weights(self, round_staleness):
+        return (1.0,) * len(round_staleness)
 
 
 def test_center_takes_another_mode():

@@ -243,8 +243,8 @@ def test_center_stays_within_the_computed_bound(name, signs, dtype):
     for step in range(60):
         size = random.choice([0.0, 1e-30, 1e-3, 1.0, 5.0 / 11**0.5])
         sign = random.choice([-1.0, 1.0]) if signs == "random" else -1.0
-        said = {"staleness": jnp.int32(step % 3), "outside": True}
-        updates, state = update(times(sign * size, dtype), state, center, **said)
+        extra_args = {"staleness": jnp.int32(step % 3), "outside": True}
+        updates, state = update(times(sign * size, dtype), state, center, **extra_args)
         center = optax.apply_updates(center, updates)
         for leaf in jax.tree.leaves(center):
             assert np.abs(np.asarray(leaf, np.float64)).max() <= bound
@@ -292,7 +292,7 @@ def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypat
     def looks(*args):
         raise AssertionError("the center is looked at")
 
-    monkeypatch.setattr(center.core.store, "look", looks)
+    monkeypatch.setattr(center.core.store, "check_finite", looks)
     for number in (1.0, -2.0, 1e-6, 0.0, 3.0):
         assert_applies(center, number)
 
@@ -301,7 +301,7 @@ def test_center_is_scanned_once_and_not_for_every_message(name, packs, monkeypat
 def bounds(monkeypatch):
     """Count computations of bounds, and scans of a center."""
     counts = {"bounds": 0, "looks": 0}
-    bound, look = _reach.bound, Store.look
+    bound, look = _reach.bound, Store.check_finite
 
     def counted(kind, call):
         def act(*args):
@@ -311,7 +311,7 @@ def bounds(monkeypatch):
         return act
 
     monkeypatch.setattr(_reach, "bound", counted("bounds", bound))
-    monkeypatch.setattr(Store, "look", counted("looks", look))
+    monkeypatch.setattr(Store, "check_finite", counted("looks", look))
     return counts
 
 
@@ -325,7 +325,7 @@ def test_bounds_are_recomputed_after_changes_of_the_center(name, bounds):
     center = agn_optax.LocalCenter.restore(rule, center.save())
     for act in (
         lambda: None,
-        lambda: center.core.shift(times(1.0), times(0.5)),
+        lambda: center.core.rebase(times(1.0), times(0.5)),
         lambda: assert_applies(center, 100.0),
     ):
         act()
@@ -393,7 +393,7 @@ def test_bounds_are_discarded_by_a_rebase():
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     session = center.join("a")
     assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
-    center.core.shift(65500 * one, 0 * one)
+    center.core.rebase(65500 * one, 0 * one)
     assert session.exchange(Submission(2, -50 * one, anchor_version=2)).rejected
 
 
@@ -401,7 +401,7 @@ def test_bounds_computed_during_a_rebase_are_discarded():
     one = np.ones(2, np.float16)
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     core, store, session = center.core, center.core.store, center.join("a")
-    programs, look = store._programs, store.look
+    programs, look = store._programs, store.check_finite
     begun, shifts, looked = (threading.Event() for _ in range(3))
 
     def held(prepared):
@@ -416,13 +416,13 @@ def test_bounds_computed_during_a_rebase_are_discarded():
         assert looked.wait(30.0)
         return programs.publish(*args)
 
-    store.look = held
+    store.check_finite = held
     store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
     sent = in_background(
         lambda: session.submit(Submission(1, -50 * one, anchor_version=0)), "a"
     )
     assert begun.wait(30.0)
-    core.shift(65500 * one, 0 * one)
+    core.rebase(65500 * one, 0 * one)
     sent.result(30.0)
     answer = session.collect(1, 30.0)
     assert answer.rejected

@@ -146,20 +146,20 @@ def test_restarted_center_keeps_speeds_and_ignores_the_outage():
         for _ in range(3):
             made.round(name, seconds=1.0, steps=steps)
     again = Workers()
-    again.ledger.recall(made.ledger.memory(), again.now)
+    again.ledger.restore(made.ledger.state_to_save(), again.now)
     again.ledger.version = made.ledger.version
     again._sequences = made._sequences
     assert [*map(again.ledger.pace, "ab")] == [1.0, 0.5]
     for name in "ab":
-        again.ledger.join(name, "1", again.now, back=True)
+        again.ledger.join(name, "1", again.now, resume=True)
     # It arrives at once because most of it was computed before.
     assert again.round("b", seconds=1e-3, steps=5) == 0.5
     assert again.round("b", seconds=1.0, steps=5) == 0.5
-    memory = made.ledger.memory()
-    for member in memory["members"].values():  # as saved by a release without speeds
+    saved = made.ledger.state_to_save()
+    for member in saved["members"].values():  # as saved by a release without speeds
         del member["speeds"]
     old = new_ledger()
-    old.recall(memory, 0.0)
+    old.restore(saved, 0.0)
     assert old.pace("a") is None
 
 
@@ -275,18 +275,18 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
             for name in ("fast", "slow")
         }
         seconds, failed = {"fast": 0.001, "slow": 0.02}, []
-        told, lengths = threading.Event(), []
+        reported, lengths = threading.Event(), []
 
         def work(name):
             try:
                 worker = workers[name]
                 loop = worker.start()
-                while not told.is_set() and time.monotonic() < until:
+                while not reported.is_set() and time.monotonic() < until:
                     time.sleep(seconds[name])  # stands for a local step
                     loop = worker.exchange(*loop)
                     if name == "slow" and (worker.pace or 1.0) < 0.5:
                         lengths.append(worker._workers[0].round_length_at(0))
-                        told.set()
+                        reported.set()
                 worker.flush(*loop)
             except BaseException as error:
                 failed.append(error)
@@ -297,7 +297,7 @@ def test_slow_worker_thread_gets_shorter_rounds(overlap):
         for thread in threads:
             thread.join(LIMIT)
         assert not failed
-        assert told.is_set()
+        assert reported.is_set()
         assert lengths[0] < 10
 
 

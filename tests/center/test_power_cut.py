@@ -19,7 +19,7 @@ from helpers import sessions, shared
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger
-from agn_optax.center.durability import Keeper, _directory, _found, _writer
+from agn_optax.center.durability import Keeper, _directory, _files, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -72,10 +72,10 @@ class Recording:
         made = [("make", str(path), False)] if flags & os.O_CREAT else []
         return made + ([("empty", str(path))] if flags & os.O_TRUNC else [])
 
-    def tell(self, what):
+    def client_knows(self, what):
         """Record that a client knows this from now on."""
         with self._lock:
-            self.events.append(("told", what))
+            self.events.append(("known", what))
 
 
 class Disk:
@@ -167,21 +167,21 @@ class Disk:
         return data
 
 
-def cuts(tape, disk, told=None):
-    """Yield the last told value and the files after a cut at every event."""
+def cuts(tape, disk, known=None):
+    """Yield the last known value and the files after a cut at every event."""
     seen = set()
     for i, (kind, *what) in enumerate(tape.events):
-        if kind == "told":
-            (told,) = what
+        if kind == "known":
+            (known,) = what
         else:
             disk.do(kind, *what)
         dice = np.random.default_rng(i)
         for share in (0.0, 0.1, 0.5, 0.9, 1.0):
             files = disk.after_a_cut(functools.partial(_is_written, dice, share))
-            state = (told, *((k, bytes(v)) for k, v in sorted(files.items())))
+            state = (known, *((k, bytes(v)) for k, v in sorted(files.items())))
             if state not in seen:
                 seen.add(state)
-                yield told, files
+                yield known, files
 
 
 def _is_written(dice, share):
@@ -197,53 +197,51 @@ def put(files, root, copy):
 
 
 def run(durability, root, patch):
-    """Run and close a center and record it; told values are center id and version."""
+    """Run and close a center and record it; known values are center id and version."""
     tape, disk = Recording(), Disk(root)
     with patch.context() as patched:
         tape.patch(patched)
         center = LocalCenter(RULE, jnp.zeros(2), durability=durability)
-        tape.tell((center.center_id, center.version))
+        tape.client_knows((center.center_id, center.version))
         for version in range(center.version + 1, center.version + 8):
             worker = f"w{version % 3}"
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
-            tape.tell((center.center_id, version))
-        tape.tell((center.center_id, center.version, "closing"))
+            tape.client_knows((center.center_id, version))
+        tape.client_knows((center.center_id, center.version, "closing"))
         center.close()
-        tape.tell((center.center_id, center.version, "closed"))
+        tape.client_knows((center.center_id, center.version, "closed"))
     return tape, disk
 
 
 @pytest.fixture
-def lives(tmp_path, monkeypatch):
+def after_cuts(tmp_path, monkeypatch):
     """Yield cuts in a center's first run, and in the next after a close or a kill."""
-    monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 13)
+    monkeypatch.setattr(_directory, "_MIN_RESERVED", 1 << 13)
 
-    def lives(make):
+    def after_cuts(make):
         count = itertools.count()
 
-        def life(name, told=None, files=None):
+        def process(name, known=None, files=None):
             root = tmp_path / name
             root.mkdir()
             put(files or {}, tmp_path / "first", root)
             tape, disk = run(make(root / "deep" / "kept"), root, monkeypatch)
-            for now, there in cuts(tape, disk, told):
+            for now, left in cuts(tape, disk, known):
                 copy = tmp_path / f"{next(count)}"
-                put(there, root, copy)
-                yield now, there, make(copy / "deep" / "kept")
+                put(left, root, copy)
+                yield now, left, make(copy / "deep" / "kept")
 
         ends = {}
-        for told, files, durability in life("first"):
-            yield told, durability
-            if told is not None:
-                ends[told[2:]] = (
-                    told[:2],
-                    files,
-                )  # the last one, with everything written
+        for known, files, durability in process("first"):
+            yield known, durability
+            if known is not None:
+                # At the last cut everything is written.
+                ends[known[2:]] = known[:2], files
         for name, end in (("after an end", ("closed",)), ("after a kill", ())):
-            for told, _, durability in life(name, *ends[end]):
-                yield told, durability
+            for known, _, durability in process(name, *ends[end]):
+                yield known, durability
 
-    return lives
+    return after_cuts
 
 
 @contextlib.contextmanager
@@ -257,46 +255,46 @@ def found(durability):
 
 
 @pytest.mark.parametrize("size", [1500, 1 << 20])
-def test_journal_has_all_confirmed_exchanges(lives, size):
-    for told, durability in lives(functools.partial(Journal, size=size)):
+def test_journal_has_all_confirmed_exchanges(after_cuts, size):
+    for known, durability in after_cuts(functools.partial(Journal, size=size)):
         with found(durability) as (store, keeper):
-            if told is not None:
-                life, version, *_ = told
+            if known is not None:
+                center_id, version, *_ = known
                 assert (keeper.center_id, store.current.number >= version) == (
-                    life,
+                    center_id,
                     True,
                 )
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
 
 
-def test_with_an_interval_a_cut_changes_the_center_id(lives, monkeypatch):
+def test_with_an_interval_a_cut_changes_the_center_id(after_cuts, monkeypatch):
     """The id stays after a clean close; the data is always an earlier state."""
-    monkeypatch.setattr(_found, "this_boot", lambda: "the next one")
+    monkeypatch.setattr(_files, "boot_id", lambda: "the next one")
     make = functools.partial(Journal, size=1500, interval=1000.0)
     same = set()
-    for told, durability in lives(make):
+    for known, durability in after_cuts(make):
         with found(durability) as (store, keeper):
-            if told is not None:
-                life, version, *state = told
+            if known is not None:
+                center_id, version, *state = known
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
-                same.add(keeper.center_id == life)
-                assert keeper.center_id != life or number >= version
-                assert keeper.center_id == life or state != ["closed"]
+                same.add(keeper.center_id == center_id)
+                assert keeper.center_id != center_id or number >= version
+                assert keeper.center_id == center_id or state != ["closed"]
     assert same == {True, False}
 
 
-def test_snapshots_are_complete_or_the_center_id_changes(lives):
+def test_snapshots_are_complete_or_the_center_id_changes(after_cuts):
     make = functools.partial(Snapshots, seconds=None, exchanges=3)
     same = set()
-    for told, durability in lives(make):
+    for known, durability in after_cuts(make):
         with found(durability) as (store, keeper):
-            if told is not None:
-                life, version, *state = told
-                same.add(keeper.center_id == life)
-                assert keeper.center_id == life or state != ["closed"]
-                assert keeper.center_id != life or store.current.number >= version
+            if known is not None:
+                center_id, version, *state = known
+                same.add(keeper.center_id == center_id)
+                assert keeper.center_id == center_id or state != ["closed"]
+                assert keeper.center_id != center_id or store.current.number >= version
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
     assert same == {True, False}

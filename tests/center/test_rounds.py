@@ -102,13 +102,13 @@ def test_messages_are_weighted(combine, weights):
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("late", ["next", "weighted"])
-@pytest.mark.parametrize("rule", ["downpour", "dynsgd", "told"])
+@pytest.mark.parametrize("rule", ["downpour", "dynsgd", "by staleness"])
 def test_late_message_is_scaled_equally_alone_and_in_a_round(rule, late, alone):
     """The rule or the mode scales it by its own staleness, but not both."""
-    told = optax.chain(agn_optax.scale_by_staleness(), shared.sgd(1.0))
+    by_staleness = optax.chain(agn_optax.scale_by_staleness(), shared.sgd(1.0))
     made = {
         **{name: RULES[name]() for name in ("downpour", "dynsgd")},
-        "told": dataclasses.replace(shared.downpour(), center=told),
+        "by staleness": dataclasses.replace(shared.downpour(), center=by_staleness),
     }[rule]
     mode = Synchronous(quorum=1, late=late)
     center = agn_optax.LocalCenter(made, np.zeros(1, np.float32), mode=mode)

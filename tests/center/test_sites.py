@@ -55,21 +55,23 @@ class Site:
         self.uplink = Uplink(self.core, parent, period=period, name="site")
         assert self.uplink.ready.wait(LIMIT)
         self.worker = self.core.join("anna")
-        self.made = 0
+        self.num_sent = 0
 
     def exchange(self, value, times=1):
         for _ in range(times):
-            self.made += 1
+            self.num_sent += 1
             with self.core.reading() as version:
                 message = jax.tree.map(
                     lambda x: jnp.full_like(x, value), version.params
                 )
                 anchor = version.number
-            self.worker.exchange(Submission(self.made, message, anchor_version=anchor))
+            self.worker.exchange(
+                Submission(self.num_sent, message, anchor_version=anchor)
+            )
 
     def meets(self, times):
         """Wait until it has exchanged this often with its parent, and adopted."""
-        version = self.made + self.shifts + times
+        version = self.num_sent + self.shifts + times
         assert self.core.wait_for(
             lambda: self.core.store.current.number >= version, LIMIT
         )
@@ -79,25 +81,25 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(*args, **settings):
-    made = Site(*args, **settings)
+def running_site(*args, **settings):
+    site = Site(*args, **settings)
     try:
-        yield made
+        yield site
     finally:
-        made.uplink.stop()
-    assert made.uplink.error is None
+        site.uplink.stop()
+    assert site.uplink.error is None
 
 
 def test_site_sends_its_displacement_since_the_last_adoption():
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=3) as made:
+    with running_site(shared.downpour(), parent, period=3) as site:
         for meeting in (1, 2, 3):
-            made.exchange(float(meeting), times=3)
-            made.meets(meeting)
+            site.exchange(float(meeting), times=3)
+            site.meets(meeting)
             contribution, anchor, steps = parent.sent[-1]
             np.testing.assert_array_equal(contribution, 3.0 * meeting)
             assert (anchor, steps) == (meeting - 1, 3)
-        made.exchange(10.0)
+        site.exchange(10.0)
     assert [steps for *_, steps in parent.sent] == [
         3,
         3,
@@ -105,17 +107,17 @@ def test_site_sends_its_displacement_since_the_last_adoption():
         1,
     ]  # the last one when it stops
     np.testing.assert_array_equal(parent.pull().params, -3.0 * 6 - 10)
-    np.testing.assert_array_equal(made.core.snapshot().params, -3.0 * 6 - 10)
+    np.testing.assert_array_equal(site.core.snapshot().params, -3.0 * 6 - 10)
     assert not parent.workers
 
 
 def test_site_sends_its_gradients_since_the_last_adoption():
     """Its record is reset after each exchange, and divided by the steps it sends."""
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
-    with site(shared.agn(shared.sgd(1.0)), parent, period=2) as made:
+    with running_site(shared.agn(shared.sgd(1.0)), parent, period=2) as site:
         for meeting in (1, 2, 3):
-            made.exchange(float(meeting), times=2)
-            made.meets(meeting)
+            site.exchange(float(meeting), times=2)
+            site.meets(meeting)
             contribution, anchor, steps = parent.sent[-1]
             np.testing.assert_allclose(contribution, float(meeting), rtol=1e-6)
             assert (anchor, steps) == (meeting - 1, 2)
@@ -124,14 +126,14 @@ def test_site_sends_its_gradients_since_the_last_adoption():
 
 def test_site_adopts_the_progress_of_others():
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=2) as made:
+    with running_site(shared.downpour(), parent, period=2) as site:
         other = parent.join("other")
         other.exchange(Submission(1, jnp.full(3, 100.0), anchor_version=0))
-        made.exchange(1.0, times=2)
-        made.meets(1)
-        np.testing.assert_array_equal(made.core.snapshot().params, -102.0)
-        made.exchange(1.0, times=2)
-        made.meets(2)
+        site.exchange(1.0, times=2)
+        site.meets(1)
+        np.testing.assert_array_equal(site.core.snapshot().params, -102.0)
+        site.exchange(1.0, times=2)
+        site.meets(2)
         np.testing.assert_array_equal(parent.sent[-1][0], 2.0)
     np.testing.assert_array_equal(parent.pull().params, -104.0)
 
@@ -141,18 +143,18 @@ def test_site_continues_while_its_message_is_in_flight(record):
     """Progress made meanwhile stays in its center and is in its next message."""
     rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
     parent = Parent(shared.agn(shared.sgd(1.0)) if record else rule, jnp.zeros(3))
-    with site(rule, parent, period=2) as made:
+    with running_site(rule, parent, period=2) as site:
         sent = threading.Event()  # a session is used by one thread at a time
-        parent.meanwhile.append(lambda: sent.wait(LIMIT) and made.exchange(5.0))
-        made.exchange(1.0, times=2)
+        parent.meanwhile.append(lambda: sent.wait(LIMIT) and site.exchange(5.0))
+        site.exchange(1.0, times=2)
         sent.set()
-        made.core.wait_for(lambda: made.made == 3, LIMIT)
-        made.meets(1)
+        site.core.wait_for(lambda: site.num_sent == 3, LIMIT)
+        site.meets(1)
         first = -1.0 if record else -2.0  # the parent has received this
-        np.testing.assert_array_equal(made.core.snapshot().params, first - 5.0)
+        np.testing.assert_array_equal(site.core.snapshot().params, first - 5.0)
         np.testing.assert_array_equal(parent.pull().params, first)
-        made.exchange(1.0)
-        made.meets(2)
+        site.exchange(1.0)
+        site.meets(2)
         np.testing.assert_array_equal(parent.sent[-1][0], 3.0 if record else 6.0)
         assert [steps for *_, steps in parent.sent] == [2, 2]
 
@@ -161,10 +163,10 @@ def test_site_moves_its_anchor_under_a_parent_with_a_penalty():
     """A worker of such a rule keeps the anchor in its state for local steps."""
     pulled = dataclasses.replace(shared.downpour(), penalty=elastic_pull(0.5))
     parent = Parent(pulled, jnp.zeros(3))
-    with site(shared.downpour(), parent, period=2) as made:
+    with running_site(shared.downpour(), parent, period=2) as site:
         for meeting in (1, 2, 3):
-            made.exchange(float(meeting), times=2)
-            made.meets(meeting)
+            site.exchange(float(meeting), times=2)
+            site.meets(meeting)
             np.testing.assert_array_equal(parent.sent[-1][0], 2.0 * meeting)
     np.testing.assert_array_equal(parent.pull().params, -12.0)
 
@@ -172,18 +174,20 @@ def test_site_moves_its_anchor_under_a_parent_with_a_penalty():
 def test_site_starts_with_the_params_of_its_parent():
     parent = Parent(shared.downpour(), jnp.full(3, 7.0))
     for params in (None, jnp.zeros(3)):
-        with site(shared.downpour(), parent, period=2, params=params) as made:
-            np.testing.assert_array_equal(made.core.snapshot().params, 7.0)
-            assert made.core.store.current.number == (params is not None)
+        with running_site(shared.downpour(), parent, period=2, params=params) as site:
+            np.testing.assert_array_equal(site.core.snapshot().params, 7.0)
+            assert site.core.store.current.number == (params is not None)
     assert not parent.sent
 
 
 def test_parent_starts_with_the_params_of_a_site():
     parent = Parent(shared.downpour())
-    with site(shared.downpour(), parent, period=2, params=jnp.full(3, 7.0)) as made:
+    with running_site(
+        shared.downpour(), parent, period=2, params=jnp.full(3, 7.0)
+    ) as site:
         np.testing.assert_array_equal(parent.pull().params, 7.0)
-        made.exchange(1.0, times=2)
-        made.meets(1)
+        site.exchange(1.0, times=2)
+        site.meets(1)
     np.testing.assert_array_equal(parent.pull().params, 5.0)
 
 
@@ -217,9 +221,9 @@ def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
     """Its message is sent again only if the parent has not applied it."""
     rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
     parent = Parent(rule, jnp.zeros(3))
-    with site(rule, parent, period=2) as made:
-        made.exchange(1.0, times=2)
-        made.meets(1)
+    with running_site(rule, parent, period=2) as site:
+        site.exchange(1.0, times=2)
+        site.meets(1)
         there, goes_on = threading.Event(), threading.Event()
 
         def fails_when_told():
@@ -228,13 +232,13 @@ def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
             fails()
 
         getattr(parent, lost).append(fails_when_told)
-        made.exchange(2.0, times=2)
+        site.exchange(2.0, times=2)
         assert there.wait(LIMIT)
-        made.exchange(5.0)  # it accumulates meanwhile
+        site.exchange(5.0)  # it accumulates meanwhile
         goes_on.set()
-        wait_until(lambda: len(parent.sent) == 2 and made.uplink._joined)
-        wait_until(lambda: not made.uplink._rounds)
-        made.exchange(7.0)
+        wait_until(lambda: len(parent.sent) == 2 and site.uplink._joined)
+        wait_until(lambda: not site.uplink._rounds)
+        site.exchange(7.0)
         wait_until(lambda: len(parent.sent) == 3)
     steps = [steps for *_, steps in parent.sent]
     assert steps == [2, 2, 2]
@@ -242,7 +246,7 @@ def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
     for (contribution, *_), value in zip(parent.sent, expected, strict=True):
         np.testing.assert_allclose(contribution, value, rtol=1e-6)
     np.testing.assert_allclose(parent.pull().params, -sum(expected), rtol=1e-6)
-    np.testing.assert_allclose(made.core.snapshot().params, -sum(expected), rtol=1e-6)
+    np.testing.assert_allclose(site.core.snapshot().params, -sum(expected), rtol=1e-6)
     assert "goes on without its parent" in caplog.text
     assert "on purpose" in caplog.text
 
@@ -250,8 +254,8 @@ def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
 @pytest.mark.usefixtures("soon")
 def test_site_is_degraded_until_it_has_rejoined_its_parent():
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=1) as made:
-        assert made.core.degraded == ""
+    with running_site(shared.downpour(), parent, period=1) as site:
+        assert site.core.degraded == ""
         join, may_join = parent.core.join, threading.Event()
 
         def rejects(*args, **kwargs):
@@ -261,22 +265,22 @@ def test_site_is_degraded_until_it_has_rejoined_its_parent():
 
         parent.core.join = rejects
         parent.before.append(fails)
-        made.exchange(1.0)
-        wait_until(lambda: "there is no room" in made.core.degraded)
-        assert "goes on without its parent since" in made.core.degraded
-        assert isinstance(made.uplink.error, errors.CenterFullError)
-        made.exchange(1.0, times=3)
+        site.exchange(1.0)
+        wait_until(lambda: "there is no room" in site.core.degraded)
+        assert "goes on without its parent since" in site.core.degraded
+        assert isinstance(site.uplink.error, errors.CenterFullError)
+        site.exchange(1.0, times=3)
         may_join.set()
-        wait_until(lambda: not made.core.degraded)
-        assert made.uplink.error is None
+        wait_until(lambda: not site.core.degraded)
+        assert site.uplink.error is None
     np.testing.assert_array_equal(parent.pull().params, -4.0)
 
 
 @pytest.mark.usefixtures("soon")
 def test_stopping_site_tries_to_rejoin_and_sends_its_progress():
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=100) as made:
-        made.exchange(1.0, times=3)
+    with running_site(shared.downpour(), parent, period=100) as site:
+        site.exchange(1.0, times=3)
         parent.before += [fails, fails]
     np.testing.assert_array_equal(parent.pull().params, -3.0)
 
@@ -285,9 +289,9 @@ def test_stopping_site_tries_to_rejoin_and_sends_its_progress():
 def test_parent_that_lost_everything_gets_the_params_of_the_site():
     """They include all progress, which is not sent again."""
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=2) as made:
-        made.exchange(1.0, times=2)
-        made.meets(1)
+    with running_site(shared.downpour(), parent, period=2) as site:
+        site.exchange(1.0, times=2)
+        site.meets(1)
 
         lost = threading.Event()
 
@@ -297,11 +301,11 @@ def test_parent_that_lost_everything_gets_the_params_of_the_site():
             fails()
 
         parent.before.append(loses_all)
-        made.exchange(2.0, times=2)
+        site.exchange(2.0, times=2)
         assert lost.wait(LIMIT)
         wait_until(lambda: parent.core.is_initialized and parent.workers)
         np.testing.assert_array_equal(parent.pull().params, -6.0)
-        made.exchange(1.0)
+        site.exchange(1.0)
     np.testing.assert_array_equal(parent.pull().params, -7.0)
 
 
@@ -345,15 +349,15 @@ def test_progress_counts_once_if_rejoining_fails_halfway(
         above.join = joins
         fails()
 
-    with site(rule, above, period=2) as made:
+    with running_site(rule, above, period=2) as site:
         for parent in parents[1:]:
             (parent.meanwhile if arrives else parent.before).append(fails)
         (parents[0].meanwhile if arrives else parents[0].before).append(breaks)
-        made.exchange(1.0, times=2)
-        wait_until(lambda: made.uplink._joined and not made.uplink._rounds)
-        wait_until(lambda: len(failures) == attempts and made.uplink.error is None)
-        made.exchange(1.0)
-    for params in (above.pull().params, made.core.snapshot().params):
+        site.exchange(1.0, times=2)
+        wait_until(lambda: site.uplink._joined and not site.uplink._rounds)
+        wait_until(lambda: len(failures) == attempts and site.uplink.error is None)
+        site.exchange(1.0)
+    for params in (above.pull().params, site.core.snapshot().params):
         for leaf in params.values():
             np.testing.assert_array_equal(leaf, -3.0)
 
@@ -378,8 +382,8 @@ def slow_record():
 def test_response_that_failed_to_be_adopted_is_adopted_later(at):
     """Progress that the parent has by then counts once, at the parent and the site."""
     parent = Parent(shared.downpour(), jnp.zeros(3))
-    with site(shared.downpour(), parent, period=2) as made:
-        shift, attempts = made.core.shift, []
+    with running_site(shared.downpour(), parent, period=2) as site:
+        shift, attempts = site.core.rebase, []
 
         def fails_once(*args):
             attempts.append(args)
@@ -387,7 +391,7 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
                 fails()
             shift(*args)
 
-        made.core.shift = fails_once
+        site.core.rebase = fails_once
         other = parent.join("other")
         # Now there is progress to adopt.
         other.exchange(Submission(1, jnp.ones(3), anchor_version=0))
@@ -395,12 +399,12 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
             parent.meanwhile.append(
                 fails
             )  # the message arrives, and the response is lost
-        made.exchange(1.0, times=2)
-        wait_until(lambda: len(attempts) > 1 and made.uplink.error is None)
+        site.exchange(1.0, times=2)
+        wait_until(lambda: len(attempts) > 1 and site.uplink.error is None)
         other.leave()
-        made.exchange(1.0)
+        site.exchange(1.0)
     np.testing.assert_array_equal(parent.pull().params, -4.0)
-    np.testing.assert_array_equal(made.core.snapshot().params, -4.0)
+    np.testing.assert_array_equal(site.core.snapshot().params, -4.0)
 
 
 def test_record_of_a_site_is_traced_once():
@@ -413,8 +417,8 @@ def test_record_of_a_site_is_traced_once():
 
     record = optax.GradientTransformationExtraArgs(sums.init, update)
     parent = Parent(dataclasses.replace(rule, record=record), jnp.zeros(3))
-    with site(rule, parent, period=2) as made:
-        made.exchange(1.0, times=5)
+    with running_site(rule, parent, period=2) as site:
+        site.exchange(1.0, times=5)
     assert sum(steps for *_, steps in parent.sent) == 5
     assert len(traced) == 1
 

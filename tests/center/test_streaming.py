@@ -134,11 +134,11 @@ def test_one_fragment_at_a_time_is_in_flight():
     params = {f"layer {i}": jnp.ones((16, 16)) for i in range(8)}
     model = sum(leaf.nbytes for leaf in params.values())
 
-    def told(number, values):
+    def record(number, values):
         sent.append((values["fragment"], number, values["bytes_sent"]))
 
     center = shards(params=params)
-    worker = worker_of(center, callbacks=[told])
+    worker = worker_of(center, callbacks=[record])
     run_worker(worker, *worker.start(), feeds(params, 2 * PERIOD))
     assert sent == [(p, n, model / 2) for n in (1, 2) for p in (0, 1)]
     whole = agn_optax.LocalCenter(shared.diloco(), params)
@@ -223,9 +223,9 @@ def test_flushes_of_synchronous_workers_a_step_apart_end(settings):
         worker.leave()
         ended.append(steps)
 
-    told = zip(workers, loops, (PERIOD // 2, PERIOD // 2 + 1), strict=True)
+    calls = zip(workers, loops, (PERIOD // 2, PERIOD // 2 + 1), strict=True)
     futures = [
-        in_background(functools.partial(train, *each), "a worker") for each in told
+        in_background(functools.partial(train, *each), "a worker") for each in calls
     ]
     try:
         for future in futures:
@@ -394,14 +394,14 @@ def test_restarted_shards_have_all_messages_of_their_fragments(tmp_path):
     worker = worker_of(center)
     loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD + 2))
     assert versions(center) == (2, 1)
-    saved, life, before = worker.save(*loop), worker.resume_token, center.pull().params
+    saved, token, before = worker.save(*loop), worker.resume_token, center.pull().params
     for shard in center.centers:
         shard.close()
     center = begun([None, None])
     assert versions(center) == (2, 1)
     assert_identical(center.pull().params, before)
     other = worker_of(center, name=worker.name)
-    loop = other.restore(saved, resume_token=life)
+    loop = other.restore(saved, resume_token=token)
     rest = jax.tree.map(lambda x: x[PERIOD + 2 :], targets)
     run_worker(other, *loop, rest)
     assert versions(center) == (2, 2)

@@ -17,7 +17,7 @@ def test_checked_submission_has_python_numbers():
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "message"),
+    ("fields", "error", "message"),
     [
         ({"steps": -1}, errors.InvalidArgumentError, "steps must be a whole number"),
         ({"steps": 1 << 31}, errors.InvalidArgumentError, "steps must be a whole"),
@@ -29,10 +29,10 @@ def test_checked_submission_has_python_numbers():
         ({"anchor_version": None}, errors.InvalidArgumentError, "anchor_version must"),
     ],
 )
-def test_numbers_out_of_range_are_errors(said, error, message):
+def test_numbers_out_of_range_are_errors(fields, error, message):
     with pytest.raises(error, match=message):
         Submission(
-            **{"sequence": 1, "contribution": 0, "anchor_version": 0, **said}
+            **{"sequence": 1, "contribution": 0, "anchor_version": 0, **fields}
         ).checked()
 
 

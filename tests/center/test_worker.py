@@ -499,10 +499,10 @@ def test_compiled_function_may_make_several_local_steps():
 
 
 @pytest.mark.parametrize(
-    ("steps", "calls", "said"),
+    ("steps", "calls", "warning"),
     [(3, 1, "rounds are longer.*steps="), (1, 1, ""), (1, 2, "rounds are shorter")],
 )
-def test_loop_that_miscounts_its_steps_gets_a_warning(steps, calls, said, caplog):
+def test_loop_that_miscounts_its_steps_gets_a_warning(steps, calls, warning, caplog):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=4)
     loop = worker.start()
@@ -512,8 +512,8 @@ def test_loop_that_miscounts_its_steps_gets_a_warning(steps, calls, said, caplog
         for _ in range(calls):
             loop = worker.exchange(*loop)
     warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == bool(said)  # one warning is enough
-    assert all(re.search(said, line) for line in warned)
+    assert len(warned) == bool(warning)  # one warning is enough
+    assert all(re.search(warning, line) for line in warned)
     assert worker.exchanges == 8 * calls // 4
     assert_identical(loop[0], center.pull().params)
 
@@ -533,18 +533,18 @@ def test_steps_of_another_optimizer_give_a_warning_at_second_exchange(
         return optax.apply_updates(params, updates), state, mine
 
     step = jax.jit(step) if compiled else step
-    mine, said = own.init(params), {}
+    mine, messages = own.init(params), {}
     for number in range(1, 21):
         params, state, mine = step(params, state, mine)
         params, state = worker.exchange(params, state)
         if number % 5 == 0:
             params, state = worker.receive(params, state)
-            said[worker.exchanges] = [each.getMessage() for each in caplog.records]
-    assert said[1] == []
-    assert said[2] == said[4]
-    assert len(said[2]) == 1
+            messages[worker.exchanges] = [each.getMessage() for each in caplog.records]
+    assert messages[1] == []
+    assert messages[2] == messages[4]
+    assert len(messages[2]) == 1
     wanted = r"made 0 local steps .* counted 5: its messages are empty.*worker\.tx\.up"
-    assert re.search(wanted, said[2][0])
+    assert re.search(wanted, messages[2][0])
 
 
 def test_steps_of_another_optimizer_count_if_params_are_sent(caplog):

@@ -20,7 +20,7 @@ from helpers import shared
 
 from agn_optax import LocalCenter, errors, service
 from agn_optax.center import Submission
-from agn_optax.center.durability import _directory, _found, _records
+from agn_optax.center.durability import _directory, _files, _records
 from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
@@ -374,13 +374,13 @@ def _read_journal(data):
 
 def _read_lock(data):
     (_FOLDER / "lock").write_bytes(data)
-    promise = _found.Found(_FOLDER).promise
-    known = [("journal", _COUNT), ("whole", 12)]
-    assert promise is None or (promise.kind, promise.kept) in known
+    lock = _files.CenterFiles(_FOLDER).lock
+    known = [("journal", _COUNT), ("closed", 12)]
+    assert lock is None or lock[:2] in known
 
 
 def _line(kind, number):
-    return _found.Promise(kind, number, _found.this_boot()).line()
+    return _files.Lock(kind, number, _files.boot_id()).to_bytes()
 
 
 def _read_folder(data):
@@ -401,11 +401,12 @@ def _read_folder(data):
         snapshot = directory.load()
         np.testing.assert_array_equal(snapshot.arrays[0], TREE["a"])
         count = 0
-        for record in directory.replay(0):
+        replay = directory.replay(snapshot)
+        for record in replay:
             assert record.number == count
             _check_record(record)
             count += 1
-        assert count == _COUNT or directory.lost(count)
+        assert count == _COUNT or replay.new_id_reason
     finally:
         directory.close()
 
@@ -509,7 +510,7 @@ PARSERS = {
     "record": Parser([_SNAPSHOT, _JOURNAL], _read_record, _DISK),
     "journal": Parser([_JOURNAL, _JOURNAL.ljust(1 << 14, b"\0")], _read_journal, _DISK),
     "lock": Parser(
-        [_line("journal", _COUNT), _line("whole", 12)],
+        [_line("journal", _COUNT), _line("closed", 12)],
         _read_lock,
         (errors.DurabilityError,),
     ),

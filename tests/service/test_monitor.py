@@ -74,7 +74,7 @@ def test_worker_without_recent_exchanges_has_stalled():
     with watched() as (server, monitor, center):
         session = center.join("anna")
         exchanged(session, 1)
-        member = server.center.core.ledger.present()["anna"]
+        member = server.center.core.ledger.registered()["anna"]
         now = time.monotonic()
         with server.center.core.atomically():
             member.recent = centers.Recent(now - 60.0, 2)
@@ -108,7 +108,7 @@ def test_worker_that_waits_for_a_round_has_not_stalled():
         wait_until(lambda: "anna" in ledger.pending)
         now = time.monotonic()
         with server.center.core.atomically():
-            for member in ledger.present().values():
+            for member in ledger.registered().values():
                 member.recent = centers.Recent(now - 60.0, 2)
                 member.recent.add(now - 59.0, 1, 10)
         monitor.update()
@@ -159,7 +159,7 @@ def test_joining_losing_and_leaving_are_events():
         )
         ledger = server.center.core.ledger
         with server.center.core.atomically():  # as if its lease were over
-            ledger._expire_at(ledger.present()["anna"], 0.0)
+            ledger._expire_at(ledger.registered()["anna"], 0.0)
         monitor.update()
         center.join("anna")
         monitor.update()

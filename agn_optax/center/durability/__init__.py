@@ -2,11 +2,11 @@
 
 `_keeper` records what happens to the center and decides what is written, `_writer` is
 the thread that writes the journal, `_directory` manages the files, and `_records` is
-their format. `_found` reads the files of an earlier process, and `_backup` copies them.
+their format. `_files` reads the files of an earlier process, and `_backup` copies them.
 """
 
 from agn_optax.center.durability._backup import backup
-from agn_optax.center.durability._directory import Room
+from agn_optax.center.durability._directory import DiskSpace
 from agn_optax.center.durability._keeper import (
     Durability,
     Image,
@@ -17,11 +17,11 @@ from agn_optax.center.durability._keeper import (
 )
 
 __all__ = [
+    "DiskSpace",
     "Durability",
     "Image",
     "Journal",
     "Keeper",
-    "Room",
     "Snapshots",
     "backup",
     "read",

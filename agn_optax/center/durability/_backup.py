@@ -10,7 +10,11 @@ import pathlib
 from agn_optax import errors
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
-from agn_optax.center.durability._found import Found, explained, settled
+from agn_optax.center.durability._files import (
+    CenterFiles,
+    disk_errors,
+    retry_if_changed,
+)
 from agn_optax.center.durability._records import Record
 
 
@@ -39,12 +43,13 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
       >>> import pathlib, tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept, copy = pathlib.Path(folder, "kept"), pathlib.Path(folder, "copy")
-      ...     durability = agn_optax.center.Journal(kept)
+      ...     original = pathlib.Path(folder, "original")
+      ...     copy = pathlib.Path(folder, "copy")
+      ...     durability = agn_optax.center.Journal(original)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("w").exchange(sent)
-      ...     version = agn_optax.center.backup(kept, copy)
+      ...     version = agn_optax.center.backup(original, copy)
       ...     center.close()
       ...     durability = agn_optax.center.Journal(copy)
       ...     center = agn_optax.LocalCenter(rule, durability=durability)
@@ -53,58 +58,56 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
       1 [0. 0.]
     """
     to = pathlib.Path(to)
-    with explained(f"cannot write to {to}"):
+    with disk_errors(f"cannot write to {to}"):
         if to.is_dir() and any(to.iterdir()):
             raise errors.InvalidArgumentError(
                 f"{to} is not empty: back up into a directory of its own"
             )
-    return settled(directory, lambda: _try(directory, to))
+    return retry_if_changed(directory, lambda: _copy_or_clean_up(directory, to))
 
 
-def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
+def _copy_or_clean_up(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
     """Copy all files, or remove what was copied; return the version."""
-    source = Found(directory)
+    source = CenterFiles(directory)
     snapshot = source.load_center()
     with (
-        explained(f"cannot write to {to}"),
+        disk_errors(f"cannot write to {to}"),
         contextlib.closing(Directory(to)) as target,
     ):
         try:
             _copy(source, snapshot, target)
-            return _version(Found(to))
+            return _version(CenterFiles(to))
         except BaseException:
-            for each in to.iterdir():
-                each.unlink()
+            for path in to.iterdir():
+                path.unlink()
             raise
 
 
-def _copy(source: Found, snapshot: Record, target: Directory) -> None:
+def _copy(source: CenterFiles, snapshot: Record, target: Directory) -> None:
     """Copy the records, then the snapshot, whose presence marks a complete copy."""
     number = snapshot.number
-    records = source.replay_kept(number)
+    records = iter(source.replay_on_disk(snapshot))
     if (first := next(records, None)) is not None:
         file, size = target.begin_journal(number)
         try:
             end = 0
             for record in itertools.chain([first], records):
-                pieces, more = _records.encode(*record[:3], on_disk=end, file_size=size)
-                if end + more > size:
-                    size = reserve(file, size, end + more)
+                pieces, added = _records.encode(*record[:3], end, size)
+                if end + added > size:
+                    size = reserve(file, size, end + added)
                 _records.write(file, pieces, end)
-                end, number = end + more, record.number + 1
+                end, number = end + added, record.number + 1
             os.fsync(file)
         finally:
             os.close(file)
-    target.make_promise("backup", number)
+    target.write_lock("backup", number)
     target.save(*snapshot[:3])
 
 
-def _version(copy: Found) -> int:
+def _version(copy: CenterFiles) -> int:
     """Read all of a copy; return the version of its center."""
     snapshot = copy.load_center()
-    version, number = snapshot.about["version"], snapshot.number
-    for record in copy.replay(number):
+    version: int = snapshot.about["version"]
+    for record in copy.replay(snapshot):  # raises if a record is missing
         version += bool(record.about["staleness"])
-        number = record.number + 1
-    copy.lost(number)
     return version

@@ -1,6 +1,6 @@
 """The directory of a durability: locking, snapshots, journals and free space.
 
-The process that keeps its center in the directory holds the lock. `_found` describes
+The process that keeps its center in the directory holds the lock. `_files` describes
 the files, and reads them.
 """
 
@@ -19,23 +19,23 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
-from agn_optax.center.durability._found import (
-    Found,
+from agn_optax.center.durability._files import (
+    CenterFiles,
     Kind,
-    Promise,
-    explained,
-    opening,
-    this_boot,
+    Lock,
+    boot_id,
+    disk_errors,
+    open_file,
 )
 
 if sys.platform != "win32":
     import fcntl
 
 # Bytes to reserve for a journal at a time: its current size, within these limits.
-_LEAST_RESERVED, _MOST_RESERVED = 64 << 10, 64 << 20
+_MIN_RESERVED, _MAX_RESERVED = 64 << 10, 64 << 20
 
 
-class Room(NamedTuple):
+class DiskSpace(NamedTuple):
     """Space on the disk of a durability.
 
     Attributes:
@@ -47,8 +47,8 @@ class Room(NamedTuple):
     needed: int
 
 
-class Directory(Found):
-    """The files of one center, locked for this process.
+class Directory(CenterFiles):
+    """The files of one center, locked and written by this process.
 
     Args:
       path: path of the directory, which is created if necessary.
@@ -62,30 +62,30 @@ class Directory(Found):
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
         with contextlib.ExitStack() as opened:
-            with explained(f"cannot keep a center in {path}"):
-                _make(path)
-                self._folder = opened.enter_context(opening(path, os.O_RDONLY))
-                lock = opening(path / "lock", os.O_RDWR | os.O_CREAT)
-                self._lock = opened.enter_context(lock)
+            with disk_errors(f"cannot keep a center in {path}"):
+                _make_synced(path)
+                self._folder = opened.enter_context(open_file(path, os.O_RDONLY))
+                lock = open_file(path / "lock", os.O_RDWR | os.O_CREAT)
+                self._lock_file = opened.enter_context(lock)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise errors.DurabilityError(
                     f"another process keeps its center in {path}; give each "
                     "center a directory of its own"
                 ) from None
             super().__init__(path)
-            with explained(f"cannot keep a center in {path}"):
-                self.check_place()  # the directory may have been replaced meanwhile
-                for each in path.glob("*.tmp"):  # left by a process that was killed
-                    each.unlink()
+            with disk_errors(f"cannot keep a center in {path}"):
+                self.check_paths()  # the directory may have been replaced meanwhile
+                for left in path.glob("*.tmp"):  # by a process that was killed
+                    left.unlink()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Release the lock."""
         self._opened.close()
 
-    def check_place(self, journal: int | None = None, begin: int = 0) -> None:
+    def check_paths(self, journal: int | None = None, begin: int = 0) -> None:
         """Check that open files are still found at their paths.
 
         An open file can be written after it was moved or removed, and by any process
@@ -98,11 +98,11 @@ class Directory(Found):
         Raises:
           OSError: a file was moved, removed or replaced.
         """
-        _check_place(self._lock, self.path / "lock")
+        _check_path(self._lock_file, self.path / "lock")
         if journal is not None:
-            _check_place(journal, self.file("journal", begin))
+            _check_path(journal, self.file("journal", begin))
 
-    def room(self, snapshot: int, *, journal: bool) -> Room:
+    def disk_space(self, snapshot: int, *, journal: bool) -> DiskSpace:
         """Return the free and the needed disk space.
 
         Args:
@@ -114,11 +114,11 @@ class Directory(Found):
         """
         free = shutil.disk_usage(self.path).free
         # A record is about as large as the parameters.
-        begins = max(_LEAST_RESERVED, min(snapshot, _MOST_RESERVED))
-        return Room(free, snapshot + (begins if journal else 0))
+        reserved = max(_MIN_RESERVED, min(snapshot, _MAX_RESERVED))
+        return DiskSpace(free, snapshot + (reserved if journal else 0))
 
-    def make_promise(self, kind: Kind, number: int) -> None:
-        """Write the guarantee for later records to the lock, and sync it to disk.
+    def write_lock(self, kind: Kind, number: int) -> None:
+        """Write the guarantee for newer records to the lock, and sync it to disk.
 
         Args:
           kind: kind of the guarantee.
@@ -127,20 +127,20 @@ class Directory(Found):
         Raises:
           OSError: the lock could not be written.
         """
-        self.promise = Promise(kind, number, this_boot())
-        self.note(number)
-        os.fsync(self._lock)
+        self.lock = Lock(kind, number, boot_id())
+        self.write_num_records(number)
+        os.fsync(self._lock_file)
 
-    def note(self, number: int) -> None:
+    def write_num_records(self, number: int) -> None:
         """Write the number of records on disk to the lock.
 
         The lock is not synced, which would take as long as syncing the records. If the
         process is killed, the number is preserved. After a power failure it may be some
         seconds old: it is never too large.
         """
-        assert self.promise is not None
-        self.promise = self.promise._replace(kept=number)
-        os.pwrite(self._lock, self.promise.line(), 0)
+        assert self.lock is not None
+        self.lock = self.lock._replace(num_records=number)
+        os.pwrite(self._lock_file, self.lock.to_bytes(), 0)
 
     def save(
         self, number: int, about: dict[str, Any], arrays: Sequence[np.ndarray]
@@ -150,12 +150,12 @@ class Directory(Found):
         Raises:
           OSError: the snapshot could not be written.
         """
-        self.check_place()
+        self.check_paths()
         path = self.file("snapshot", number)
         temporary = path.with_name(path.name + ".tmp")
         pieces, size = _records.encode(number, about, arrays)
         try:
-            with opening(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _records.write(file, pieces, 0)
                 os.fsync(file)
             temporary.rename(path)
@@ -171,7 +171,7 @@ class Directory(Found):
         Raises:
           OSError: the journal could not be created.
         """
-        self.check_place()
+        self.check_paths()
         path = self.file("journal", number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -184,7 +184,7 @@ class Directory(Found):
             raise
         return file, size
 
-    def forget(self, journals: int, keep: int, seconds: float = 0.0) -> None:
+    def remove_old(self, journals: int, keep: int, seconds: float = 0.0) -> None:
         """Remove files that are no longer needed.
 
         Args:
@@ -192,13 +192,13 @@ class Directory(Found):
           keep: number of snapshots to keep, the last ones.
           seconds: also keep the snapshots that are younger than this.
         """
-        for each in self.numbers("journal"):
-            if each < journals:
-                self.file("journal", each).unlink()
-        before = time.time() - seconds
-        for each in self.numbers("snapshot")[:-keep]:
-            path = self.file("snapshot", each)
-            if path.stat().st_mtime <= before:
+        for number in self.numbers("journal"):
+            if number < journals:
+                self.file("journal", number).unlink()
+        oldest = time.time() - seconds
+        for number in self.numbers("snapshot")[:-keep]:
+            path = self.file("snapshot", number)
+            if path.stat().st_mtime <= oldest:
                 path.unlink()
 
 
@@ -208,7 +208,7 @@ def reserve(file: int, size: int, needed: int) -> int:
     Small files grow in small steps, and large files seldom. Writing to reserved space
     is faster, and the reserved size reveals a file that was truncated.
     """
-    more = max(_LEAST_RESERVED, min(size, _MOST_RESERVED), needed - size)
+    more = max(_MIN_RESERVED, min(size, _MAX_RESERVED), needed - size)
     try:
         os.posix_fallocate(file, size, more)
     except (AttributeError, OSError):  # not supported by the system or the file system
@@ -216,19 +216,19 @@ def reserve(file: int, size: int, needed: int) -> int:
     return size + more
 
 
-def _make(path: pathlib.Path) -> None:
+def _make_synced(path: pathlib.Path) -> None:
     """Create a directory and its parents so that they survive a power failure."""
     if not path.is_dir():
-        _make(path.parent)
+        _make_synced(path.parent)
         path.mkdir(exist_ok=True)
-        with opening(path.parent, os.O_RDONLY) as parent:
+        with open_file(path.parent, os.O_RDONLY) as parent:
             os.fsync(parent)
 
 
-def _check_place(file: int, path: pathlib.Path) -> None:
+def _check_path(file: int, path: pathlib.Path) -> None:
     try:
-        is_there = os.path.samestat(os.stat(path), os.fstat(file))  # noqa: PTH116 quick
+        is_same = os.path.samestat(os.stat(path), os.fstat(file))  # noqa: PTH116 quick
     except FileNotFoundError:
-        is_there = False
-    if not is_there:
+        is_same = False
+    if not is_same:
         raise OSError(f"{path} was removed, moved or replaced while it was in use")

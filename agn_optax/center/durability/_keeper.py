@@ -29,8 +29,13 @@ from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
-from agn_optax.center.durability._directory import Directory, Room
-from agn_optax.center.durability._found import Found, Kind, explained, settled
+from agn_optax.center.durability._directory import Directory, DiskSpace
+from agn_optax.center.durability._files import (
+    CenterFiles,
+    Kind,
+    disk_errors,
+    retry_if_changed,
+)
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -38,9 +43,11 @@ from agn_optax.rules import Rule, difference, fingerprint
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
-_SNAPSHOTS = 4  # minimum journal size in snapshots, so that these are few of all writes
-_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
-_REPEATS = 60.0  # s, pause before a failed snapshot is tried again
+_MIN_SNAPSHOTS = (
+    4  # minimum size of a journal, in snapshots: it limits their part of writes
+)
+_MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
+_RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +75,12 @@ class Snapshots:
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Snapshots(folder, seconds=30.0)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     center = agn_optax.LocalCenter(rule, durability=durability)
       ...     print(center.pull().params, center.version)
       ...     center.close()
       [0. 0.] 1
@@ -132,12 +139,12 @@ class Journal:
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     center = agn_optax.LocalCenter(rule, durability=durability)
       ...     print(center.pull().params, center.version)
       ...     center.close()
       [0. 0.] 1
@@ -158,7 +165,7 @@ Durability = Snapshots | Journal
 
 
 # The complete state of a center: a function that returns the copied center state, the
-# ledger's memory, and the name of the chief.
+# ledger's state, and the name of the chief.
 Image = tuple[Callable[[], CenterState], dict[str, Any], str | None]
 
 
@@ -176,7 +183,7 @@ class Keeper:
         new id.
       chief: name of the worker that initialized the center on disk.
       failure: error after which the center cannot be saved, and stops; "" without one.
-      found: message on the center that was found on disk; "" if there was none.
+      restore_message: how the center on disk continues; "" if there was none.
       saved_version: version of the newest snapshot written; None before the first.
 
     Raises:
@@ -195,10 +202,10 @@ class Keeper:
         self.center_id = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
-        self.found = ""
+        self.restore_message = ""
         self.saved_version: int | None = None
         self._durability = durability
-        self._lost_snapshot = ""  # why the last snapshot could not be written
+        self._snapshot_error = ""  # why the last snapshot could not be written
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -209,7 +216,7 @@ class Keeper:
         self._written = 0  # number of records that the journal has written
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
         self._saved_at = 0.0  # time of the last attempt at a snapshot
-        self._seen = 0  # number of records before that attempt
+        self._attempted = 0  # number of records before that attempt
         self._saved_size = 0
         self._exchanges = 0  # since that attempt
         self._saving = threading.Lock()  # held while a snapshot is written
@@ -237,31 +244,30 @@ class Keeper:
             return None
         where = f"the center in {self._directory.path}"
         _check_rule(snapshot, self._rule, where)
-        state = _state(snapshot, self._rule, params, dtype, where)
-        store = Store.restore(self._rule, state, device, flatten=flatten)
+        saved = _state(snapshot, self._rule, params, dtype, where)
+        store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
-        memories = [snapshot.about["ledger"]]
+        states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        for record in self._directory.replay(snapshot.number):
+        replay = self._directory.replay(snapshot)
+        for record in replay:
             self._number = record.number + 1
-            _repeat(record, store)
-            memories.append(record.about["ledger"])
+            _apply_record(record, store)
+            states.append(record.about["ledger"])
         version = ledger.version = store.current.number
-        self.found = f"{where} continues at version {version}"
-        lost = self._directory.lost(self._number)
-        for memory in memories:
+        reason = replay.new_id_reason
+        for state in states:
             # If updates are lost, workers may be ahead of it, and must start again.
-            ledger.recall(memory, now, gone=bool(lost))
-        if lost:
-            self.found = (
-                f"{where} continues with a new id, at version {version}: {lost}"
+            ledger.restore(state, now, is_new_id=bool(reason))
+        if reason:
+            self.restore_message = (
+                f"{where} continues with a new id, at version {version}: {reason}"
             )
-            _log.warning("%s", self.found)
+            _log.warning("%s", self.restore_message)
         else:
-            self.center_id, self.chief = (
-                snapshot.about["center_id"],
-                snapshot.about["chief"],
-            )
+            self.restore_message = f"{where} continues at version {version}"
+            self.center_id = snapshot.about["center_id"]
+            self.chief = snapshot.about["chief"]
             if self._number == snapshot.number:
                 self._saved = self._number, self.center_id
         self._saved_size = snapshot.size
@@ -275,14 +281,14 @@ class Keeper:
         """
         self._image = image
         try:
-            with explained(f"cannot write to {self._directory.path}"):
+            with disk_errors(f"cannot write to {self._directory.path}"):
                 self._write_first(self._number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
             raise
-        self._saved_at, self._seen = time.monotonic(), self._number
+        self._saved_at, self._attempted = time.monotonic(), self._number
         name = "agn-optax snapshots"
         self._saver = keep_running(self._save_when_due, name)
 
@@ -297,7 +303,7 @@ class Keeper:
         """Record a change of the center.
 
         Args:
-          ledger: the ledger's memory of the workers that are concerned.
+          ledger: the ledger's state of the workers that are concerned.
           submissions: messages that were applied together; empty if only the ledger
             changed.
           staleness: staleness of each message.
@@ -314,12 +320,12 @@ class Keeper:
         if self._writer is not None:
             about = {
                 "ledger": ledger,
-                "messages": [plain(each) for each in submissions],
+                "messages": [plain(submission) for submission in submissions],
                 "staleness": staleness,
                 "weights": weights,
                 "workers": workers,
             }
-            self._writer.append(about, [each.contribution for each in submissions])
+            self._writer.append(about, [s.contribution for s in submissions])
         return self.recorded
 
     @property
@@ -330,15 +336,15 @@ class Keeper:
     @property
     def degraded(self) -> str:
         """The reason why changes are missing on disk; "" if none are."""
-        return self.failure or self._lost_snapshot
+        return self.failure or self._snapshot_error
 
-    def room(self) -> Room | None:
+    def disk_space(self) -> DiskSpace | None:
         """Return the free and the needed disk space; None if unknown."""
         if self._saver is None:
             return None
         has_journal = isinstance(self._durability, Journal)
         try:
-            return self._directory.room(self._saved_size, journal=has_journal)
+            return self._directory.disk_space(self._saved_size, journal=has_journal)
         except OSError:  # the directory was moved; the next write reports it
             return None
 
@@ -387,8 +393,8 @@ class Keeper:
             if not self.failure:
                 if self._saved != (number, self.center_id):
                     self._save(number, image)
-                self._directory.make_promise("whole", number)
-                self._forget(number + 1)
+                self._directory.write_lock("closed", number)
+                self._remove_old(number + 1)
         except OSError as error:
             self._fail(error)
 
@@ -401,23 +407,26 @@ class Keeper:
         if self._saved != (number, self.center_id):
             self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
-            self._directory.make_promise("memory", number)
+            self._directory.write_lock("memory", number)
         else:
             interval, self._written = self._durability.interval, number
             self._writer = Writer(
-                self._directory, number, interval, self._is_written, self._fail
+                self._directory, number, interval, self._set_written, self._fail
             )
             kind: Kind = "journal" if interval is None else "interval"
-            self._directory.make_promise(kind, number)
-        self._forget(number)
+            self._directory.write_lock(kind, number)
+        self._remove_old(number)
 
-    def _forget(self, journals: int) -> None:
+    def _remove_old(self, journals: int) -> None:
         """Remove old snapshots, and the journals that begin before a record."""
-        kept = self._durability
-        few = (1,) if isinstance(kept, Journal) else (kept.keep, kept.keep_seconds)
-        self._directory.forget(journals, *few)
+        durability = self._durability
+        if isinstance(durability, Journal):
+            self._directory.remove_old(journals, keep=1)
+        else:
+            keep, seconds = durability.keep, durability.keep_seconds
+            self._directory.remove_old(journals, keep, seconds)
 
-    def _is_written(self, number: int) -> None:
+    def _set_written(self, number: int) -> None:
         with self._changed:
             self._written = number
             self._changed.notify_all()
@@ -432,9 +441,9 @@ class Keeper:
 
     def _save_when_due(self) -> None:
         while self._wait_until_due():
-            # The next attempt follows in due time.
+            # A failed attempt is repeated later.
             with self._saving, contextlib.suppress(errors.DurabilityError):
-                if self._time_left() == 0.0:  # nobody else has written one meanwhile
+                if self._time_left() == 0.0:  # `save` has written none meanwhile
                     self._try_to_save()
 
     def _wait_until_due(self) -> bool:
@@ -451,31 +460,33 @@ class Keeper:
         """Write a snapshot, which replaces the journal; return its version."""
         with self._changed:
             self._exchanges, self._saved_at = 0, time.monotonic()
-            seen = self._seen
+            attempted = self._attempted
         try:
             return self._replace_journal()
         except Exception as error:  # of any kind: a later snapshot may succeed
-            self._lost_snapshot = (
+            self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}; the next "
                 f"attempt follows in due time: {error}"
             )
-            _log.error("%s", self._lost_snapshot)
+            _log.error("%s", self._snapshot_error)
             if not isinstance(self._durability, Journal):  # a journal has it all
-                self._seen = seen  # so that the next attempt needs no exchange
-            raise errors.DurabilityError(self._lost_snapshot) from error
+                self._attempted = attempted  # the next attempt needs no exchange
+            raise errors.DurabilityError(self._snapshot_error) from error
 
     def _time_left(self) -> float | None:
         """Return the seconds to the next snapshot; None if time does not decide."""
-        kept, records = self._durability, self._number - self._seen
-        if isinstance(kept, Journal):
+        settings, records = self._durability, self._number - self._attempted
+        if isinstance(settings, Journal):
             assert self._writer is not None
-            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
-            is_due = self._writer.size >= size or records >= _RECORDS
+            default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+            size = settings.size or default
+            is_due = self._writer.size >= size or records >= _MAX_RECORDS
         else:
-            is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
-            pause = kept.seconds
-            if pause is None and self._lost_snapshot:
-                pause = _REPEATS
+            limit = settings.exchanges
+            is_due = limit is not None and self._exchanges >= limit
+            pause = settings.seconds
+            if pause is None and self._snapshot_error:
+                pause = _RETRY_INTERVAL
             if pause is not None and records and not is_due:
                 return max(0.0, self._saved_at + pause - time.monotonic())
         return 0.0 if is_due else None
@@ -487,18 +498,18 @@ class Keeper:
           The snapshot's version.
         """
         with self._changed:
-            self._seen = begin = number = self._number
+            self._attempted = begin = number = self._number
             writer = self._writer
             if writer:
                 writer.begin_file()
             image = self._image()
             if writer:
-                self._changed.wait_for(lambda: not writer.is_turning or self.failure)
+                self._changed.wait_for(lambda: not writer.is_switching or self.failure)
                 begin = writer.begin
         version = self._save(number, image)
         if isinstance(self._durability, Snapshots):
-            self._directory.note(number)
-        self._forget(begin)
+            self._directory.write_num_records(number)
+        self._remove_old(begin)
         return version
 
     def _save(self, number: int, image: Image) -> int:
@@ -519,12 +530,12 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.center_id
-        self._lost_snapshot = ""  # cleared before the new version can be seen
+        self._snapshot_error = ""  # cleared before the new version can be seen
         self.saved_version = int(state.version)
         return self.saved_version
 
 
-def _repeat(record: Record, store: Store) -> None:
+def _apply_record(record: Record, store: Store) -> None:
     """Apply the messages of a record as they were applied before."""
     about = record.about
     if messages := about["messages"]:
@@ -600,21 +611,21 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       >>> import tempfile, jax.numpy as jnp, agn_optax
       >>> rule = agn_optax.rules.downpour()
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     kept = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     durability = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
       ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
       ...     _ = center.join("w").exchange(sent)
       ...     print(agn_optax.center.read(folder, rule).params)
       ...     center.close()
       [0. 0.]
     """
-    return settled(directory, lambda: _read(directory, rule))
+    return retry_if_changed(directory, lambda: _read(directory, rule))
 
 
 def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
-    found = Found(directory)
-    snapshot = found.load_center()
-    where = f"the center in {found.path}"
+    files = CenterFiles(directory)
+    snapshot = files.load_center()
+    where = f"the center in {files.path}"
     if rule is None:
         described = _described(snapshot)
         if described.structure is None:
@@ -623,7 +634,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
                 "tuples, which only its own program can rebuild"
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
-        for record in found.replay_kept(snapshot.number):
+        for record in files.replay_on_disk(snapshot):
             if record.about["messages"]:
                 raise errors.InvalidArgumentError(
                     f"{where} has exchanges since its last snapshot, which must be "
@@ -634,8 +645,8 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
     _check_rule(snapshot, rule, where)
     state = _state(snapshot, rule, None, None, where)
     store = Store.restore(rule, state, None)
-    for record in found.replay_kept(snapshot.number):
-        _repeat(record, store)
+    for record in files.replay_on_disk(snapshot):
+        _apply_record(record, store)
     return store.save()
 
 

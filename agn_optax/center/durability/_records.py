@@ -77,14 +77,14 @@ def encode(
     """
     leaves = [[array.dtype.name, array.shape] for array in arrays]
     text = json.dumps([about, leaves], separators=(",", ":")).encode()
-    bulk = [_flat(array) for array in arrays]
+    flat = [_flat(array) for array in arrays]
     pieces = [memoryview(text)]
     end = _pad(pieces, _HEAD.size + len(text))
-    for each in bulk:
-        pieces.append(each.data)
-        end = _pad(pieces, end + each.nbytes)
+    for array in flat:
+        pieces.append(array.data)
+        end = _pad(pieces, end + array.nbytes)
     head = Head(_MAGIC, _FORMAT, len(text), end, number, on_disk, file_size, b"")
-    head = head._replace(digest=_digest(head, text, bulk))
+    head = head._replace(digest=_digest(head, text, flat))
     pieces.insert(0, memoryview(_HEAD.pack(*head)))
     if end <= _SMALL:
         pieces = [memoryview(b"".join(pieces))]
@@ -156,8 +156,8 @@ def read_all(
         if block.count(0) == len(block):  # reserved space without records
             continue
         left = start + len(block) - position
-        for found in re.finditer(_MAGIC, block):
-            at = found.start()
+        for match in re.finditer(_MAGIC, block):
+            at = match.start()
             head = None if at % _ALIGNMENT else _head(block[at : at + _HEAD.size])
             if head is None or not position < head.on_disk <= start + at:
                 continue
@@ -209,7 +209,7 @@ def _flat(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _digest(head: Head, text: bytes, bulk: Sequence[np.ndarray]) -> bytes:
+def _digest(head: Head, text: bytes, arrays: Sequence[np.ndarray]) -> bytes:
     """Return a digest that uses sums over the arrays, ten times as fast as CRC-32.
 
     The 64-bit sums are over pages and over columns of pages. They always detect changes
@@ -219,11 +219,11 @@ def _digest(head: Head, text: bytes, bulk: Sequence[np.ndarray]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_HEAD.pack(*head._replace(digest=b"")))
     digest.update(text)
-    for each in bulk:
-        whole = len(each) // _PAGE * _PAGE
-        if whole:
-            pages = each[:whole].view(np.uint64).reshape(-1, _PAGE // 8)
+    for array in arrays:
+        paged = len(array) // _PAGE * _PAGE  # bytes in complete pages
+        if paged:
+            pages = array[:paged].view(np.uint64).reshape(-1, _PAGE // 8)
             digest.update(pages.sum(axis=1).data)
             digest.update(pages.sum(axis=0).data)
-        digest.update(each[whole:].data)
+        digest.update(array[paged:].data)
     return digest.digest()

@@ -34,13 +34,13 @@ class Writer:
       number: number of the first record.
       interval: maximum time between two syncs, in seconds; None syncs each batch before
         it counts as written.
-      written: called with the number of written records, each time that the number
+      on_written: called with the number of written records, each time that the number
         grows, and when a new file was begun.
-      failed: called with the exception after which nothing more is written.
+      on_failed: called with the exception after which nothing more is written.
 
     Attributes:
       begin: number of the first record of the current file.
-      is_turning: whether a new file was requested and is not begun yet.
+      is_switching: whether a new file was requested and is not begun yet.
 
     Raises:
       OSError: the file could not be created.
@@ -51,47 +51,47 @@ class Writer:
     _size: int  # size of the file, bytes
     _end: int  # bytes of it that are written records
     _synced: int  # bytes of it that are on disk
-    _counted: int  # bytes of it that `size` does not count
+    _counted: int  # bytes of it that `size` leaves out
 
     def __init__(
         self,
         directory: Directory,
         number: int,
         interval: float | None,
-        written: Callable[[int], None],
-        failed: Callable[[Exception], None],
+        on_written: Callable[[int], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._number = number
         self._interval = interval
-        self._due = math.inf  # time of the next sync
-        self._written = written
-        self._failed = failed
-        # Contents of records; "turn" begins a new file, and "end" ends the thread.
-        self._waiting: queue.SimpleQueue[
-            tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
+        self._sync_due = math.inf  # time of the next sync
+        self._on_written = on_written
+        self._on_failed = on_failed
+        # Contents of records; "new file" begins a new file, and "end" ends the thread.
+        self._queue: queue.SimpleQueue[
+            tuple[dict[str, Any], Sequence[PyTree]] | Literal["new file", "end"]
         ] = queue.SimpleQueue()
-        self.is_turning = False
+        self.is_switching = False
         self._begin_file()
         self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
     @property
     def size(self) -> int:
         """Bytes written since a new file was last requested."""
-        return 0 if self.is_turning else self._end - self._counted
+        return 0 if self.is_switching else self._end - self._counted
 
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
         """Queue the next record, without waiting until it is written."""
-        self._waiting.put((about, trees))
+        self._queue.put((about, trees))
 
     def begin_file(self) -> None:
         """Begin a new file for the next record, if one can be created."""
-        self.is_turning = True
-        self._waiting.put("turn")
+        self.is_switching = True
+        self._queue.put("new file")
 
     def close(self) -> None:
         """Wait until all records are on disk, or writing has failed."""
-        self._waiting.put("end")
+        self._queue.put("end")
         self._ended.result()
 
     def _run(self) -> None:
@@ -99,7 +99,7 @@ class Writer:
             while self._write_next():
                 pass
         except Exception as error:  # of any kind, or workers would wait forever
-            self._failed(error)
+            self._on_failed(error)
         finally:
             os.close(self._file)
 
@@ -108,37 +108,37 @@ class Writer:
 
         It refers to no arrays while it waits for records.
         """
-        left = None if self._due == math.inf else self._due - time.monotonic()
+        left = None if self._sync_due == math.inf else self._sync_due - time.monotonic()
         try:
-            batch = [self._waiting.get(timeout=left and max(left, 0.0))]
+            batch = [self._queue.get(timeout=left and max(left, 0.0))]
         except queue.Empty:
             self._sync()
             return True
-        while not self._waiting.empty():
-            batch.append(self._waiting.get())
+        while not self._queue.empty():
+            batch.append(self._queue.get())
         pieces: list[memoryview] = []
         end = self._end
-        for each in batch:
-            if each == "end" or each == "turn":
-                self._put(pieces, end)
+        for queued in batch:
+            if queued == "end" or queued == "new file":
+                self._write(pieces, end)
                 self._sync()
-                if each == "end":
+                if queued == "end":
                     return False
-                self._turn()
+                self._switch_file()
                 pieces, end = [], self._end
                 continue
-            about, trees = each
+            about, trees = queued
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
-            more, size = _records.encode(
+            record, size = _records.encode(
                 self._number, about, arrays, self._synced, self._size
             )
-            pieces += more
+            pieces += record
             end += size
             self._number += 1
-        self._put(pieces, end)
+        self._write(pieces, end)
         return True
 
-    def _put(self, pieces: Sequence[memoryview], end: int) -> None:
+    def _write(self, pieces: Sequence[memoryview], end: int) -> None:
         if not pieces:
             return
         size = self._size
@@ -146,21 +146,21 @@ class Writer:
             size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
         self._end, self._size = end, size
-        if self._interval is None or time.monotonic() >= self._due:
+        if self._interval is None or time.monotonic() >= self._sync_due:
             self._sync()
-        self._directory.check_place(self._file, self.begin)
-        self._directory.note(self._number)
-        self._written(self._number)
+        self._directory.check_paths(self._file, self.begin)
+        self._directory.write_num_records(self._number)
+        self._on_written(self._number)
         if self._interval is not None:
-            self._due = min(self._due, time.monotonic() + self._interval)
+            self._sync_due = min(self._sync_due, time.monotonic() + self._interval)
 
     def _sync(self) -> None:
         """Sync all written records to disk."""
         if self._synced < self._end:
             _sync(self._file)
-        self._synced, self._due = self._end, math.inf
+        self._synced, self._sync_due = self._end, math.inf
 
-    def _turn(self) -> None:
+    def _switch_file(self) -> None:
         """Continue in a new file, or in the current one if none can be created."""
         before = self._file
         try:
@@ -170,8 +170,8 @@ class Writer:
             self._counted = self._end
         else:
             os.close(before)
-        self.is_turning = False
-        self._written(self._number)
+        self.is_switching = False
+        self._on_written(self._number)
 
     def _begin_file(self) -> None:
         self._file, self._size = self._directory.begin_journal(self._number)

@@ -76,7 +76,7 @@ class Monitor:
         self._saved = servicer.core.saved_version
         self._closed = threading.Event()
         self._thread: Future[None] | None = None
-        found = servicer.core.found
+        found = servicer.core.restore_message
         kind = "restarted" if found else "started"
         text = found or "the center has started"
         self._add_event(self._started_at, kind, text=text)

@@ -201,7 +201,7 @@ class RemoteSession(Session):
             while frame.HasField("waiting"):
                 frame = link.control()
         self._center_id, before = frame.joined.center, frame.joined.before
-        self.before = (before, frame.joined.settled) if before else None
+        self.previous_session = (before, frame.joined.settled) if before else None
         remote.useless |= failed
         return link
 

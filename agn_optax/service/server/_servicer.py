@@ -495,9 +495,9 @@ class Servicer:
         session = self.core.join(
             join.worker,
             join.session_id,
-            back=is_back,
-            silence=self._silence,
-            cut=context.cancel,
+            resume=is_back,
+            heartbeat_timeout=self._silence,
+            close_connection=context.cancel,
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
@@ -512,7 +512,7 @@ class Servicer:
             return
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        before, settled = session.before or ("", 0)
+        before, settled = session.previous_session or ("", 0)
         joined = pb.Joined(center=self.core.center_id, before=before, settled=settled)
         yield Parcel(pb.Frame(joined=joined))
         while (control := reader.control()) is not None:
@@ -563,7 +563,7 @@ class Servicer:
         version, members, waiting = self.core.members()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         is_there = self.core.is_initialized
-        room = self.core.room
+        space = self.core.disk_space
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -579,8 +579,8 @@ class Servicer:
             page_address=self.page_address,
             rejected=dict(self.core.ledger.rejections.counts),
             degraded=self.core.degraded,
-            disk_free=None if room is None else room.free,
-            disk_needed=None if room is None else room.needed,
+            disk_free=None if space is None else space.free,
+            disk_needed=None if space is None else space.needed,
             center=self.core.center_id,
             workers=[
                 _status_of(name, member, name in waiting, traffic.get(name, {}))

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from agn_optax.center import (
-    MOST_REPORTED,
+    MAX_REPORTED,
     Answer,
     Snapshot,
     Submission,
@@ -66,10 +66,10 @@ def message_of(submission: Submission, **more: Any) -> pb.Message:
 
 def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
     """Return a received submission, whose metrics are bounded in number and name."""
-    reported = sorted(message.reported.items())[:MOST_REPORTED]
+    reported = sorted(message.reported.items())[:MAX_REPORTED]
     return Submission(
         contribution=contribution,
-        reported={name[:MOST_REPORTED]: value for name, value in reported},
+        reported={name[:MAX_REPORTED]: value for name, value in reported},
         **_present(message, _SUBMITTED),
     )
 
