@@ -990,23 +990,6 @@ def test_addresses_of_one_host_are_grouped(address, of):
     assert _address.network(address) == of
 
 
-@pytest.mark.parametrize(
-    ("said", "host", "seen"),
-    [
-        ("10.0.0.5:5000", "10.0.0.9", "10.0.0.5:5000"),
-        ("0.0.0.0:5000", "10.0.0.9", "10.0.0.9:5000"),
-        ("[::]:5000", "10.0.0.9", "10.0.0.9:5000"),
-        ("0.0.0.0:5000", "this machine", "127.0.0.1:5000"),
-        ("0.0.0.0:5000", "fd00::/64", "0.0.0.0:5000"),
-        ("unix:/tmp/center", "this machine", "unix:/tmp/center"),
-        ("", "10.0.0.9", ""),
-        ("whatever this is", "10.0.0.9", ""),
-    ],
-)
-def test_parent_derives_the_address_of_a_site(said, host, seen):
-    assert _address.seen_from(said, host) == seen
-
-
 def test_center_that_sends_single_bytes_is_unreachable(monkeypatch):
     monkeypatch.setattr(_connection, "LEAST_RATE", 1 << 40)
     connection = _connection.Connection("127.0.0.1:1", timeout=0.5)

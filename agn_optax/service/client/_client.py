@@ -256,10 +256,6 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """Ask the center for its current description."""
         return self._remote.describe()
 
-    def announce(self, address: str) -> None:
-        """Set the address at which workers that join later serve as a center."""
-        self._remote.serves_at = address
-
     def close(self) -> None:
         """Let all workers of this connection leave, and close the connection."""
         if self._connection.closed:

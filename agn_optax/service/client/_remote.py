@@ -41,8 +41,6 @@ class Remote:
       rule: the rule of the center.
       travelling: see `travels`; None until the center is initialized.
       description: the last description that the center gave.
-      serves_at: address at which the workers themselves serve as a center; "" if they
-        do not.
       useless: names of transports that are skipped until the center restarts, because
         they failed when a worker joined by another transport.
     """
@@ -58,7 +56,6 @@ class Remote:
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
         self.useless: set[str] = set()
-        self.serves_at = ""
         # The last type of contribution that was checked, and its dtype on the wire.
         self._known: dict[Any, str] = {}
 

@@ -187,7 +187,6 @@ class RemoteSession(Session):
             worker=self.worker,
             session_id=self.session_id,
             center=self._center_id,
-            serves_at=remote.serves_at,
         )
         with self._watching(link, until, FIRST_WORD):
             link.send(Parcel(pb.Frame(join=join)))

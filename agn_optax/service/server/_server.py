@@ -255,8 +255,6 @@ def serve(
             name = parent.name
             if name is None:  # centers of several hosts may have the same address
                 name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-            if hasattr(parent.center, "announce"):  # the parent is remote
-                parent.center.announce(server.address)
             server.uplink = Uplink(
                 center.core, parent.center, period=parent.period, name=name
             )

@@ -31,11 +31,7 @@ from agn_optax.center import (
     release_arguments,
 )
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import (
-    PROTOCOL,
-    WAITING_INTERVAL,
-    seen_from,
-)
+from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.security._access import Caller, Door
 from agn_optax.service.security._rate_limits import (
@@ -109,7 +105,6 @@ class _Traffic:
     period: int = 0  # local steps
     norm: float | None = None
     transport: str = ""
-    serves_at: str = ""
     reported: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -501,7 +496,6 @@ class Servicer:
         )
         traffic = self._traffic_of(join.worker)
         traffic.transport = transport
-        traffic.serves_at = seen_from(join.serves_at, caller.host)
         self.tell("joined", join.worker, join.session_id, is_back, transport)
         # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
