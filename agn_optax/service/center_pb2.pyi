@@ -6,11 +6,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Packets(_message.Message):
+class Frames(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Frame(_message.Message):
+class Header(_message.Message):
     __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "failure", "attach", "attached", "probe", "probed", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

@@ -33,7 +33,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _connection, _memory, _socket
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import HEAD, MOST_CONTROL, Reader
+from agn_optax.service.wire._frames import MAX_HEADER, SIZES, FrameReader
 
 RULE = shared.downpour()  # the center subtracts each message
 LIMIT = 20  # s, generous: no test should come near it
@@ -88,7 +88,7 @@ def accepted(server):
         each
         for name in ("memory", "socket")
         if name in server._listeners
-        for each in listener(server, name)._accepted.values()
+        for each in listener(server, name)._connections.values()
     ]
 
 
@@ -156,14 +156,14 @@ def test_answers_are_not_overwritten(transport):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
-            for version in range(2 * _memory.MOST_SEGMENTS)
+            for version in range(2 * _memory.MAX_SEGMENTS)
         ]
         for version, answer in enumerate(kept):
             np.testing.assert_array_equal(answer.params["w"], -float(version))
         view = np.asarray(kept[5].params["w"])
         del kept, answer
         gc.collect()
-        for version in range(2 * _memory.MOST_SEGMENTS, 100):
+        for version in range(2 * _memory.MAX_SEGMENTS, 100):
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
         np.testing.assert_array_equal(view, -5.0)
 
@@ -229,7 +229,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
     with made(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
         # As if a message of another worker were always in flight.
-        server._servicer._talking += 1
+        server._servicer.exchanges.running += 1
         expected = np.float32(0.0)
         for version in range(10):
             sent = jax.tree.map(
@@ -265,7 +265,9 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
     with made("memory", rule=rule, params=params, parent=above) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         assert server.center.core.store.packing is not None
-        server._servicer._talking += 1  # as if others were about to send something
+        server._servicer.exchanges.running += (
+            1  # as if others were about to send something
+        )
         for i in range(8):
             sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
             version = server.center.version
@@ -319,7 +321,7 @@ def test_connection_made_during_close_is_closed():
         center._remote.dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
-        assert all(link.done() for link in links(center))
+        assert all(link.is_done() for link in links(center))
 
 
 @shares
@@ -366,7 +368,7 @@ def wait_until_late(link, connection):
         pytest.raises(errors.CenterUnreachableError, match="no data came"),
         connection.watching(link),
     ):
-        link.control()
+        link.read_header()
 
 
 def test_link_that_timed_out_is_released_at_once(monkeypatch):
@@ -468,7 +470,7 @@ def test_exchange_behind_another_one_does_not_time_out():
                 sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
-            with server._servicer._turn:
+            with server._servicer.exchanges._applying:
                 sent = in_background(send, "anna")
                 # Only time can show it: longer than the timeout for a silent center.
                 time.sleep(4.0)
@@ -559,7 +561,7 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
         )
         send()
         # As if a message of another worker were always in flight.
-        server._servicer._talking += 1
+        server._servicer.exchanges.running += 1
         with connect(server, "socket", rule=rule) as center:
             receive = center._remote.answer_in
 
@@ -701,7 +703,7 @@ def test_direct_address_can_be_chosen():
         assert status["listens_at"] == server.address
         assert status["direct_address"] == chosen
         center.join("anna")
-        assert links(center)[0]._end.getpeername()[1] == port
+        assert links(center)[0]._sock.getpeername()[1] == port
         with pytest.raises(errors.InvalidArgumentError, match=f"listen at {chosen}"):
             service.serve(RULE, direct_address=chosen)
 
@@ -849,22 +851,20 @@ def a_message(schema):
     """Return the bytes of a join and of a message of ones."""
     said = pb.Message(sequence=1, schema_hash=schema.hash)
     buffer = np.ones(schema.size // 4, np.float32).tobytes()
-    return joining() + packet(pb.Frame(message=said), schema.size, buffer)
+    return joining() + frame_bytes(pb.Header(message=said), schema.size, buffer)
 
 
 @contextlib.contextmanager
-def unread(server, transport, packets):
-    """Send ``packets`` as a peer that reads no answer."""
+def unread(server, transport, frames):
+    """Send ``frames`` as a peer that reads no answer."""
     if transport == "socket":
         with greeted(server) as end:
-            end.sendall(packets)
+            end.sendall(frames)
             yield
         return
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
-        pieces = [
-            packets[at : at + (1 << 20)] for at in range(0, len(packets), 1 << 20)
-        ]
+        pieces = [frames[at : at + (1 << 20)] for at in range(0, len(frames), 1 << 20)]
         never = threading.Event()
 
         def messages():
@@ -883,10 +883,10 @@ def unread(server, transport, packets):
 def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
     params = {"w": jnp.ones(10_000_000)}
     with made("grpc", params=params) as (server, _):
-        packets = a_message(_trees.schema_of(params))
-        with unread(server, way_of, packets):
+        frames = a_message(_trees.schema_of(params))
+        with unread(server, way_of, frames):
             wait_until(lambda: server.center.version == 1)
-            wait_until(lambda: server._servicer._busy)
+            wait_until(lambda: server._servicer.exchanges.answering)
             began = time.monotonic()
             server.stop(grace=6 * LIMIT)
             assert time.monotonic() - began < LIMIT
@@ -899,11 +899,13 @@ def test_observer_is_answered_while_many_calls_are_open():
         ended = threading.Event()
 
         def nothing():
-            yield HEAD.pack(100, 0)
+            yield SIZES.pack(100, 0)
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        wait_until(lambda: len(server._servicer.transfers._all) >= 128)  # of one host
+        wait_until(
+            lambda: len(server._servicer.call_limits.transfers._all) >= 128
+        )  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"
@@ -974,9 +976,9 @@ def everything(end):
     return received
 
 
-def packet(frame, length=0, rest=b""):
-    control = frame if isinstance(frame, bytes) else frame.SerializeToString()
-    return HEAD.pack(len(control), length) + control + rest
+def frame_bytes(header, length=0, rest=b""):
+    header = header if isinstance(header, bytes) else header.SerializeToString()
+    return SIZES.pack(len(header), length) + header + rest
 
 
 def test_connection_without_the_key_gets_no_answer():
@@ -986,30 +988,32 @@ def test_connection_without_the_key_gets_no_answer():
 
 def joining():
     join = pb.Join(protocol=_address.PROTOCOL, worker="eve", session_id="1")
-    return packet(pb.Frame(join=join))
+    return frame_bytes(pb.Header(join=join))
 
 
 def hostile():
     schema = _trees.schema_of({"w": jnp.ones(SIZE), "b": jnp.zeros(3)})
     message = pb.Message(sequence=1, schema_hash=schema.hash)
     return {
-        "short": packet(pb.Frame(message=message), 8, bytes(8)),
-        "long": packet(pb.Frame(message=message), 1 << 62),
-        "no buffer": packet(pb.Frame(message=message)),
-        "another tree": packet(
-            pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x")), 8, bytes(8)
+        "short": frame_bytes(pb.Header(message=message), 8, bytes(8)),
+        "long": frame_bytes(pb.Header(message=message), 1 << 62),
+        "no buffer": frame_bytes(pb.Header(message=message)),
+        "another tree": frame_bytes(
+            pb.Header(message=pb.Message(sequence=1, schema_hash=b"x")), 8, bytes(8)
         ),
-        "a buffer for nothing": packet(pb.Frame(acknowledge=1), 8, bytes(8)) * 2,
-        "no control part": packet(b"\xff" * 20),
-        "empty control part": packet(b""),
-        "huge control part": HEAD.pack(MOST_CONTROL + 1, 0),
+        "a buffer for nothing": frame_bytes(pb.Header(acknowledge=1), 8, bytes(8)) * 2,
+        "no header": frame_bytes(b"\xff" * 20),
+        "empty header": frame_bytes(b""),
+        "huge header": SIZES.pack(MAX_HEADER + 1, 0),
         "ends in a head": b"\x01\x02",
-        "ends in a buffer": packet(pb.Frame(message=message), schema.size, bytes(9)),
+        "ends in a buffer": frame_bytes(
+            pb.Header(message=message), schema.size, bytes(9)
+        ),
     }
 
 
 @pytest.mark.parametrize("name", hostile())
-def test_hostile_packets_are_rejected(name):
+def test_hostile_frames_are_rejected(name):
     with made() as (server, center):
         with greeted(server) as end:
             end.sendall(joining() + hostile()[name])
@@ -1034,8 +1038,8 @@ def by_hand(server):
         end.sendall(_socket.GREETING + offer.key)
         assert end.recv(100) == _socket.GREETING
         end.sendall(joining())
-        reader = Reader(end.recv_into, Buffers())
-        assert reader.control().HasField("joined")
+        reader = FrameReader(end.recv_into, Buffers())
+        assert reader.read_header().HasField("joined")
         yield end, reader
 
 
@@ -1044,8 +1048,8 @@ def attach(end, number, size, descriptor=None):
     array = None
     if descriptor is None:
         descriptor, array = _memory.create(size)
-    frame = pb.Frame(attach=pb.Segment(number=number, size=size))
-    socket.send_fds(end, [packet(frame)], [descriptor])
+    header = pb.Header(attach=pb.Segment(number=number, size=size))
+    socket.send_fds(end, [frame_bytes(header)], [descriptor])
     os.close(descriptor)
     return array
 
@@ -1087,9 +1091,9 @@ def test_bad_segment_numbers_are_rejected(segments, message):
     with made() as (server, center):
         with by_hand(server) as (end, reader):
             attach(end, 1, schema.size)
-            assert reader.control().HasField("attached")
+            assert reader.read_header().HasField("attached")
             said = pb.Message(sequence=1, schema_hash=schema.hash)
-            end.sendall(packet(pb.Frame(message=said, **segments)))
+            end.sendall(frame_bytes(pb.Header(message=said, **segments)))
             assert message in everything(end)
         assert server.center.version == 0
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
@@ -1102,8 +1106,8 @@ def test_bad_segment_numbers_are_rejected(segments, message):
 @shares
 def test_segment_without_its_descriptor_is_rejected():
     with made() as (server, _), by_hand(server) as (end, reader):
-        end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
-        assert "file descriptor" in reader.control().attached.rejected
+        end.sendall(frame_bytes(pb.Header(attach=pb.Segment(number=1, size=100))))
+        assert "file descriptor" in reader.read_header().attached.error
 
 
 @shares
@@ -1124,15 +1128,17 @@ def test_message_changed_after_its_check_is_not_applied():
         with by_hand(server) as (end, reader):
             arrays = [attach(end, number, schema.size) for number in (1, 2)]
             for _ in arrays:
-                assert not reader.control().attached.rejected
+                assert not reader.read_header().attached.error
             message = arrays[0].view(np.float32)
             message[...] = 1.0
             said = pb.Message(sequence=1, schema_hash=schema.hash)
-            end.sendall(packet(pb.Frame(message=said, segment=1, answer_segment=2)))
-            while not (control := reader.control()).HasField("snapshot"):
-                assert control.HasField("waiting")
+            end.sendall(
+                frame_bytes(pb.Header(message=said, segment=1, answer_segment=2))
+            )
+            while not (header := reader.read_header()).HasField("snapshot"):
+                assert header.HasField("waiting")
             assert seen.is_set()
-            assert control.segment == 2
+            assert header.segment == 2
             np.testing.assert_array_equal(schema.views(arrays[1])[1], 0.0)
         np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
 
@@ -1194,7 +1200,7 @@ def test_rejection_is_read_while_the_message_is_being_sent():
     with made("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
         other = {"w": jnp.ones(5_000_001)}
-        center._remote.travelling = _trees.travelling(RULE, other)
+        center._remote.schemas = _trees.wire_schemas(RULE, other)
         with pytest.raises(
             errors.TreeMismatchError, match="not match the center's tree"
         ):
@@ -1208,7 +1214,7 @@ def test_local_socket_uses_reno():
     with made("socket") as (_, center):
         center.join("w")
         (link,) = links(center)
-        ours = link._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        ours = link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert ours.rstrip(b"\0") == b"reno"
 
 

@@ -23,12 +23,12 @@ from agn_optax.ops.watch import _http
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
-from agn_optax.service.security import _access, _rate_limits
-from agn_optax.service.server import _servicer
+from agn_optax.service.security import _access, _call_limits, _rate_limits
+from agn_optax.service.server import _center_frames, _servicer
 from agn_optax.service.transports import GrpcLink, Target, _connection, _grpc, _socket
-from agn_optax.service.wire import _packets, _status, _trees
+from agn_optax.service.wire import _errors, _frames, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import HEAD
+from agn_optax.service.wire._frames import SIZES
 
 RULE = shared.downpour()
 LIMIT = 60  # s, generous: no test should come near it
@@ -68,22 +68,22 @@ class Peer:
         if self._transport == "grpc":
             self._said.put(data)
         else:
-            self.link._end.sendall(data)
+            self.link._sock.sendall(data)
 
     def join(self, name="anna"):
         join = pb.Join(protocol=_address.PROTOCOL, worker=name, session_id=name)
-        self.say(packet(pb.Frame(join=join)))
-        assert self.link.control().HasField("joined")
+        self.say(frame_bytes(pb.Header(join=join)))
+        assert self.link.read_header().HasField("joined")
 
     def has_ended(self):
         """Wait until the center has ended the call; return its error, if any."""
         try:
-            with contextlib.suppress(*self.link.ended):
-                while self.link.control():
+            with contextlib.suppress(*self.link.end_errors):
+                while self.link.read_header():
                     pass
         except errors.AgnOptaxError as error:
             return error
-        return self.link.why_it_ended()
+        return self.link.end_reason()
 
     def __enter__(self):
         return self
@@ -94,15 +94,15 @@ class Peer:
         self.link.cancel()
 
 
-def packet(frame, follows=0):
-    control = frame.SerializeToString()
-    return HEAD.pack(len(control), follows) + control
+def frame_bytes(header, follows=0):
+    header = header.SerializeToString()
+    return SIZES.pack(len(header), follows) + header
 
 
 def message(server, sequence=1):
-    schema = server._servicer._travels.message
+    schema = server._servicer._frames.schemas.message
     said = pb.Message(sequence=sequence, schema_hash=schema.hash)
-    return packet(pb.Frame(message=said), schema.size)
+    return frame_bytes(pb.Header(message=said), schema.size)
 
 
 @contextlib.contextmanager
@@ -136,14 +136,14 @@ def others_continue(center, versions=3):
 def test_peer_that_stalls_within_a_message_is_disconnected(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
+    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
     with Peer(center, transport) as peer:
         peer.join()
         peer.say(message(server) + bytes(100))
         others_continue(center)
         peer.has_ended()
-        wait_until(lambda: not server._servicer._talking)
-    wait_until(lambda: not server._servicer.transfers._all)
+        wait_until(lambda: not server._servicer.exchanges.running)
+    wait_until(lambda: not server._servicer.call_limits.transfers._all)
 
 
 @transports
@@ -151,21 +151,21 @@ def test_peer_that_sends_single_bytes_is_disconnected(
     server, center, transport, monkeypatch
 ):
     """Bytes keep coming, but too slowly."""
-    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
-    monkeypatch.setattr(_watchdog, "LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 1.0)
+    monkeypatch.setattr(_watchdog, "MIN_RATE", 1 << 40)
     with Peer(center, transport) as peer:
         peer.join()
         peer.say(message(server))
         with dripping(peer.say):
             peer.has_ended()
-    wait_until(lambda: not server._servicer._talking)
+    wait_until(lambda: not server._servicer.exchanges.running)
 
 
 @transports
 def test_unauthenticated_connections_are_closed_after_timeout(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_servicer, "_UNKNOWN", 1.0)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 1.0)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(center, transport)) for _ in range(50)]
@@ -183,7 +183,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
     server, center, transport, monkeypatch
 ):
     large = np.zeros(8 * SIZE, np.float32)  # more than sockets hold
-    monkeypatch.setattr(_servicer, "_STALLED", 0.5)
+    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", 0.5)
     with (
         service.serve(RULE, large) as large_server,
         service.connect(large_server.address, RULE, transports=[transport]) as other,
@@ -191,7 +191,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
         anna = other.join("anna")
         anna.submit(Submission(1, large, anchor_version=0))
         wait_until(lambda: large_server.center.version == 1)
-        wait_until(lambda: not large_server._servicer._talking)
+        wait_until(lambda: not large_server._servicer.exchanges.running)
         # Nothing is lost: the worker asks again.
         assert anna.collect(1, timeout=LIMIT).version == 1
 
@@ -201,7 +201,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
 def test_empty_and_long_names_are_rejected(server, center, transport, size):
     with Peer(center, transport) as peer:
         join = pb.Join(protocol=_address.PROTOCOL, worker="a" * size, session_id="life")
-        peer.say(packet(pb.Frame(join=join)))
+        peer.say(frame_bytes(pb.Header(join=join)))
         why = peer.has_ended()
     assert isinstance(why, errors.ProtocolError)
     assert f"1 to 256 bytes, got {size}" in str(why)
@@ -214,14 +214,14 @@ def test_leave_of_an_unknown_name_is_not_remembered(server, center):
         request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="life")
         center._connection.unary("Leave", request, pb.LeaveReply)
     assert not ledger._gone
-    assert not server._servicer._traffic
+    assert not server._servicer._traffic._workers
     assert not center.status()["workers"]
 
 
 @transports
 def test_large_control_part_is_rejected(server, center, transport):
     with Peer(center, transport) as peer:
-        peer.say(HEAD.pack(_packets.MOST_CONTROL + 1, 0))
+        peer.say(SIZES.pack(_frames.MAX_HEADER + 1, 0))
         why = peer.has_ended()
     assert isinstance(why, errors.ProtocolError)
     assert "at most 65536 bytes" in str(why)
@@ -238,7 +238,7 @@ def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
 def start(schema, worker="a", schema_hash=b""):
     said = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
     said.schema_hash = schema_hash
-    return packet(pb.Frame(start=said), len(schema))
+    return frame_bytes(pb.Header(start=said), len(schema))
 
 
 BOMB = pb.Schema(leaves=bytes(4 << 20)).SerializeToString()
@@ -247,7 +247,7 @@ BOMB = pb.Schema(leaves=bytes(4 << 20)).SerializeToString()
 @pytest.mark.parametrize("size", [len(BOMB), 60 << 20])
 def test_schema_bomb_does_not_hold_the_center(size, monkeypatch):
     """Neither does a schema larger than the limit of its bytes."""
-    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    monkeypatch.setattr(_trees, "MAX_LEAVES", 1 << 13)
     with (
         service.serve(RULE) as server,
         service.connect(server.address, RULE, timeout=LIMIT) as center,
@@ -284,16 +284,18 @@ def test_center_with_parameters_reads_no_schema(server, center):
 
 def test_one_chief_initializes_at_a_time(monkeypatch):
     """Others wait, because the parameters of each would be held in memory."""
-    monkeypatch.setattr(_servicer, "_STALLED_CHIEF", 1.0)
+    monkeypatch.setattr(_call_limits, "CHIEF_TIMEOUT", 1.0)
     with (
         service.serve(RULE) as server,
         service.connect(server.address, RULE, timeout=LIMIT) as center,
         Peer(center, "grpc", "Initialize") as peer,
     ):
-        taken = returned(monkeypatch, server._servicer._initializations, "take")
+        taken = returned(
+            monkeypatch, server._servicer.call_limits.initializations, "acquire"
+        )
         schema = _trees.to_bytes(_trees.schema_of(START))
         peer.say(start(schema) + schema)
-        peer.say(packet(pb.Frame(parameters=pb.Parameters()), START.nbytes))
+        peer.say(frame_bytes(pb.Header(parameters=pb.Parameters()), START.nbytes))
         peer.say(bytes(1000))
         assert taken.wait(LIMIT)
         other = service.connect(server.address, RULE, timeout=LIMIT)
@@ -306,15 +308,15 @@ def test_one_chief_initializes_at_a_time(monkeypatch):
 
 def test_stalled_chief_is_disconnected_before_others_time_out():
     timeout = inspect.signature(service.connect).parameters["timeout"].default
-    waits = _servicer._STALLED_CHIEF + _servicer.WAITING_INTERVAL
+    waits = _call_limits.CHIEF_TIMEOUT + _servicer.WAITING_INTERVAL
     assert 2 * waits < timeout
 
 
 def test_number_of_concurrent_pulls_is_limited(server, center):
     """Each may keep a version in memory; further pulls wait for their turn."""
-    places = _servicer._MOST_PULLS
+    places = _call_limits.MAX_PULLS
     for number in range(places):
-        assert server._servicer._pulls.take(number, timeout=LIMIT)
+        assert server._servicer.call_limits.pulls.acquire(number, timeout=LIMIT)
     pulled = []
     pulling = threading.Thread(target=lambda: pulled.append(center.pull()))
     pulling.start()
@@ -322,19 +324,19 @@ def test_number_of_concurrent_pulls_is_limited(server, center):
     sessions.exchange(center, ones, anchor_version=0, worker="bert")
     assert not pulled
     for number in range(places):
-        server._servicer._pulls.give_back(number)
+        server._servicer.call_limits.pulls.release(number)
     pulling.join(LIMIT)
     assert pulled[0].version == 1
 
 
 def test_one_caller_cannot_take_all_pulls(server, center):
     """A caller may read as slowly as is just allowed."""
-    pulls = server._servicer._pulls
-    while pulls.take("eve", timeout=0.0):
+    pulls = server._servicer.call_limits.pulls
+    while pulls.acquire("eve", timeout=0.0):
         pass
     assert center.pull().version == 0
-    pulls.give_back("eve")
-    assert pulls.take("eve", timeout=0.0)
+    pulls.release("eve")
+    assert pulls.acquire("eve", timeout=0.0)
 
 
 SMALL = np.zeros(10, np.float32)
@@ -348,7 +350,7 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def little(monkeypatch):
     """A function that serves with so few calls that 50 at once block for hours."""
-    monkeypatch.setattr(_servicer, "SPARE", 45.0)
+    monkeypatch.setattr(_call_limits, "BURST", 45.0)
     return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
@@ -367,8 +369,8 @@ def again_and_again(call, otherwise=()):
 
 
 def test_rate_of_calls_of_one_caller_is_limited(monkeypatch):
-    monkeypatch.setattr(_servicer, "SPARE", 0.0)
-    calls, free = 10.0, 3 + _rate_limits.JOIN
+    monkeypatch.setattr(_call_limits, "BURST", 0.0)
+    calls, free = 10.0, 3 + _call_limits.JOIN_TOKENS
     with (
         service.serve(
             RULE, SMALL, limits=service.Limits(max_workers=1, calls=calls)
@@ -471,8 +473,8 @@ def test_silent_call_without_token_is_rejected_at_once(path):
 
 @pytest.mark.parametrize("path", [*EVERY_CALL, "probe"])
 def test_silent_call_is_ended_after_timeout(path, monkeypatch):
-    for timeout in ("_UNKNOWN", "_STALLED_CHIEF"):
-        monkeypatch.setattr(_servicer, timeout, 0.2)
+    for timeout in ("HANDSHAKE_TIMEOUT", "CHIEF_TIMEOUT"):
+        monkeypatch.setattr(_call_limits, timeout, 0.2)
     settings = {"health_address": "127.0.0.1:0"} if path == "probe" else {}
     with service.serve(RULE, **settings) as server:
         address = server.health_address or server.address
@@ -489,8 +491,8 @@ def test_call_without_its_message_is_rejected(server):
 
 def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     """The calls within the maximum continue."""
-    monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
-    monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
+    monkeypatch.setattr(_grpc, "_MAX_CALLS", 3 - 16)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", LIMIT)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
@@ -498,33 +500,33 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     ):
         anna = center.join("anna")
         with Peer(center, "grpc"), Peer(center, "grpc"):
-            wait_until(lambda: len(server._servicer.transfers._all) == 2)
+            wait_until(lambda: len(server._servicer.call_limits.transfers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
             assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
-        wait_until(lambda: not server._servicer.transfers._all)
+        wait_until(lambda: not server._servicer.call_limits.transfers._all)
         # gRPC counts a call until some milliseconds after its end.
         assert observer._connection.retry(observer.status)["version"] == 1
 
 
 MODEL = 1 << 32  # bytes
 STARTS = (  # the calls of a worker's start, and their tokens
-    *(("Describe", 1.0), ("Exchange", _rate_limits.JOIN), ("Pull", 1.0)),
-    *(("Pull", MODEL / _rate_limits.MOVED), ("Describe", 1.0)),
+    *(("Describe", 1.0), ("Exchange", _call_limits.JOIN_TOKENS), ("Pull", 1.0)),
+    *(("Pull", MODEL / _call_limits.TRANSFER_BYTES), ("Describe", 1.0)),
 )
 
 
 def test_calls_of_a_start_are_not_delayed(caplog, monkeypatch):
     """For all workers at once, and for a large model."""
     workers = 100
-    monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
+    monkeypatch.setattr(_center_frames.CenterFrames, "size", MODEL)
     with service.serve(
         RULE, SMALL, limits=service.Limits(max_workers=workers, calls=1e-9)
     ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(workers):
             for call, tokens in STARTS:
-                servicer.admit(caller, call, tokens)
+                servicer.call_limits.admit(caller, call, tokens)
     assert "is delayed" not in caplog.text
 
 
@@ -535,38 +537,38 @@ def test_start_is_not_delayed_after_calls_before_initialization(caplog, monkeypa
     ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(8):
-            servicer.admit(caller, "Describe")
-        monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
+            servicer.call_limits.admit(caller, "Describe")
+        monkeypatch.setattr(_center_frames.CenterFrames, "size", MODEL)
         for _ in range(7):
             for call, tokens in STARTS:
-                servicer.admit(caller, call, tokens)
+                servicer.call_limits.admit(caller, call, tokens)
     assert "is delayed" not in caplog.text
 
 
 def test_small_calls_do_not_use_up_the_tokens_of_large_ones():
-    limiter = _rate_limits.Limiter(1e-9)
+    limiter = _rate_limits.RateLimiter(1e-9)
     for size in (1.0, 10.0):
-        while limiter.take("a", size, patience=0.0):
-            limiter.take("a", 0.0, patience=0.0)
-    spent = (limiter._full["a"] - time.monotonic()) * 1e-9
+        while limiter.take("a", size, max_wait=0.0):
+            limiter.take("a", 0.0, max_wait=0.0)
+    spent = (limiter._full_at["a"] - time.monotonic()) * 1e-9
     assert 10.0 < spent <= 11.0
 
 
 def test_callers_that_spent_most_are_remembered_longest(monkeypatch):
-    monkeypatch.setattr(_rate_limits, "_MOST_BUCKETS", 8)
-    limiter = _rate_limits.Limiter(1e-3)
+    monkeypatch.setattr(_rate_limits, "_MAX_BUCKETS", 8)
+    limiter = _rate_limits.RateLimiter(1e-3)
     assert limiter.take("eve", 1.0, tokens=100.0)
     for number in range(100):
         assert limiter.take(number, 1.0)
-    assert len(limiter._full) <= 8
-    assert not limiter.take("eve", 1.0, patience=0.0)
+    assert len(limiter._full_at) <= 8
+    assert not limiter.take("eve", 1.0, max_wait=0.0)
 
 
 @pytest.fixture
 def dear(monkeypatch):
     """A function that serves with pulls and snapshots that cost all tokens."""
-    for name in ("MOVED", "SAVED"):
-        monkeypatch.setattr(_servicer, name, 1e-3)
+    for name in ("TRANSFER_BYTES", "SNAPSHOT_BYTES"):
+        monkeypatch.setattr(_call_limits, name, 1e-3)
     return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
@@ -662,13 +664,13 @@ def grpc_call(address, name, authorization):
         try:
             call(b"", metadata=[("authorization", authorization)])
         except grpc.RpcError as error:
-            raise _status.exception_of(error, address) from None
+            raise _errors.exception_of(error, address) from None
 
 
 def junk(center):
     with Peer(center, "socket") as peer:
-        peer.say(packet(pb.Frame(acknowledge=1)))
-        peer.link.control()
+        peer.say(frame_bytes(pb.Header(acknowledge=1)))
+        peer.link.read_header()
 
 
 @pytest.mark.parametrize(
@@ -702,8 +704,8 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
         ) as server,
         contextlib.ExitStack() as stack,
     ):
-        places = server._servicer._pulling
-        monkeypatch.setattr(places, "_each", 3)
+        waiting_pulls = server._servicer.call_limits.waiting_pulls
+        monkeypatch.setattr(waiting_pulls, "_limit_of_caller", 3)
         centers = [
             stack.enter_context(
                 service.connect(server.address, RULE, token=token, timeout=LIMIT)
@@ -714,8 +716,8 @@ def test_number_of_waiting_pulls_per_caller_is_limited(monkeypatch):
             request = iter([pb.PullRequest(wait=1e9).SerializeToString()])
             link = GrpcLink(centers[0]._connection, "Pull", Buffers(), request)
             stack.callback(link.cancel)
-            assert link.control().HasField("waiting")
-            assert places._taken.total() == count
+            assert link.read_header().HasField("waiting")
+            assert waiting_pulls._counts.total() == count
         with pytest.raises(errors.CenterUnreachableError, match="too many pulls are"):
             centers[0]._remote.pull(0.0)
         with pytest.raises(errors.NotInitializedError):
@@ -738,16 +740,16 @@ def test_worker_of_a_rate_limited_host_can_reconnect(little):
 
 def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch):
     with Peer(center, "socket") as peer:
-        monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
-        peer.say(packet(pb.Frame(join=pb.Join(protocol=_address.PROTOCOL))))
-        begin, accepted = time.monotonic(), server._listeners["socket"]._accepted
+        monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
+        peer.say(frame_bytes(pb.Header(join=pb.Join(protocol=_address.PROTOCOL))))
+        begin, accepted = time.monotonic(), server._listeners["socket"]._connections
         with dripping(peer.say):
             wait_until(lambda: not accepted)
         assert time.monotonic() - begin < LIMIT / 2
 
 
 def test_slow_greeting_is_disconnected(server, monkeypatch):
-    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", 0.3)
     port = int(server.direct_address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as end:
         with contextlib.suppress(OSError):
@@ -756,7 +758,7 @@ def test_slow_greeting_is_disconnected(server, monkeypatch):
                 time.sleep(0.1)  # as a slow peer
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
-    wait_until(lambda: not server._servicer.transfers._all)
+    wait_until(lambda: not server._servicer.call_limits.transfers._all)
 
 
 def test_traffic_of_workers_that_left_is_forgotten(server, center):
@@ -765,7 +767,9 @@ def test_traffic_of_workers_that_left_is_forgotten(server, center):
         session = center.join(f"worker {number}")
         session.exchange(Submission(1, ones, anchor_version=number))
         session.leave()
-    assert len(server._servicer._traffic) <= 2 * server._servicer.workers + 1
+    assert (
+        len(server._servicer._traffic._workers) <= 2 * server._servicer.max_workers + 1
+    )
     assert center.status()["bytes_received"] == 20 * ones.nbytes
 
 
@@ -776,7 +780,7 @@ def test_calls_must_be_a_positive_number(calls):
 
 
 def test_calls_of_none_is_no_limit(monkeypatch):
-    monkeypatch.setattr(_servicer, "SPARE", -1.0)
+    monkeypatch.setattr(_call_limits, "BURST", -1.0)
     with (
         service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
@@ -788,7 +792,7 @@ def test_calls_of_none_is_no_limit(monkeypatch):
 @pytest.fixture
 def full(monkeypatch):
     """A function that serves with two new connections per host, for hours."""
-    monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_BURST", 2.0)
     return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
@@ -838,44 +842,44 @@ def test_worker_joins_from_a_host_with_too_many_connections(full, transport, sec
             assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
             anna._link.cancel()
             assert anna.exchange(Submission(2, SMALL, anchor_version=1)).version == 2
-        assert not server._servicer.lets_in("this machine")
+        assert not server._servicer.call_limits.take_handshake_token("this machine")
 
 
 def test_silent_calls_beyond_their_limit_end_sooner(full, monkeypatch):
-    monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
-    monkeypatch.setattr(_servicer, "_HURRY", 0.1)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_TIMEOUT", LIMIT)
+    monkeypatch.setattr(_call_limits, "SHORT_TIMEOUT", 0.1)
     with (
         full() as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
         contextlib.ExitStack() as stack,
     ):
         peers = [stack.enter_context(Peer(center, "grpc")) for _ in range(6)]
-        wait_until(lambda: len(server._servicer.transfers._all) <= 3)
+        wait_until(lambda: len(server._servicer.call_limits.transfers._all) <= 3)
         center.join("anna")
         del peers
 
 
 def test_accepting_connections_is_slowed_down(monkeypatch):
     """For the connections of all hosts together; more wait in the system's queue."""
-    monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
+    monkeypatch.setattr(_call_limits, "HANDSHAKE_BURST", 2.0)
     with service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server:
         begin, port = time.monotonic(), server.direct_address
         for _ in range(40):
-            server._servicer.pace(port)
-        assert time.monotonic() - begin >= 37 / _rate_limits.ACCEPTED
+            server._servicer.call_limits.wait_to_accept(port)
+        assert time.monotonic() - begin >= 37 / _call_limits.ACCEPT_RATE
 
 
 def test_limiter_takes_back_no_more_tokens_than_it_gave():
-    limiter = _rate_limits.Limiter(1e-3)
-    assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
+    limiter = _rate_limits.RateLimiter(1e-3)
+    assert [limiter.take("a", 1.0, max_wait=0.0) for _ in range(3)] == [
         True,
         True,
         False,
     ]
-    assert limiter.take("b", 1.0, patience=0.0)
+    assert limiter.take("b", 1.0, max_wait=0.0)
     for _ in range(5):
         limiter.give_back("a")
-    assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
+    assert [limiter.take("a", 1.0, max_wait=0.0) for _ in range(3)] == [
         True,
         True,
         False,
@@ -883,7 +887,7 @@ def test_limiter_takes_back_no_more_tokens_than_it_gave():
 
 
 def test_checks_at_the_health_port_are_rate_limited(monkeypatch):
-    monkeypatch.setattr(_servicer, "SPARE", 5.0)
+    monkeypatch.setattr(_call_limits, "BURST", 5.0)
     limits = service.Limits(calls=1e-3)
     with (
         service.serve(
@@ -927,8 +931,8 @@ def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
 
 def test_limiter_of_ports_keeps_no_sockets(full):
     with full(page="127.0.0.1:0") as server:
-        wait_until(lambda: len(server._servicer._ports._full) >= 2)
-        kept = server._servicer._ports._full
+        wait_until(lambda: len(server._servicer.call_limits._ports._full_at) >= 2)
+        kept = server._servicer.call_limits._ports._full_at
         assert not any(isinstance(each, socket.socket) for each in kept)
 
 
@@ -991,15 +995,15 @@ def test_addresses_of_one_host_are_grouped(address, of):
 
 
 def test_center_that_sends_single_bytes_is_unreachable(monkeypatch):
-    monkeypatch.setattr(_connection, "LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(_connection, "MIN_RATE", 1 << 40)
     connection = _connection.Connection("127.0.0.1:1", timeout=0.5)
     end, other = socket.socketpair()
     with other:
-        other.sendall(HEAD.pack(60_000, 0))
+        other.sendall(SIZES.pack(60_000, 0))
         link = _socket.SocketLink(end, Buffers())
         with (
             dripping(other.sendall),
             pytest.raises(errors.CenterUnreachableError, match="far too slowly"),
             connection.watching(link),
         ):
-            link.control()
+            link.read_header()

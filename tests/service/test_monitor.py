@@ -272,7 +272,7 @@ def test_workers_from_before_a_restart_are_shown_as_disconnected(tmp_path):
 def test_rejected_callers_do_not_displace_other_events():
     with watched() as (server, monitor, _):
         monitor.look()
-        tell = server._servicer.tell
+        tell = server._servicer.on_event
         tell("joined", "anna", "life", False, "grpc")
         for n in range(1000):
             error = errors.NotAllowedError(f"number {n}")
@@ -295,8 +295,8 @@ def test_workers_that_left_last_are_shown():
     with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
-            server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")
-            server._servicer.tell("left", f"worker-{n:02}", "life")
+            server._servicer.on_event("joined", f"worker-{n:02}", "life", False, "grpc")
+            server._servicer.on_event("left", f"worker-{n:02}", "life")
         monitor.look()
         shown = [each["name"] for each in monitor.view()["workers"]]
         assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MOST_GONE, 50)]
@@ -326,7 +326,7 @@ def test_reports_with_ever_new_names_take_no_more_memory():
         for n in range(1, 5):
             reported = {f"{n}-{i}": 0.0 for i in range(60)}
             exchanged(session, n, anchor=n - 1, reported=reported)
-        assert len(server._servicer._traffic["anna"].reported) == 60
+        assert len(server._servicer._traffic._workers["anna"].reported) == 60
 
 
 def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
@@ -381,14 +381,14 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
         began = time.monotonic()
         for n in range(2 * _monitor._MOST_INBOX):
             answer = centers.Answer(None, n, n)
-            server._servicer.tell("exchange", "anna", "life", 1, answer)
+            server._servicer.on_event("exchange", "anna", "life", 1, answer)
         assert len(monitor._inbox) == _monitor._MOST_INBOX
         assert time.monotonic() - began < 10
 
 
 def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
     with watched() as (server, monitor, center):
-        server._servicer.tell("exchange", "wrong")
+        server._servicer.on_event("exchange", "wrong")
         center.join("anna")
         wait_until(lambda: ("joined", "anna") in events(monitor))
     assert "thread 'agn-optax monitor' failed" in caplog.text
@@ -399,6 +399,6 @@ def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
 def test_server_without_a_page_keeps_no_events():
     with service.serve(RULE, START) as server:
         assert server.page_address is None
-        assert server._servicer.tell is _servicer._unheard
+        assert server._servicer.on_event is _servicer._ignore_event
         status = server._servicer.status(pb.StatusRequest(), _monitor.EVERYBODY)
         assert status.page_address == ""

@@ -230,6 +230,6 @@ def test_systemd_unit_uses_existing_options():
     assert command == "serve"
     succeeds(command, *arguments, "--help")  # unknown options are rejected first
     # systemd waits longer than a stop can ever take.
-    longest = service.LONGEST_GRACE
+    longest = service.DEFAULT_GRACE
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)", text, re.MULTILINE)
     assert int(stop) > longest + 1

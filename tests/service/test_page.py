@@ -23,7 +23,7 @@ from agn_optax import errors, service
 from agn_optax.center import Submission
 from agn_optax.ops.watch import _page
 from agn_optax.service import Access, Tls
-from agn_optax.service.server import _servicer
+from agn_optax.service.security import _call_limits
 
 RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
@@ -247,7 +247,7 @@ def test_page_needs_the_tokens_of_the_center():
 
 
 def test_rate_limited_request_gets_status_503(monkeypatch):
-    monkeypatch.setattr(_servicer, "SPARE", 0.0)
+    monkeypatch.setattr(_call_limits, "BURST", 0.0)
     settings = {
         "security": service.Security(access=Access(TOKENS)),
         "limits": service.Limits(calls=0.01),

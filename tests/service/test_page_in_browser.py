@@ -295,7 +295,7 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
                 answer = Answer(None, number + 1, number + 1, staleness=value)
-                server._servicer.tell("exchange", "a", "life", 1, answer)
+                server._servicer.on_event("exchange", "a", "life", 1, answer)
             server._listeners["page"].monitor.look()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())

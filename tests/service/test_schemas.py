@@ -222,7 +222,7 @@ LEAF = {"path": "a", "dtype": "float32"}
     ],
 )
 def test_schema_bombs_are_rejected_before_they_take_memory(data, message, monkeypatch):
-    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    monkeypatch.setattr(_trees, "MAX_LEAVES", 1 << 13)
     data = data().SerializeToString()
     tracemalloc.start()
     try:
@@ -242,7 +242,7 @@ def test_bytes_that_are_no_schema_are_rejected():
 
 
 def test_tree_of_too_many_leaves_is_rejected_before_it_is_sent(monkeypatch):
-    monkeypatch.setattr(_trees, "MOST_LEAVES", 3)
+    monkeypatch.setattr(_trees, "MAX_LEAVES", 3)
     assert _trees.to_bytes(_trees.schema_of([0.0] * 3))
     with pytest.raises(errors.InvalidArgumentError, match="at most 3 leaves, got 4"):
         _trees.to_bytes(_trees.schema_of([0.0] * 4))

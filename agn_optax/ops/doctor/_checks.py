@@ -16,10 +16,10 @@ from agn_optax._version import __version__
 from agn_optax.ops import units
 from agn_optax.rules import Rule
 from agn_optax.service import (
-    LEAST_RATE,
+    MIN_RATE,
     Observer,
     Tls,
-    Way,
+    TransportSpeed,
     address,
     fingerprint,
     handshake,
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
     said: str
 
 
-def _in_words(way: Way) -> str:
+def _in_words(way: TransportSpeed) -> str:
     """Describe the rates and the round trip of a transport."""
 
     def said(rate: float | None) -> str:
@@ -144,7 +144,7 @@ class Checks:
     def _check_connection(self) -> _Found:
         try:
             seconds = _seconds(
-                lambda: handshake.connected(self.address, self.timeout).close()
+                lambda: handshake.connect(self.address, self.timeout).close()
             )
         except OSError as error:
             return "failed", (
@@ -155,7 +155,7 @@ class Checks:
 
     def _check_encryption(self) -> _Found:
         self._center = self.observer()
-        if why := handshake.why_not(self.address, self.tls, self.timeout):
+        if why := handshake.failure_reason(self.address, self.tls, self.timeout):
             return "failed", why
         if self.tls is not None:
             return "ok", "TLS"
@@ -267,7 +267,9 @@ class Checks:
     def _check_rates(self) -> _Found:
         """Measure each transport, up and down, through the connections of exchanges."""
         offers = {offer.transport: offer for offer in self._described.offers}
-        ways: dict[str, Way] = {}  # in the order in which exchanges prefer them
+        ways: dict[
+            str, TransportSpeed
+        ] = {}  # in the order in which exchanges prefer them
         missing = []
         for name in _TRANSPORTS:
             if name not in offers and name != "grpc":
@@ -293,7 +295,7 @@ class Checks:
                 return result, f"{said}; {advice}"
         return "warning" if missing else "ok", said
 
-    def _judged(self, way: Way) -> _Found:
+    def _judged(self, way: TransportSpeed) -> _Found:
         if way.up is None or way.down is None:
             which = "to the center" if way.up is None else "from the center"
             return "failed", (
@@ -303,9 +305,9 @@ class Checks:
             )
         up, down = (way.up, "up, to the center"), (way.down, "down, from the center")
         (slow, which), (fast, _) = sorted((up, down))
-        if slow < LEAST_RATE:
+        if slow < MIN_RATE:
             return "failed", (
-                f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
+                f"the way {which}, is slower than the {units.in_bytes(MIN_RATE)}/s "
                 "below which both ends break transfers off"
             )
         if fast > _UNLIKE * slow and slow < _FAST:

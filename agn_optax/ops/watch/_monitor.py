@@ -135,7 +135,7 @@ class Monitor:
             "restarted" if found else "started",
             text=found or "the center has started",
         )
-        servicer.tell = self.tell
+        servicer.on_event = self.tell
 
     def start(self) -> None:
         """Update now, and once a second until `close`."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from agn_optax import errors
 from agn_optax._internal import write_whole
 from agn_optax.service import _address
-from agn_optax.service.security._access import why_no_token
+from agn_optax.service.security._access import token_problem
 from agn_optax.service.security._files import Reread, warn_if_public
 
 Token = str | os.PathLike[str] | None
@@ -68,7 +68,7 @@ def for_center_at(address: str) -> str:
     if _address.is_fixed(address):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             left = (_folder() / _name(address)).read_text()
-            if not why_no_token(left):
+            if not token_problem(left):
                 return left
     return generated()
 
@@ -108,7 +108,7 @@ def _checked(token: str, what: str) -> Callable[[], str]:
             f"token=pathlib.Path({token!r}), --token-file {token} or {TOKEN_FILE}="
             f"{token}"
         )
-    if problem := why_no_token(token):
+    if problem := token_problem(token):
         raise errors.InvalidArgumentError(f"{what} {problem}")
     return lambda: token
 
