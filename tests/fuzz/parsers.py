@@ -298,7 +298,7 @@ def _read_tokens(data):
 
 def _read_token(data):
     _FILE.write_bytes(data)
-    assert not token_problem(_token._in_file(_FILE))
+    assert not token_problem(_token._read_file(_FILE))
 
 
 # Certificate and key of a worker "anna", valid until 2126, trusted nowhere.

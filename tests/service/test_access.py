@@ -374,7 +374,7 @@ def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monke
     read_at_once(monkeypatch)
     file = tmp_path / "token"
     file.write_text(token("reader"))
-    known = tokens.of(file, lambda: "127.0.0.1:1")
+    known = tokens.source(file, lambda: "127.0.0.1:1")
     file.unlink()
     seen(caplog, "its previous content stays valid", known)
     for _ in range(10):  # looks that log nothing more
@@ -409,7 +409,7 @@ def test_token_file_readable_by_every_user_is_warned_about(
     link.symlink_to(file)
     for content, read in (
         (f"reader * {token('reader')}\n", Access),
-        (token("reader"), lambda path: tokens.of(path, lambda: "127.0.0.1:1")),
+        (token("reader"), lambda path: tokens.source(path, lambda: "127.0.0.1:1")),
     ):
         file.write_text(content)
         file.chmod(mode)

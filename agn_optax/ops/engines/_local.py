@@ -71,10 +71,10 @@ class Local(Engine):
         # A token for each worker, one for this user's other programs, and one to paste
         # into a browser, which allows no more than to observe.
         names = run.worker_names if run.is_closed else []
-        self._tokens = {name: tokens.generated() for name in names}
-        self._operator_token = tokens.generated()
+        self._tokens = {name: tokens.generate() for name in names}
+        self._operator_token = tokens.generate()
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        self.page_token = tokens.generated() if run.is_closed and has_page else ""
+        self.page_token = tokens.generate() if run.is_closed and has_page else ""
 
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
@@ -102,7 +102,7 @@ class Local(Engine):
                     left.close()
                     with contextlib.suppress(OSError):  # then no program has a token
                         address = reached_at(event)
-                        token = tokens.left_here(address, self._operator_token)
+                        token = tokens.token_file(address, self._operator_token)
                         left.enter_context(token)
                 output(name, line)
 

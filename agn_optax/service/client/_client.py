@@ -26,7 +26,7 @@ from agn_optax.service.client._remote import Remote
 from agn_optax.service.client._session import RemoteSession
 from agn_optax.service.security import _tls, _token
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.transports import named
+from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
 
 PyTree = Any
@@ -131,7 +131,7 @@ def connect(
             f"expected one address, or several different ones, got {addresses}"
         )
     check.seconds(timeout, "timeout", positive=True)
-    allowed_transports = named(transports)
+    allowed_transports = transports_named(transports)
     is_whole = len(addresses) == 1
     with contextlib.ExitStack() as on_error:
         centers = []

@@ -16,7 +16,7 @@ from agn_optax.service.client._probe import TransportSpeed, measure
 from agn_optax.service.client._remote import pull
 from agn_optax.service.security import _token
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.transports import named
+from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.wire import _trees
 
@@ -117,7 +117,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           NotAllowedError: this end does not have the role.
           ProtocolError: the center's release does not support measurements.
         """
-        (chosen,) = named([transport])
+        (chosen,) = transports_named([transport])
 
         def attempt() -> TransportSpeed:
             offers = {offer.transport: offer for offer in self.describe().offers}

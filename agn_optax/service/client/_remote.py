@@ -111,8 +111,8 @@ class Remote:
         if offers != self._offers:  # the center was restarted
             self._offers, self.failed_transports = offers, set()
         if described.HasField("schema"):
-            known = self.schemas
-            if known is None or described.schema_hash != known.center.hash:
+            schemas = self.schemas
+            if schemas is None or described.schema_hash != schemas.center.hash:
                 schema = _trees.from_bytes(described.schema)
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
@@ -316,14 +316,14 @@ class Remote:
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers
-                known = self._offers
+                old_offers = self._offers
                 self._set_description(self.connection.describe())
-                if self._offers is not known:
+                if self._offers is not old_offers:
                     return self.dial()
-        why = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
             f"cannot connect to the center at {self.address}: "
-            f"{why or 'none of the transports works there'}"
+            f"{reasons or 'none of the transports works there'}"
         )
 
 

@@ -128,12 +128,6 @@ def _caller_by(
     return Caller(description, calls, name, token, certificate, host)
 
 
-@functools.lru_cache(maxsize=1024)
-def _anybody(host: str) -> Caller:
-    """Return a caller of a center that admits everybody."""
-    return dataclasses.replace(EVERYBODY, host=host)
-
-
 class Access:
     """Access control of a center: `agn_optax.service.Security(access=...)`.
 
@@ -271,7 +265,7 @@ class Authenticator:
     ) -> Caller:
         """Return the caller at a host: see `Access.caller`."""
         if self.access is None:
-            return _anybody(host)
+            return dataclasses.replace(EVERYBODY, host=host)
         return self.access.caller(token, certificate, host)
 
     def issue_key(self, caller: Caller) -> bytes:

@@ -144,15 +144,15 @@ class CallLimits:
 
     # Timeouts.
 
-    @contextlib.contextmanager
-    def time_handshake(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def time_handshake(
+        self, cancel: Callable[[], None]
+    ) -> contextlib.AbstractContextManager[object]:
         """Limit the time in which a caller authenticates, or receives an error.
 
         Args:
           cancel: ends the connection, from any thread.
         """
-        with self.transfers.timed(cancel, 0, HANDSHAKE_TIMEOUT):
-            yield
+        return self.transfers.timed(cancel, 0, HANDSHAKE_TIMEOUT)
 
     @contextlib.contextmanager
     def time_first_frame(
@@ -175,11 +175,11 @@ class CallLimits:
         if has_token:
             self.return_handshake_token(key)
 
-    @contextlib.contextmanager
-    def time_chief(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def time_chief(
+        self, cancel: Callable[[], None]
+    ) -> contextlib.AbstractContextManager[object]:
         """Limit the time in which the header of a chief's next frame is received."""
-        with self.transfers.timed(cancel, 0, CHIEF_TIMEOUT):
-            yield
+        return self.transfers.timed(cancel, 0, CHIEF_TIMEOUT)
 
     @contextlib.contextmanager
     def time_sending(

@@ -22,7 +22,12 @@ from agn_optax.service.security import _tls
 from agn_optax.service.security._access import Authenticator
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
-from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
+from agn_optax.service.transports import (
+    HealthListener,
+    Listener,
+    ListenSettings,
+    transports_named,
+)
 from agn_optax.worker import Uplink
 
 PyTree = Any
@@ -289,8 +294,8 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
                 f'{name} must be "host:port", got {address!r}'
             )
     _address.check(settings.address)
-    given = (settings.address, settings.direct_address, settings.page)
-    addresses = [address for address in given if address is not None]
+    listening = (settings.address, settings.direct_address, settings.page)
+    addresses = [address for address in listening if address is not None]
     _tls.check(security.tls, security.insecure, *addresses)
     return all(map(_address.is_local, addresses))
 
@@ -301,7 +306,7 @@ def _listeners(
     """Start the service's listeners of all transports, the page and health checks."""
     listeners: dict[str, Listener] = {}
     with contextlib.ExitStack() as on_error:
-        for transport in named(None if direct else ["grpc"]):
+        for transport in transports_named(None if direct else ["grpc"]):
             try:
                 listener = transport.listen(servicer, settings)
             except OSError as error:  # workers can still use gRPC

@@ -60,7 +60,7 @@ class Connection:
       timeout: seconds without any response after which a call gives up.
       tls: the TLS settings; None for plain text.
       insecure: allows plain text beyond this machine.
-      token: the token of this end, see `_token.of`.
+      token: the token of this end, see `_token.source`.
 
     Attributes:
       address: the last known address of the center.
@@ -87,7 +87,7 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self._token = _token.of(token, lambda: self.address)
+        self._token = _token.source(token, lambda: self.address)
         self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
         self._channel_credentials: Any = None  # the credentials of that channel
