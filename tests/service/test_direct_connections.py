@@ -52,7 +52,7 @@ def center_params():
 
 
 @contextlib.contextmanager
-def made(*transports, rule=RULE, params=None, **settings):
+def served(*transports, rule=RULE, params=None, **settings):
     params = center_params() if params is None else params
     with (
         service.serve(rule, params, **settings) as server,
@@ -98,7 +98,7 @@ def accepted(server):
 @functools.cache
 def trained(transport, rule):
     like = {**tree(), "large": jnp.ones(SIZE)}
-    with made(transport, rule=RULES[rule](), params=like) as (_, center):
+    with served(transport, rule=RULES[rule](), params=like) as (_, center):
         worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         params, state = worker.start(like)
         for i in range(8):
@@ -121,7 +121,7 @@ def test_every_transport_gives_identical_results(other, rule):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
     rule = dataclasses.replace(RULE, codec=codecs.cast(dtype))
-    with made(rule=rule) as (server, _):
+    with served(rule=rule) as (server, _):
         with connect(server, transport, rule=rule) as center:
             ones = jax.tree.map(jnp.ones_like, center.pull().params)
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
@@ -132,7 +132,7 @@ def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
 
 def test_bfloat16_message_gets_a_float32_answer(transport):
     """For a worker with bfloat16 parameters; the two segments have different sizes."""
-    with made(transport) as (_, center):
+    with served(transport) as (_, center):
         ones = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         for version in range(3):
             answer = sessions.exchange(
@@ -143,7 +143,7 @@ def test_bfloat16_message_gets_a_float32_answer(transport):
 
 def test_tree_without_elements_is_exchanged(transport):
     for params in ({}, {"w": jnp.zeros((0, 3))}):
-        with made(transport, params=params) as (_, center):
+        with served(transport, params=params) as (_, center):
             assert (
                 sessions.exchange(center, params, anchor_version=0, worker="a").version
                 == 1
@@ -152,7 +152,7 @@ def test_tree_without_elements_is_exchanged(transport):
 
 def test_answers_are_not_overwritten(transport):
     """Also if many are kept, and after many more exchanges."""
-    with made(transport) as (_, center):
+    with served(transport) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
@@ -170,7 +170,7 @@ def test_answers_are_not_overwritten(transport):
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_memory_of_messages_and_answers_is_reused(way_of):
-    with made(way_of) as (_, center):
+    with served(way_of) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         places = set()
         for version in range(12):
@@ -211,7 +211,7 @@ def test_message_is_read_before_it_is_overwritten():
     rule = shared.easgd(0.5)
     assert rule.adopts == "before"
     params = {"w": jnp.zeros(4 * SIZE)}
-    with made("memory", rule=rule, params=params) as (server, center):
+    with served("memory", rule=rule, params=params) as (server, center):
         expected = np.zeros(4 * SIZE, np.float32)
         for version in range(20):
             sent = np.full(4 * SIZE, float(version), np.float32)
@@ -226,7 +226,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
     """Elastic rules answer, in the message's place, before the center has moved."""
     rule = shared.easgd(0.5)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
-    with made(transport, rule=rule, params=params) as (server, center):
+    with served(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
         # As if a message of another worker were always in flight.
         server._servicer.exchanges.running += 1
@@ -244,7 +244,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
 @shares
 def test_site_forwards_messages_from_shared_memory():
     parent = agn_optax.LocalCenter(RULE)
-    with made("memory", parent=service.Parent(parent, period=4)) as (server, center):
+    with served("memory", parent=service.Parent(parent, period=4)) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         for i in range(8):
@@ -262,12 +262,11 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
     parent = agn_optax.LocalCenter(rule)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
     above = service.Parent(parent, period=8)
-    with made("memory", rule=rule, params=params, parent=above) as (server, center):
+    with served("memory", rule=rule, params=params, parent=above) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         assert server.center.core.store.packing is not None
-        server._servicer.exchanges.running += (
-            1  # as if others were about to send something
-        )
+        # As if others were about to send something.
+        server._servicer.exchanges.running += 1
         for i in range(8):
             sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
             version = server.center.version
@@ -278,7 +277,7 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
 
 
 def test_many_workers_of_one_process_exchange_in_rounds(transport):
-    with made(transport, mode=Synchronous()) as (server, center):
+    with served(transport, mode=Synchronous()) as (server, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         names = [str(i) for i in range(6)]
         for name in names:
@@ -298,7 +297,7 @@ def test_many_workers_of_one_process_exchange_in_rounds(transport):
 
 
 def test_closed_center_rejects_exchanges(transport):
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         center.close()
         with pytest.raises(errors.CenterClosedError):
@@ -310,13 +309,13 @@ def test_closed_center_rejects_exchanges(transport):
 
 
 def test_connection_made_during_close_is_closed():
-    with made("socket") as (_, center):
+    with served("socket") as (_, center):
         dial = center._remote.dial
 
         def late():
-            made = dial()
+            link = dial()
             center.close()
-            return made
+            return link
 
         center._remote.dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
@@ -326,7 +325,7 @@ def test_connection_made_during_close_is_closed():
 
 @shares
 def test_memory_of_a_closed_center_is_released_at_once():
-    with made("memory") as (_, center):
+    with served("memory") as (_, center):
         center.join("anna").exchange(Submission(1, center_params(), anchor_version=0))
         gone = [weakref.ref(link) for link in links(center)]
         gc.collect()
@@ -342,7 +341,7 @@ def test_memory_of_a_closed_center_is_released_at_once():
 @shares
 def test_memory_of_a_worker_that_left_is_released_at_once():
     """No thread keeps a reference to its last connection."""
-    with made("memory") as (server, _):
+    with served("memory") as (server, _):
         gone = []
         for name in ("anna", "bert"):
             with connect(server, "memory") as center:
@@ -390,7 +389,7 @@ def no_more_files(*_):
 @pytest.mark.parametrize("end", ["create", "attach"])
 def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
     """At either end: without a file descriptor, large messages use the socket."""
-    with made("memory") as (_, center):
+    with served("memory") as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         wide = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         version = 0
@@ -463,7 +462,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 def test_exchange_behind_another_one_does_not_time_out():
     """The other worker may be compiling its programs."""
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
-    with made("socket", params=ones) as (server, other):
+    with served("socket", params=ones) as (server, other):
         other.join("bert")
         with connect(server, "socket", timeout=3.0) as center:
             send = functools.partial(
@@ -527,7 +526,7 @@ def test_each_large_answer_is_one_consistent_version(transport, dtype):
     params = jax.tree.map(jnp.zeros_like, ones)
     versions = []
     rule = dataclasses.replace(RULE, codec=codecs.cast(dtype or "float32"))
-    with made(rule=rule, params=params) as (server, _):
+    with served(rule=rule, params=params) as (server, _):
 
         def work(number):
             with connect(server, transport, rule=rule) as center:
@@ -555,7 +554,7 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     rule = dataclasses.replace(RULE, codec=codecs.cast(wire or "float32"))
     start = jax.tree.map(jnp.zeros_like, ones)
-    with made("socket", rule=rule, params=start) as (server, other):
+    with served("socket", rule=rule, params=start) as (server, other):
         send = functools.partial(
             sessions.exchange, other, ones, anchor_version=0, worker="bert"
         )
@@ -565,9 +564,9 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
         with connect(server, "socket", rule=rule) as center:
             receive = center._remote.answer_in
 
-            def lost(*said):
+            def lost(*args):
                 center._remote.answer_in = receive
-                receive(*said)
+                receive(*args)
                 send()  # the center moves on meanwhile
                 raise errors.CenterUnreachableError("the test has lost it")
 
@@ -579,7 +578,7 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
 
 
 def test_fastest_transport_is_chosen():
-    with made() as (server, center):
+    with served() as (server, center):
         center.join("anna")
         assert way(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
         for offer in server._servicer.offers:
@@ -604,7 +603,7 @@ class RecordingTransport:
 @pytest.mark.usefixtures("lively")
 def test_grpc_is_used_without_direct_connections(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
-    with made() as (server, _):
+    with served() as (server, _):
         server._servicer.offers = [
             pb.Offer(transport="memory", address="unix:nobody", key=b"k" * 16),
             pb.Offer(transport="socket", address=":1", key=b"k" * 16),
@@ -626,7 +625,7 @@ def test_grpc_is_used_without_direct_connections(caplog):
                 pytest.raises(errors.CenterUnreachableError, match="cannot connect to"),
             ):
                 center.join("anna")
-    with made(direct_address=False) as (server, center):
+    with served(direct_address=False) as (server, center):
         assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
         center.join("anna")
@@ -634,34 +633,34 @@ def test_grpc_is_used_without_direct_connections(caplog):
 
 
 def test_transports_are_tried_in_the_order_of_the_list():
-    with made("socket", "memory") as (_, center):
+    with served("socket", "memory") as (_, center):
         center.join("anna")
         assert way(center) == "socket"
-    with made("grpc", "socket") as (_, center):
+    with served("grpc", "socket") as (_, center):
         center.join("anna")
         assert way(center) == "grpc"
 
 
-@pytest.mark.parametrize("said", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
-def test_another_server_at_the_direct_port_is_ignored(said):
+@pytest.mark.parametrize("greeting", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
+def test_another_server_at_the_direct_port_is_ignored(greeting):
     """The port may belong to another service, for instance behind a firewall."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
-        made() as (server, _),
+        served() as (server, _),
     ):
 
         def answer():
             end, _ = listening.accept()
             with end, contextlib.suppress(ConnectionError):
-                end.sendall(said * 3)
+                end.sendall(greeting * 3)
                 while end.recv(100):
                     pass
 
         thread = threading.Thread(target=answer)
         thread.start()
-        where = f":{listening.getsockname()[1]}"
+        address = f":{listening.getsockname()[1]}"
         server._servicer.offers = [
-            pb.Offer(transport="socket", address=where, key=b"k" * 16)
+            pb.Offer(transport="socket", address=address, key=b"k" * 16)
         ]
         with connect(server) as center:
             center.join("anna")
@@ -680,7 +679,7 @@ def test_another_server_at_the_direct_port_is_ignored(said):
     ],
 )
 def test_bad_transports_are_rejected(transports, kind, message):
-    with made() as (server, _), pytest.raises(kind, match=message):
+    with served() as (server, _), pytest.raises(kind, match=message):
         service.connect(server.address, RULE, transports=transports)
 
 
@@ -688,7 +687,7 @@ def test_bad_transports_are_rejected(transports, kind, message):
 def test_direct_transports_work_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
     for transports in ((), ["memory"], ["socket"]):
-        with made(*transports, address=address) as (server, center):
+        with served(*transports, address=address) as (server, center):
             center.join("anna")
             assert way(center) == (transports or ["memory"])[0]
             assert server.direct_address is None
@@ -697,7 +696,7 @@ def test_direct_transports_work_at_a_unix_socket(tmp_path):
 def test_direct_address_can_be_chosen():
     port = ports.free()
     chosen = f"{ports.HOST}:{port}"
-    with made("socket", direct_address=chosen) as (server, center):
+    with served("socket", direct_address=chosen) as (server, center):
         assert server.direct_address == chosen != server.address
         status = center.status()
         assert status["listens_at"] == server.address
@@ -754,7 +753,7 @@ def test_silent_connection_is_replaced(way_of):
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_broken_connection_is_reestablished(way_of):
-    with made(way_of) as (server, center):
+    with served(way_of) as (server, center):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         loop = worker.start()
         for broken in range(6):
@@ -778,7 +777,7 @@ def test_broken_connection_is_reestablished(way_of):
 def test_restarted_center_is_found_again(ways):
     """The restarted center has another key and another direct port."""
     address = ports.free_address()
-    with made(*ways, address=address) as (server, center):
+    with served(*ways, address=address) as (server, center):
         session = center.join("anna")
         before = way(center)
         session.leave()
@@ -791,15 +790,15 @@ def test_restarted_center_is_found_again(ways):
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_reason_of_a_closed_center_reaches_the_worker(way_of):
     """Its error is not mistaken for a broken connection, also if it is an OSError."""
-    with made(way_of, mode=Synchronous()) as (server, center):
+    with served(way_of, mode=Synchronous()) as (server, center):
         center.join("other")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
-        said = []
+        reasons = []
 
         def exchange():
             with pytest.raises(errors.CenterClosedError) as caught:
                 sessions.exchange(center, ones, anchor_version=0, worker="anna")
-            said.append(str(caught.value))
+            reasons.append(str(caught.value))
 
         center._connection.retry = lambda attempt, within=0.0: attempt()
         thread = threading.Thread(target=exchange)
@@ -807,7 +806,7 @@ def test_reason_of_a_closed_center_reaches_the_worker(way_of):
         wait_until(lambda: "anna" in server.center.core.members()[2])
         server.center.close("for the holidays")
         thread.join(LIMIT)
-        assert said == ["for the holidays"]
+        assert reasons == ["for the holidays"]
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
@@ -815,7 +814,7 @@ def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
     """At once, although its thread at the server is blocked in the round."""
     hasty = service.Limits(lease=0.1)
     with (
-        made("grpc", mode=Synchronous(), limits=hasty) as (server, other),
+        served("grpc", mode=Synchronous(), limits=hasty) as (server, other),
         connect(server, way_of) as center,
     ):
         other.join("other")
@@ -838,7 +837,7 @@ def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
 
 
 def test_stop_ends_idle_connections(transport):
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         session = center.join("anna")
         began = time.monotonic()
         server.stop()
@@ -849,9 +848,9 @@ def test_stop_ends_idle_connections(transport):
 
 def a_message(schema):
     """Return the bytes of a join and of a message of ones."""
-    said = pb.Message(sequence=1, schema_hash=schema.hash)
+    message = pb.Message(sequence=1, schema_hash=schema.hash)
     buffer = np.ones(schema.size // 4, np.float32).tobytes()
-    return joining() + frame_bytes(pb.Header(message=said), schema.size, buffer)
+    return joining() + frame_bytes(pb.Header(message=message), schema.size, buffer)
 
 
 @contextlib.contextmanager
@@ -882,7 +881,7 @@ def unread(server, transport, frames):
 )
 def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
     params = {"w": jnp.ones(10_000_000)}
-    with made("grpc", params=params) as (server, _):
+    with served("grpc", params=params) as (server, _):
         frames = a_message(_trees.schema_of(params))
         with unread(server, way_of, frames):
             wait_until(lambda: server.center.version == 1)
@@ -894,7 +893,7 @@ def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
 
 def test_observer_is_answered_while_many_calls_are_open():
     """The open calls are those of peers that send only the head of a message."""
-    with made() as (server, _), grpc.insecure_channel(server.address) as channel:
+    with served() as (server, _), grpc.insecure_channel(server.address) as channel:
         begin = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
         ended = threading.Event()
 
@@ -903,9 +902,8 @@ def test_observer_is_answered_while_many_calls_are_open():
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        wait_until(
-            lambda: len(server._servicer.call_limits.transfers._all) >= 128
-        )  # of one host
+        transfers = server._servicer.call_limits.transfers
+        wait_until(lambda: len(transfers._all) >= 128)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"
@@ -922,7 +920,7 @@ def test_observer_is_answered_while_many_calls_are_open():
 
 def test_stopped_server_has_no_threads_that_hold_the_center(transport):
     """Python may abort at exit while another thread releases arrays of JAX."""
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         threads = [
             each._threads._running
@@ -941,7 +939,7 @@ def test_no_file_descriptors_are_left_open():
 
     def use():
         for transport in TRANSPORTS:
-            with made(transport) as (_, center):
+            with served(transport) as (_, center):
                 ones = jax.tree.map(jnp.ones_like, center.pull().params)
                 for version in range(3):
                     sessions.exchange(
@@ -982,7 +980,7 @@ def frame_bytes(header, length=0, rest=b""):
 
 
 def test_connection_without_the_key_gets_no_answer():
-    with made() as (server, _), greeted(server, b"x" * 16) as end:
+    with served() as (server, _), greeted(server, b"x" * 16) as end:
         assert everything(end) == b""
 
 
@@ -1014,7 +1012,7 @@ def hostile():
 
 @pytest.mark.parametrize("name", hostile())
 def test_hostile_frames_are_rejected(name):
-    with made() as (server, center):
+    with served() as (server, center):
         with greeted(server) as end:
             end.sendall(joining() + hostile()[name])
             if name.startswith("ends"):
@@ -1061,7 +1059,7 @@ def attach(end, number, size, descriptor=None):
 )
 def test_segments_that_could_shrink_are_rejected(size, seals, number):
     """Reading beyond the end of a shrunken segment would kill the server."""
-    with made() as (server, center):
+    with served() as (server, center):
         with by_hand(server) as (end, _):
             if seals:
                 descriptor, _ = _memory.create(size)
@@ -1088,12 +1086,12 @@ def test_segments_that_could_shrink_are_rejected(size, seals, number):
 )
 def test_bad_segment_numbers_are_rejected(segments, message):
     schema = _trees.schema_of(center_params())
-    with made() as (server, center):
+    with served() as (server, center):
         with by_hand(server) as (end, reader):
             attach(end, 1, schema.size)
             assert reader.read_header().HasField("attached")
-            said = pb.Message(sequence=1, schema_hash=schema.hash)
-            end.sendall(frame_bytes(pb.Header(message=said, **segments)))
+            request = pb.Message(sequence=1, schema_hash=schema.hash)
+            end.sendall(frame_bytes(pb.Header(message=request, **segments)))
             assert message in everything(end)
         assert server.center.version == 0
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
@@ -1105,7 +1103,7 @@ def test_bad_segment_numbers_are_rejected(segments, message):
 
 @shares
 def test_segment_without_its_descriptor_is_rejected():
-    with made() as (server, _), by_hand(server) as (end, reader):
+    with served() as (server, _), by_hand(server) as (end, reader):
         end.sendall(frame_bytes(pb.Header(attach=pb.Segment(number=1, size=100))))
         assert "file descriptor" in reader.read_header().attached.error
 
@@ -1114,15 +1112,15 @@ def test_segment_without_its_descriptor_is_rejected():
 def test_message_changed_after_its_check_is_not_applied():
     """A worker can write into shared memory while the center reads its message."""
     schema = _trees.schema_of(center_params())
-    with made() as (server, _):
+    with served() as (server, _):
         store, seen = server.center.core.store, threading.Event()
         norm = store.norm
 
         def checked(contribution, center):
-            made = jax.block_until_ready(norm(contribution, center))
+            result = jax.block_until_ready(norm(contribution, center))
             message[...] = np.nan  # between the check and the update
             seen.set()
-            return made
+            return result
 
         store.norm = checked
         with by_hand(server) as (end, reader):
@@ -1131,9 +1129,9 @@ def test_message_changed_after_its_check_is_not_applied():
                 assert not reader.read_header().attached.error
             message = arrays[0].view(np.float32)
             message[...] = 1.0
-            said = pb.Message(sequence=1, schema_hash=schema.hash)
+            request = pb.Message(sequence=1, schema_hash=schema.hash)
             end.sendall(
-                frame_bytes(pb.Header(message=said, segment=1, answer_segment=2))
+                frame_bytes(pb.Header(message=request, segment=1, answer_segment=2))
             )
             while not (header := reader.read_header()).HasField("snapshot"):
                 assert header.HasField("waiting")
@@ -1175,7 +1173,7 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         "    print(error)\n"
         "print(exchange('eve', 'memory', 'socket'))\n"
     )
-    with made() as (server, _):
+    with served() as (server, _):
         done = subprocess.run(  # noqa: S603 our own program
             [sys.executable, "-B", "-c", program, server.address],
             env={
@@ -1197,7 +1195,7 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
 
 def test_rejection_is_read_while_the_message_is_being_sent():
     """The message is of another tree, and larger than the buffers of a socket."""
-    with made("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
+    with served("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
         other = {"w": jnp.ones(5_000_001)}
         center._remote.schemas = _trees.wire_schemas(RULE, other)
@@ -1211,7 +1209,7 @@ def test_rejection_is_read_while_the_message_is_being_sent():
     not hasattr(socket, "TCP_CONGESTION"), reason="needs TCP_CONGESTION"
 )
 def test_local_socket_uses_reno():
-    with made("socket") as (_, center):
+    with served("socket") as (_, center):
         center.join("w")
         (link,) = links(center)
         ours = link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -1220,7 +1218,7 @@ def test_local_socket_uses_reno():
 
 def test_exchange_repeated_before_its_answer_counts_once(transport):
     """This happens at working shards while another shard fails."""
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         session = center.join("w")
         ones = {"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)}
         for sequence in (1, 2, 3):

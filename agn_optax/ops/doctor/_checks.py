@@ -267,9 +267,8 @@ class Checks:
     def _check_rates(self) -> _Found:
         """Measure each transport, up and down, through the connections of exchanges."""
         offers = {offer.transport: offer for offer in self._described.offers}
-        ways: dict[
-            str, TransportSpeed
-        ] = {}  # in the order in which exchanges prefer them
+        # In the order in which exchanges prefer them.
+        ways: dict[str, TransportSpeed] = {}
         missing = []
         for name in _TRANSPORTS:
             if name not in offers and name != "grpc":

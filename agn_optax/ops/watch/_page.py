@@ -236,9 +236,8 @@ class Page(Listener):
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = addresses.network(end.getpeername()[0])
                 if self._context is not None:
-                    self.servicer.call_limits.admit_host(
-                        host
-                    )  # before the expensive handshake
+                    # Before the expensive handshake.
+                    self.servicer.call_limits.admit_host(host)
                     end = self._context().wrap_socket(
                         end, server_side=True, do_handshake_on_connect=False
                     )

@@ -13,12 +13,8 @@ from agn_optax.service.transports._transport import Link
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import MAX_PROBE, bytes_schema, random_frame
 
-_FIRST_SIZE = (
-    16 << 10
-)  # bytes of the first probe: several packets, or 0.5 s at MIN_RATE
-_FIRST_SHARED_SIZE = (
-    64 << 10
-)  # the same for "memory": the least that uses shared memory
+_FIRST_SIZE = 16 << 10  # bytes of the first probe; they take 0.5 s at MIN_RATE
+_FIRST_SHARED_SIZE = 64 << 10  # the same for "memory": the least that is shared
 _MIN_SECONDS = 0.1  # of a probe that is long enough for a measurement
 _LONG_PROBES = 2  # number of long probes: an end may have been busy during one of them
 
@@ -98,9 +94,8 @@ def measure(
         rates: list[float] = []
         size, long_probes = _FIRST_SHARED_SIZE if is_shared else _FIRST_SIZE, 0
         while long_probes < _LONG_PROBES:
-            round_trips.append(
-                measure_round_trip()
-            )  # also waits for the rate limit of the last probe
+            # This also waits for the rate limit of the last probe.
+            round_trips.append(measure_round_trip())
             try:
                 seconds = measure_probe(up * size, down * size)
             except TimeoutError:

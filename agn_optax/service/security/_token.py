@@ -105,8 +105,8 @@ def _make_constant(token: str, description: str) -> Callable[[], str]:
     if _is_path(token):
         raise errors.InvalidArgumentError(
             f"{description} must be the token itself, got the path of a file, "
-            f"{token!r}: give token=pathlib.Path({token!r}), --token-file {token} or {TOKEN_FILE}="
-            f"{token}"
+            f"{token!r}: give token=pathlib.Path({token!r}), --token-file {token} or "
+            f"{TOKEN_FILE}={token}"
         )
     if problem := token_problem(token):
         raise errors.InvalidArgumentError(f"{description} {problem}")

@@ -45,9 +45,7 @@ _HANDSHAKE_TIMEOUT = 5.0  # s, also of sending a rejection
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
 _SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg
 _TLS_RECORD = 1 << 14  # size of a TLS record, bytes
-_SOCKET_BUFFER = (
-    4 << 20
-)  # bytes; a larger buffer does not speed up copies by the kernel
+_SOCKET_BUFFER = 4 << 20  # bytes; a larger one does not speed up the kernel's copies
 _PEER_TIMEOUT = 15  # s without any response; then a peer is disconnected, as by gRPC
 _CREDENTIALS = struct.Struct("iII")  # ids of process, user and group, from the kernel
 
