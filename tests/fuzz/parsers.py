@@ -156,7 +156,7 @@ def _read_description(data):
     size = min(data[0], len(data) - 1) if data else 0
     said = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
     remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
-    remote._learn(_connection.description_in(said))
+    remote._set_description(_connection.description_in(said))
 
 
 class _FailedCall(NamedTuple):

@@ -161,8 +161,8 @@ def test_error_names_the_roles_or_the_name_that_are_needed():
         ) as center:
             with pytest.raises(errors.NotAllowedError) as rejected:
                 center.pull()
-            said = "Pull needs the role reader or worker or chief or operator"
-            assert said in str(rejected.value)
+            expected = "Pull needs the role reader or worker or chief or operator"
+            assert expected in str(rejected.value)
             assert "observer 'anna'" in str(rejected.value)
             assert isinstance(rejected.value, PermissionError)
         with service.connect(
@@ -385,8 +385,8 @@ def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monke
 @pytest.fixture
 def entered():
     """A folder that every user of this machine can enter."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = pathlib.Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = pathlib.Path(folder_name)
         folder.chmod(0o755)
         if not all(each.stat().st_mode & stat.S_IXOTH for each in folder.parents):
             pytest.skip(f"no other user may enter {folder.parent}")
@@ -490,29 +490,29 @@ def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
     secret = "secret-0123456789abc"  # noqa: S105 of nothing
     file = tmp_path / "tokens"
     file.write_text(f"observer anna {secret}")
-    told = []
+    texts = []
     access = Access(file, f"reader * other-{secret}".encode())
     with service.serve(
         RULE, params(), security=service.Security(access=access)
     ) as server:
-        told += [repr(access), repr(access.caller(secret.encode())), repr(server)]
+        texts += [repr(access), repr(access.caller(secret.encode())), repr(server)]
         with service.connect(server.address, RULE, token=secret) as center:
-            told.append(repr(center))
+            texts.append(repr(center))
             for call in (center.pull, lambda: center.join("bert")):
                 with pytest.raises(errors.NotAllowedError) as rejected:
                     call()
-                told.append(repr(rejected.value))
+                texts.append(repr(rejected.value))
         with pytest.raises(errors.NotAllowedError) as rejected:
             service.connect(server.address, RULE, token=f"unknown-{secret}")
-        told.append(repr(rejected.value))
+        texts.append(repr(rejected.value))
     for lines in (f"reader {secret}", f"king * {secret}", f"reader * {secret}\n" * 2):
         with pytest.raises(errors.InvalidArgumentError) as rejected:
             Access(lines.encode())
-        told.append(repr(rejected.value))
+        texts.append(repr(rejected.value))
     with pytest.raises(errors.InvalidArgumentError) as rejected:
         service.connect("127.0.0.1:1", RULE, token=f"{secret}\n{secret}")
-    told.append(repr(rejected.value))
-    assert secret not in "".join(told) + caplog.text
+    texts.append(repr(rejected.value))
+    assert secret not in "".join(texts) + caplog.text
 
 
 # Sources of tokens.
@@ -770,7 +770,7 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
         for transport in ("socket", "memory"):
             offer = sessions.offer(server, transport)
             name = offer.address.removeprefix("unix:")
-            said = subprocess.run(  # noqa: S603 our own program
+            output = subprocess.run(  # noqa: S603 our own program
                 [sys.executable, "-c", program, name, offer.key.hex()],
                 capture_output=True,
                 text=True,
@@ -778,5 +778,5 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
                 timeout=LIMIT,
             ).stdout
             assert (
-                "this center accepts processes of user 0 only, got user 65534" in said
+                "this center accepts processes of user 0 only, got user 65534" in output
             )

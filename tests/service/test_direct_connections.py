@@ -181,7 +181,7 @@ def test_memory_of_messages_and_answers_is_reused(way_of):
             del answer
         assert len(places) <= 3
         if way_of == "memory":
-            assert links(center)[0]._made <= 1 + 3
+            assert links(center)[0]._created <= 1 + 3
 
 
 def test_buffer_is_reused_for_messages_that_fit_into_it():
@@ -401,7 +401,7 @@ def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
             )
             version += 1
             np.testing.assert_array_equal(answer.params["w"], 1.0 - version)
-            return links(center)[0]._made
+            return links(center)[0]._created
 
         for contribution in (ones, wide):  # no segment yet, then one of another size
             with monkeypatch.context() as patch:
@@ -452,7 +452,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
                 answer = send(anchor_version=version)
             np.testing.assert_array_equal(answer.params["w"], -4.0)
             (link,) = links(center)
-            assert link._made == 0
+            assert link._created == 0
     finally:
         process.kill()
         process.communicate()
@@ -478,11 +478,11 @@ def test_exchange_behind_another_one_does_not_time_out():
             store = server.center.core.store
             norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
 
-            def slow(contribution, center):
+            def slow(contribution, center, **settings):
                 if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
                     compiles.set()
                     assert compiled.wait(LIMIT)
-                return norm(contribution, center)
+                return norm(contribution, center, **settings)
 
             store.norm = slow
             narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
@@ -1116,8 +1116,8 @@ def test_message_changed_after_its_check_is_not_applied():
         store, seen = server.center.core.store, threading.Event()
         norm = store.norm
 
-        def checked(contribution, center):
-            result = jax.block_until_ready(norm(contribution, center))
+        def checked(contribution, center, **settings):
+            result = jax.block_until_ready(norm(contribution, center, **settings))
             message[...] = np.nan  # between the check and the update
             seen.set()
             return result
@@ -1188,7 +1188,7 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         )
         assert done.returncode == 0, done.stderr
         rejected, version = done.stdout.splitlines()
-        assert "processes of user 0, got one of user 65534" in rejected
+        assert "processes of user 0 only, got user 65534" in rejected
         assert version == "3"
         assert "of user 65534" in caplog.text
 

@@ -41,7 +41,7 @@ def events(monitor, kind=None):
     return [(e["kind"], e["worker"]) for e in found if kind in (None, e["kind"])]
 
 
-def told(monitor, kind):
+def event_texts(monitor, kind):
     return [e["text"] for e in monitor.view()["events"] if e["kind"] == kind]
 
 
@@ -186,7 +186,7 @@ def test_new_session_of_the_same_worker_is_an_event():
         wait_until(lambda: not server.center.core.members()[1]["anna"].connected)
         exchanged(again.join("anna"), 1)
         monitor.look()
-        texts = told(monitor, "joined")
+        texts = event_texts(monitor, "joined")
         assert [text.split(", by")[0] for text in texts] == [
             *("joined", "joined again, with a new session")
         ]
@@ -217,7 +217,7 @@ def test_rejections_are_events_with_their_reason():
         assert rejected["worker"] == "bert"
         assert rejected["count"] == 2
         assert "was rejected: no room for worker 'bert'" in rejected["text"]
-        assert "not finite" in told(monitor, "message")[0]
+        assert "not finite" in event_texts(monitor, "message")[0]
         assert worker(monitor, "anna")["rejected"] == 1
         json.dumps(monitor.view(), allow_nan=False)
 
@@ -228,16 +228,20 @@ def test_snapshots_and_restarts_are_events(tmp_path):
         assert monitor.view()["version"] is None
         center.initialize({"w": jnp.zeros(3)}, worker="anna")
         monitor.look()
-        assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
-        assert told(monitor, "initialized") == [
+        assert event_texts(monitor, "snapshot") == [
+            "a snapshot of version 0 was written"
+        ]
+        assert event_texts(monitor, "initialized") == [
             "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
         monitor.look()
-        assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
+        assert event_texts(monitor, "snapshot")[1:] == [
+            "a snapshot of version 1 was written"
+        ]
     with watched(None, durability=kept) as (_, monitor, _):
-        (text,) = told(monitor, "restarted")
+        (text,) = event_texts(monitor, "restarted")
         assert text == f"the center in {tmp_path} continues at version 1"
 
 
@@ -249,7 +253,7 @@ def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
             server.center.write_snapshot()
         monitor.look()
         monitor.look()
-        (text,) = told(monitor, "degraded")
+        (text,) = event_texts(monitor, "degraded")
         assert text == monitor.view()["degraded"]
         assert text.startswith("no snapshot could be written")
         monkeypatch.undo()

@@ -381,25 +381,25 @@ def test_many_connections_use_few_threads_and_block_no_request():
 def test_expensive_state_is_cached_longer(monkeypatch):
     stopped = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: 100.0})
     monkeypatch.setattr(_page, "time", stopped)
-    made = []
+    computed = []
 
     def make():
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
             pass
-        made.append(1)
+        computed.append(1)
         return b""
 
     state = _page._Made(make)
     for _ in range(100):
         state()
-    assert len(made) == 1
+    assert len(computed) == 1
     state._next -= 0.35  # less than the pause: 0.02 / 0.05 = 0.4, and 0.5 at least
     state()
-    assert len(made) == 1
+    assert len(computed) == 1
     state._next -= 0.65
     state()
-    assert len(made) == 2
+    assert len(computed) == 2
 
 
 def test_page_ends_with_its_server():

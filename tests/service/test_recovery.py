@@ -245,19 +245,19 @@ def tree(tmp_path, monkeypatch, lively):
             return center.core.is_initialized and center.pull().params["w"][0] == value
 
     with contextlib.ExitStack() as stack:
-        made = Tree()
-        made.serves(ZEROS)
-        made.above = stack.enter_context(
+        tree = Tree()
+        tree.serves(ZEROS)
+        tree.above = stack.enter_context(
             service.connect(address, RULE, timeout=1.0, transports=["grpc"])
         )
-        made.site = stack.enter_context(
+        tree.site = stack.enter_context(
             service.serve(
-                RULE, parent=service.Parent(made.above, period=2), page="127.0.0.1:0"
+                RULE, parent=service.Parent(tree.above, period=2), page="127.0.0.1:0"
             )
         )
-        assert made.site.uplink.ready.wait(LIMIT)
-        made.center = stack.enter_context(service.connect(made.site.address, RULE))
-        yield made
+        assert tree.site.uplink.ready.wait(LIMIT)
+        tree.center = stack.enter_context(service.connect(tree.site.address, RULE))
+        yield tree
 
 
 def state(server):

@@ -99,8 +99,8 @@ def test_generated_code_is_up_to_date_with_the_proto(tmp_path):
         check=True,
     )
     for name in ("center_pb2.py", "center_pb2.pyi"):
-        made = (tmp_path / "agn_optax" / "service" / name).read_text()
-        assert made == (PACKAGE / name).read_text(), "run `make proto`"
+        generated = (tmp_path / "agn_optax" / "service" / name).read_text()
+        assert generated == (PACKAGE / name).read_text(), "run `make proto`"
 
 
 def test_health_is_served(serve):

@@ -55,9 +55,9 @@ def schema_of(arrays):
     return Schema([Leaf(f"[{i}]", a.dtype.name, a.shape) for i, a in enumerate(arrays)])
 
 
-def assert_same_bits(came, sent):
-    assert len(came) == len(sent)
-    for one, other in zip(came, sent, strict=True):
+def assert_same_bits(received, sent):
+    assert len(received) == len(sent)
+    for one, other in zip(received, sent, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert one.tobytes() == other.tobytes()
 
@@ -71,7 +71,7 @@ def read(messages):
     return FrameReader(JoinedMessages(iter(messages)), Buffers())
 
 
-def came(schema, messages):
+def received(schema, messages):
     """Return the arrays of the only frame in ``messages``."""
     reader = read(messages)
     assert reader.read_header() == HEADER
@@ -94,7 +94,7 @@ def test_arrays_round_trip_bit_for_bit(sent, size):
     assert sum(map(len, messages)) == length
     assert all(len(message) == size for message in messages[:-1])
     assert 0 < len(messages[-1]) <= size
-    views = came(schema, messages)
+    views = received(schema, messages)
     assert_same_bits(views, sent)
     for made in views:  # aligned, so that XLA takes them without a copy
         assert made.flags.c_contiguous
@@ -105,13 +105,13 @@ def test_many_leaves_round_trip():
     sent = [array("float16", (i % 5,), seed=i) for i in range(2000)]
     schema = schema_of(sent)
     messages = join_pieces(Frame(HEADER, schema, sent).pieces(), 1000)
-    assert_same_bits(came(schema, messages), sent)
+    assert_same_bits(received(schema, messages), sent)
 
 
 def test_tree_without_leaves_round_trips():
     schema = Schema([])
     assert schema.size == 0
-    assert came(schema, Frame(HEADER, schema, []).pieces()) == []
+    assert received(schema, Frame(HEADER, schema, []).pieces()) == []
 
 
 def test_pieces_are_views_of_the_arrays():
@@ -215,11 +215,13 @@ def frame_bytes(header, tree=None):
 
 
 @given(st.lists(st.tuples(st.sampled_from(HEADERS), st.booleans())), st.integers(1, 99))
-def test_frames_are_read_one_after_the_other(said, size):
+def test_frames_are_read_one_after_the_other(sent_frames, size):
     tree = array("int8", (9,))
-    whole = b"".join(frame_bytes(header, tree if has else None) for header, has in said)
+    whole = b"".join(
+        frame_bytes(header, tree if has else None) for header, has in sent_frames
+    )
     reader = read(whole[at : at + size] for at in range(0, len(whole), size))
-    for header, has in said:
+    for header, has in sent_frames:
         assert reader.read_header() == header
         if has:
             assert_same_bits(TREE.views(reader.read_buffer(TREE, "a tree")), [tree])
