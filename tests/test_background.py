@@ -56,7 +56,7 @@ def test_failing_cancel_does_not_block_other_timeouts(caplog):
     watchdog, cancelled = Watchdog(), threading.Event()
 
     def late(cancel):
-        return Transfer(cancel, size=0, patience=0.0)
+        return Transfer(cancel, size=0, timeout=0.0)
 
     with watchdog.watching(late(fails)), watchdog.watching(late(cancelled.set)):
         assert cancelled.wait(LIMIT)

@@ -159,7 +159,7 @@ def test_joining_losing_and_leaving_are_events():
         )
         ledger = server.center.core.ledger
         with server.center.core.atomically():  # as if its lease were over
-            ledger._expect(ledger.present()["anna"], 0.0)
+            ledger._expire_at(ledger.present()["anna"], 0.0)
         monitor.look()
         center.join("anna")
         monitor.look()

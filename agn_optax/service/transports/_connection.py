@@ -111,7 +111,8 @@ class Connection:
         Args:
           attempt: makes a call.
           within: seconds after which to give up, if this is less than the timeout.
-            While the center is known to be unreachable, a call gives up after `SHORT_TIMEOUT`.
+            While the center is known to be unreachable, a call gives up after
+            `SHORT_TIMEOUT`.
 
         Raises:
           CenterUnreachableError: the center does not answer; the message says since
