@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 from agn_optax import errors
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.security._access import Caller
 from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
-from agn_optax.service.wire._frames import FrameReader, do_nothing
 
 # Costs of calls in tokens; a plain call costs 1.
 JOIN_TOKENS = (
@@ -45,6 +45,13 @@ _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
 # Concurrent probes in all, and of one caller. If the network loses a caller's bytes,
 # several count, because the center does not notice that the earlier ones have ended.
 _MAX_PROBES, _PROBES_OF_CALLER = 16, 12
+
+
+class Reader(Protocol):
+    """A reader of frames, see `FrameReader`."""
+
+    on_received: Callable[[], None]
+    timed: Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class CallLimits:
@@ -200,7 +207,7 @@ class CallLimits:
     @contextlib.contextmanager
     def time_receiving(
         self,
-        reader: FrameReader,
+        reader: Reader,
         cancel: Callable[[], None],
         *,
         from_chief: bool = False,
@@ -213,6 +220,7 @@ class CallLimits:
           from_chief: whether the frames are a chief's first parameters.
         """
         timeout = CHIEF_TIMEOUT if from_chief else TRANSFER_TIMEOUT
+        before = reader.timed, reader.on_received
 
         @contextlib.contextmanager
         def timed(size: int) -> Iterator[None]:
@@ -224,4 +232,4 @@ class CallLimits:
         try:
             yield
         finally:  # breaks a reference cycle, so that the reader's memory is freed
-            reader.timed, reader.on_received = contextlib.nullcontext, do_nothing
+            reader.timed, reader.on_received = before
