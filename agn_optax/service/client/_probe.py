@@ -36,9 +36,7 @@ class TransportSpeed(NamedTuple):
 
 
 def measure(
-    connection: Connection,
-    transport: Transport,
-    offer: pb.Offer | None,
+    connection: Connection, transport: Transport, offer: pb.Offer | None
 ) -> TransportSpeed:
     """Measure one transport, for about a second.
 

@@ -308,11 +308,7 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info(
-                        "%s: transports that failed: %s",
-                        self.address,
-                        failed,
-                    )
+                    _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers

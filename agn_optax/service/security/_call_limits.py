@@ -206,11 +206,7 @@ class CallLimits:
 
     @contextlib.contextmanager
     def time_receiving(
-        self,
-        reader: Reader,
-        cancel: Callable[[], None],
-        *,
-        from_chief: bool = False,
+        self, reader: Reader, cancel: Callable[[], None], *, from_chief: bool = False
     ) -> Iterator[None]:
         """Receive frames within the block, with timeouts.
 

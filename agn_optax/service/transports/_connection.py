@@ -230,9 +230,7 @@ class Connection:
                 path, type(request).SerializeToString, reply.FromString
             )
             return method(
-                request,
-                timeout=timeout or response_timeout,
-                metadata=self._metadata(),
+                request, timeout=timeout or response_timeout, metadata=self._metadata()
             )
 
         try:
