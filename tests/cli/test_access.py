@@ -75,7 +75,7 @@ def test_generated_token_is_stored_for_this_user(runtime, address, monkeypatch):
 
 def test_token_of_the_page_is_for_observers_only(runtime, address, monkeypatch):
     made = [digit * 64 for digit in "ab"]
-    monkeypatch.setattr(service.tokens, "generated", iter(made).__next__)
+    monkeypatch.setattr(service.tokens, "generate", iter(made).__next__)
     seen = {}
 
     def look(center):
