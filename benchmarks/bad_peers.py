@@ -30,10 +30,10 @@ from measuring import Benchmark, Form, Process, Run
 from agn_optax import errors, service
 from agn_optax.center import Submission
 from agn_optax.service._address import SERVICE
+from agn_optax.service.security import _call_limits
 from agn_optax.service.security._access import KEY_SIZE
-from agn_optax.service.server import _servicer
 from agn_optax.service.transports import _socket
-from agn_optax.service.wire._packets import HEAD
+from agn_optax.service.wire._frames import SIZES
 
 SIZE = 40e3  # bytes of the model
 
@@ -81,7 +81,7 @@ def acts_of(address: str, tls: service.Tls | None) -> dict[str, Callable[[], Any
         """Announce a frame and never send it, in a gRPC call."""
 
         def slowly() -> Any:
-            for piece in [HEAD.pack(1000, 0), *[b"x"] * 10]:
+            for piece in [SIZES.pack(1000, 0), *[b"x"] * 10]:
                 yield piece
                 time.sleep(0.1)
 
@@ -127,8 +127,8 @@ def misbehave(address: str, tls: service.Tls | None, name: str, end: float) -> i
 
 
 def spare_nothing() -> None:
-    _servicer.SPARE = 0.0  # type: ignore[attr-defined]
-    _servicer.NEWCOMERS = 2.0  # type: ignore[attr-defined]
+    _call_limits.BURST = 0.0  # type: ignore[attr-defined]
+    _call_limits.HANDSHAKE_BURST = 2.0  # type: ignore[attr-defined]
 
 
 class BadPeers(Benchmark, quick="--window 0.1"):

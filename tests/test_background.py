@@ -56,7 +56,7 @@ def test_failing_cancel_does_not_block_other_timeouts(caplog):
     watchdog, cancelled = Watchdog(), threading.Event()
 
     def late(cancel):
-        return Transfer(cancel, size=0, patience=0.0)
+        return Transfer(cancel, size=0, timeout=0.0)
 
     with watchdog.watching(late(fails)), watchdog.watching(late(cancelled.set)):
         assert cancelled.wait(LIMIT)
@@ -69,11 +69,11 @@ def test_failing_cancel_does_not_block_other_timeouts(caplog):
 def test_failing_cut_does_not_block_other_connections():
     transfers, cancelled = Transfers(), threading.Event()
     with (
-        transfers.under_way(fails, 0, LIMIT),
-        transfers.under_way(cancelled.set, 0, LIMIT),
+        transfers.timed(fails, 0, LIMIT),
+        transfers.timed(cancelled.set, 0, LIMIT),
     ):
         time.sleep(0.001)  # longer than a tick of the clock
-        transfers.cut(0.0)
+        transfers.cancel_stalled(0.0)
         assert cancelled.is_set()
 
 

@@ -148,12 +148,6 @@ class ShardedCenter:
         """The addresses of the shards, separated by commas, as `connect` takes them."""
         return ",".join(getattr(center, "address", "") for center in self.centers)
 
-    def announce(self, address: str) -> None:
-        """Tell all shards the address at which their workers are centers themselves."""
-        for center in self.centers:
-            if hasattr(center, "announce"):
-                center.announce(address)
-
     def close(self) -> None:
         """Close the connections to all shards."""
         for center in self.centers:

@@ -21,12 +21,12 @@ from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
-from agn_optax.service._watchdog import LEAST_RATE as LEAST_RATE
+from agn_optax.service._watchdog import MIN_RATE as MIN_RATE
 from agn_optax.service._watchdog import Transfers as Transfers
 from agn_optax.service.client._client import INSECURE as INSECURE
 from agn_optax.service.client._client import RemoteCenter, connect
 from agn_optax.service.client._observer import Observer
-from agn_optax.service.client._probe import Way as Way
+from agn_optax.service.client._probe import TransportSpeed as TransportSpeed
 from agn_optax.service.security import _handshake as handshake  # noqa: F401
 from agn_optax.service.security import _token as tokens  # noqa: F401
 from agn_optax.service.security._access import EVERYBODY as EVERYBODY
@@ -34,8 +34,8 @@ from agn_optax.service.security._access import Access
 from agn_optax.service.security._access import Caller as Caller
 from agn_optax.service.security._tls import TLS_CA as TLS_CA
 from agn_optax.service.security._tls import Tls, tls
+from agn_optax.service.server._server import DEFAULT_GRACE as DEFAULT_GRACE
 from agn_optax.service.server._server import Server, serve
-from agn_optax.service.server._servicer import LONGEST_GRACE as LONGEST_GRACE
 from agn_optax.service.server._servicer import Servicer as Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
 from agn_optax.service.transports import Listener as Listener

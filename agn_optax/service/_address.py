@@ -85,27 +85,6 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def seen_from(address: str, peer: str) -> str:
-    """Return the address of a server on another host; "" if it is not valid.
-
-    Args:
-      address: the address at which the server listens. If that is on all networks, the
-        host is replaced by the peer's.
-      peer: `network` of the server's host, which may stand for several hosts.
-    """
-    try:
-        check(address)
-        is_any = ipaddress.ip_address(host(address)).is_unspecified
-    except errors.AgnOptaxError:
-        return ""
-    except ValueError:  # a host name or a Unix socket
-        return address
-    own = "127.0.0.1" if peer == _HERE else peer
-    if not is_any or not own or ":" in own:
-        return address
-    return f"{own}:{address.rpartition(':')[2]}"
-
-
 def path(address: str) -> str:
     """Return the path of the file of a Unix socket's address."""
     return address.removeprefix("unix:").removeprefix("//")

@@ -108,7 +108,7 @@ def environment() -> Environment:
       >>> for name in ("CENTER", "RANK", "WORKERS"):
       ...     del os.environ[f"AGN_OPTAX_{name}"]
     """
-    workers = _number("AGN_OPTAX_WORKERS", "the number of workers", least=1)
+    workers = _number("AGN_OPTAX_WORKERS", "the number of workers", minimum=1)
     rank = _number("AGN_OPTAX_RANK", "0, 1, ...", below=workers)
     address = os.environ.get("AGN_OPTAX_CENTER")
     if not address:
@@ -134,10 +134,10 @@ def environment() -> Environment:
 
 def _distributed(rank: int) -> dict[str, Any]:
     """Return the arguments of `initialize_distributed` for a worker."""
-    processes = _number("AGN_OPTAX_PROCESSES", least=1, default="1")
+    processes = _number("AGN_OPTAX_PROCESSES", minimum=1, default="1")
     if processes == 1:
         return {"num_processes": 1}
-    process, host = _of_engine()
+    process, host = _process_and_host()
     coordinator = os.environ.get("AGN_OPTAX_COORDINATOR")
     if not coordinator and not host:
         raise _missing("AGN_OPTAX_COORDINATOR", "host:port of the first process")
@@ -150,33 +150,33 @@ def _distributed(rank: int) -> dict[str, Any]:
     }
 
 
-def _of_engine() -> tuple[str, str]:
+def _process_and_host() -> tuple[str, str]:
     """Return the number of this process, and the host of process 0; "" if unknown.
 
     The processes are those that a cluster engine starts and ends together.
     """
-    own = os.environ
-    if "SKYPILOT_NODE_RANK" in own:
-        first = own.get("SKYPILOT_NODE_IPS", "").partition("\n")[0]
-        return own["SKYPILOT_NODE_RANK"], first
+    variables = os.environ
+    if "SKYPILOT_NODE_RANK" in variables:
+        first = variables.get("SKYPILOT_NODE_IPS", "").partition("\n")[0]
+        return variables["SKYPILOT_NODE_RANK"], first
     # A JobSet's manifest sets these, from the annotations of its pods.
-    if {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= own.keys():
+    if {"JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"} <= variables.keys():
         form = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-{JOB_INDEX}-0.{JOBSET_NAME}"
-        return own.get("JOB_COMPLETION_INDEX", ""), form.format_map(own)
-    if "SLURM_PROCID" in own:
+        return variables.get("JOB_COMPLETION_INDEX", ""), form.format_map(variables)
+    if "SLURM_PROCID" in variables:
         # The first host of node[001-015,020],other is node001.
-        nodes = own.get("SLURM_STEP_NODELIST", "")
-        found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
-        return own["SLURM_PROCID"], "".join(found.groups("")) if found else ""
-    host = own.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0]
-    return own.get("TPU_WORKER_ID", ""), host
+        nodes = variables.get("SLURM_STEP_NODELIST", "")
+        match = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
+        return variables["SLURM_PROCID"], "".join(match.groups("")) if match else ""
+    host = variables.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0]
+    return variables.get("TPU_WORKER_ID", ""), host
 
 
 def _number(
     name: str,
-    what: str = "",
+    description: str = "",
     *,
-    least: int = 0,
+    minimum: int = 0,
     below: int | None = None,
     default: str = "",
 ) -> int:
@@ -184,8 +184,8 @@ def _number(
 
     Args:
       name: name of the variable.
-      what: description of its value, for the error if there is none.
-      least: minimum.
+      description: description of its value, for the error if there is none.
+      minimum: the least value.
       below: the value must be less; None for no such limit.
       default: the value if the variable is unset or empty; "" for none.
 
@@ -194,18 +194,18 @@ def _number(
     """
     text = os.environ.get(name) or default
     if not text:
-        raise _missing(name, what)
-    is_number = text.isascii() and text.isdigit() and int(text) >= least
+        raise _missing(name, description)
+    is_number = text.isascii() and text.isdigit() and int(text) >= minimum
     if not is_number or (below is not None and int(text) >= below):
         limit = "" if below is None else f" and below {below}"
         raise errors.InvalidArgumentError(
-            f"{name} must be a whole number >= {least}{limit}, got {text!r}"
+            f"{name} must be a whole number >= {minimum}{limit}, got {text!r}"
         )
     return int(text)
 
 
-def _missing(name: str, what: str) -> errors.InvalidArgumentError:
+def _missing(name: str, description: str) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
         f"{name} is not set: start this program with `agn-optax launch`, which sets "
-        f"it, or set it to {what}"
+        f"it, or set it to {description}"
     )

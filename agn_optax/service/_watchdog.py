@@ -16,7 +16,7 @@ _log = logging.getLogger("agn_optax")
 
 # Minimum rate in bytes per second, on average over a frame. A slower peer is treated as
 # lost, because it occupies memory and a thread.
-LEAST_RATE = 32 << 10
+MIN_RATE = 32 << 10
 
 
 class Watched(Protocol):
@@ -39,18 +39,18 @@ class Watchdog:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._watched: set[Watched] = set()
-        self._looks = math.inf  # when the thread wakes; monotonic seconds
-        self._runs = False
+        self._next_check = math.inf  # when the thread wakes; monotonic seconds
+        self._is_running = False
 
     @contextlib.contextmanager
     def watching(self, watched: Watched) -> Iterator[None]:
         """Cancel ``watched`` if its deadline passes within the block."""
         with self._changed:
-            if not self._runs:
+            if not self._is_running:
                 keep_running(self._run, "agn-optax watchdog")
-                self._runs = True  # only after the thread could be started
+                self._is_running = True  # only after the thread could be started
             self._watched.add(watched)
-            if watched.deadline < self._looks:
+            if watched.deadline < self._next_check:
                 self._changed.notify()
         try:
             yield
@@ -63,10 +63,10 @@ class Watchdog:
             while True:
                 now = time.monotonic()
                 self._cancel_late(now)
-                deadlines = [each.deadline for each in self._watched]
-                self._looks = min(deadlines, default=math.inf)
-                left = self._looks - now
-                self._changed.wait(None if left == math.inf else left)
+                deadlines = [watched.deadline for watched in self._watched]
+                self._next_check = min(deadlines, default=math.inf)
+                pause = self._next_check - now
+                self._changed.wait(None if pause == math.inf else pause)
 
     def _cancel_late(self, now: float) -> None:
         """Cancel the operations whose deadline has passed.
@@ -74,11 +74,11 @@ class Watchdog:
         This is a method of its own so that its local variables do not keep the
         operations alive while the thread waits.
         """
-        late = [each for each in self._watched if each.deadline <= now]
+        late = [watched for watched in self._watched if watched.deadline <= now]
         self._watched.difference_update(late)
-        for each in late:
-            each.is_late = True
-            _cancel(each)
+        for watched in late:
+            watched.is_late = True
+            _cancel(watched)
 
 
 def _cancel(watched: Watched) -> None:
@@ -98,20 +98,20 @@ class Transfer:
     Args:
       cancel: ends the connection, from any thread.
       size: size of the frame in bytes.
-      patience: timeout in seconds for any part of the frame to be transferred.
+      timeout: timeout in seconds for any part of the frame to be transferred.
     """
 
-    def __init__(self, cancel: Callable[[], None], size: int, patience: float) -> None:
+    def __init__(self, cancel: Callable[[], None], size: int, timeout: float) -> None:
         self.cancel = cancel
         self.is_late = False
-        self._patience = patience
-        self._over_by = time.monotonic() + patience + size / LEAST_RATE
-        self.went()
+        self._timeout = timeout
+        self._last_deadline = time.monotonic() + timeout + size / MIN_RATE
+        self.progress()
 
-    def went(self) -> None:
+    def progress(self) -> None:
         """Record that a part of the frame was transferred."""
-        self.moved = time.monotonic()
-        self.deadline = min(self._over_by, self.moved + self._patience)
+        self.last_progress = time.monotonic()
+        self.deadline = min(self._last_deadline, self.last_progress + self._timeout)
 
 
 class Transfers:
@@ -121,14 +121,14 @@ class Transfers:
         self._all: set[Transfer] = set()
 
     @contextlib.contextmanager
-    def under_way(
-        self, cancel: Callable[[], None], size: int, patience: float
+    def timed(
+        self, cancel: Callable[[], None], size: int, timeout: float
     ) -> Iterator[Transfer]:
         """Transfer a frame within the block, and cancel it if it takes too long.
 
         See `Transfer`.
         """
-        transfer = Transfer(cancel, size, patience)
+        transfer = Transfer(cancel, size, timeout)
         self._all.add(transfer)
         try:
             with watchdog.watching(transfer):
@@ -136,9 +136,9 @@ class Transfers:
         finally:
             self._all.discard(transfer)
 
-    def cut(self, seconds: float) -> None:
+    def cancel_stalled(self, seconds: float) -> None:
         """End connections on which nothing was transferred for ``seconds``."""
         now = time.monotonic()
         for transfer in list(self._all):
-            if now - transfer.moved > seconds:
+            if now - transfer.last_progress > seconds:
                 _cancel(transfer)

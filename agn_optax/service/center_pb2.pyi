@@ -6,11 +6,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Packets(_message.Message):
+class Frames(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Frame(_message.Message):
+class Header(_message.Message):
     __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "failure", "attach", "attached", "probe", "probed", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -172,18 +172,16 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "session_id", "center", "serves_at")
+    __slots__ = ("protocol", "worker", "session_id", "center")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
-    SERVES_AT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     session_id: str
     center: str
-    serves_at: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ..., serves_at: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center", "before", "settled")
@@ -331,7 +329,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "rejected", "transport", "reported", "serves_at", "exchanges_per_second", "steps_per_second", "stalled")
+    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "rejected", "transport", "reported", "exchanges_per_second", "steps_per_second", "stalled")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -354,7 +352,6 @@ class WorkerStatus(_message.Message):
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
-    SERVES_AT_FIELD_NUMBER: _ClassVar[int]
     EXCHANGES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
@@ -373,11 +370,10 @@ class WorkerStatus(_message.Message):
     rejected: int
     transport: str
     reported: _containers.ScalarMap[str, float]
-    serves_at: str
     exchanges_per_second: float
     steps_per_second: float
     stalled: float
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., rejected: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., rejected: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "rejected", "degraded", "page_address", "disk_free", "disk_needed", "center")

@@ -75,7 +75,7 @@ def test_generated_token_is_stored_for_this_user(runtime, address, monkeypatch):
 
 def test_token_of_the_page_is_for_observers_only(runtime, address, monkeypatch):
     made = [digit * 64 for digit in "ab"]
-    monkeypatch.setattr(service.tokens, "generated", iter(made).__next__)
+    monkeypatch.setattr(service.tokens, "generate", iter(made).__next__)
     seen = {}
 
     def look(center):
@@ -122,8 +122,8 @@ def test_page_address_follows_from_the_options(monkeypatch):
 
 
 def test_token_of_a_random_port_is_removed_with_its_center(runtime):
-    made = service.tokens.for_center_at("127.0.0.1:0")
-    with service.tokens.left_here("127.0.0.1:5000", made):
+    made = service.tokens.for_address("127.0.0.1:0")
+    with service.tokens.token_file("127.0.0.1:5000", made):
         assert len(list(runtime.iterdir())) == 1
     assert not list(runtime.iterdir())
 
@@ -135,22 +135,22 @@ def test_json_output_of_serve_has_the_token(runtime, address):
 
 def _token_for(address):
     """Return the token a client would present at an address if given none."""
-    return service.tokens.of(None, lambda: address)
+    return service.tokens.source(None, lambda: address)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_token_of_a_center_on_all_interfaces_is_found_locally(runtime, host):
-    with service.tokens.left_here("0.0.0.0:5000", "everywhere"):
+    with service.tokens.token_file("0.0.0.0:5000", "everywhere"):
         assert _token_for(f"{host}:5000")() == "everywhere"
-        with service.tokens.left_here("127.0.0.1:5000", "here"):
+        with service.tokens.token_file("127.0.0.1:5000", "here"):
             assert _token_for(f"{host}:5000")() == "here"
         assert _token_for(f"{host}:5001")() is None
         assert _token_for("192.0.2.1:5000")() is None
 
 
 def test_ended_center_keeps_the_token_of_its_successor(runtime):
-    with service.tokens.left_here("127.0.0.1:1", "second"):
-        with service.tokens.left_here("127.0.0.1:1", "first"):
+    with service.tokens.token_file("127.0.0.1:1", "second"):
+        with service.tokens.token_file("127.0.0.1:1", "first"):
             (path,) = runtime.iterdir()
             path.write_text("second")
         assert _token_for("127.0.0.1:1")() == "second"

@@ -190,7 +190,7 @@ def test_token_of_a_center_restarted_at_another_port_is_found(
         if event := serving_event(line):
             served.append(event["address"])
         elif name == "worker-0" and len(found) < len(served):
-            found.append([tokens.of(None, lambda at=at: at)() for at in served])
+            found.append([tokens.source(None, lambda at=at: at)() for at in served])
             (here / ("again" if len(served) == 1 else "end")).touch()
 
     engine = Local(run)

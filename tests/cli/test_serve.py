@@ -538,7 +538,8 @@ def test_stop_in_a_second_signal_handler_returns_at_once():
         raise TimeoutError("a handler waits for the call that it interrupts")
 
     def kill():
-        with server._servicer._counting("_busy"):  # as an exchange that is applied
+        # As an exchange that is applied.
+        with server._servicer.exchanges.counting("answering"):
             begun.set()
             assert server.center.core.wait_until_closed(PATIENCE)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)

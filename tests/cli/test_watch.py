@@ -111,7 +111,6 @@ def a_worker(name, **values):
 def shown(workers, width):
     center = {
         "error": "",
-        "under": None,
         "rule": "agn",
         "mode": "Asynchronous()",
         "address": "127.0.0.1:5000",

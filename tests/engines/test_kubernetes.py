@@ -229,7 +229,7 @@ def test_center_has_its_options_storage_probes_and_ports(name):
         assert f"--journal={storage}/journal" in command
     assert storage in [each["mountPath"] for each in container["volumeMounts"]]
     # The pod is not killed before the service has ended by itself.
-    assert center["terminationGracePeriodSeconds"] > service.LONGEST_GRACE + 1
+    assert center["terminationGracePeriodSeconds"] > service.DEFAULT_GRACE + 1
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in command
     # It has the time to read its journal before the probe fails.

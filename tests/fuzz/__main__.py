@@ -14,7 +14,7 @@ _SLOW = {
     "config": 4,
     "folder": 10,
     "environment": 2,
-    "packets": 2,
+    "frames": 2,
 }
 
 

@@ -177,7 +177,7 @@ class _MutatingClient:
         connection = center._connection
         said = connection.describe()
         self._offers = {offer.transport: offer for offer in said.offers}
-        travels = center._remote.travels()
+        travels = center._remote.known_schemas()
         self._whole, self._schema = travels.center, travels.message
         self._leaves = said.schema
         if tls is None:
@@ -194,14 +194,14 @@ class _MutatingClient:
                 self._rng.choice(ways)()
 
     def _conversation(self):
-        """Return the packets of a worker, some of them changed, missing or moved."""
+        """Return the frames of a worker, some of them changed, missing or moved."""
         name = f"enemy {self._rng.randrange(20)}"
         join = pb.Join(
             protocol=addresses.PROTOCOL,
             worker=name,
             session_id=str(self._rng.randrange(3)),
         )
-        packets = [links.as_bytes(pb.Frame(join=join))]
+        frames = [links.as_bytes(pb.Header(join=join))]
         for sequence in (1, 2):
             message = pb.Message(
                 sequence=sequence,
@@ -211,27 +211,27 @@ class _MutatingClient:
                 has_anchor=self._rng.random() < 0.5,
                 anchor_version=self._rng.choice([0, 1, 1 << 40]),
             )
-            frame = pb.Frame(message=message)
-            packets.append(links.as_bytes(frame, self._schema, self._tree()))
-            packets.append(links.as_bytes(pb.Frame(acknowledge=sequence)))
+            frame = pb.Header(message=message)
+            frames.append(links.as_bytes(frame, self._schema, self._tree()))
+            frames.append(links.as_bytes(pb.Header(acknowledge=sequence)))
         segment = pb.Segment(number=1, size=self._rng.choice([4096, 1 << 40, 0]))
-        packets.append(links.as_bytes(pb.Frame(attach=segment)))
-        lent = pb.Frame(message=message, segment=1, answer_segment=2)
-        packets.append(links.as_bytes(lent))
+        frames.append(links.as_bytes(pb.Header(attach=segment)))
+        lent = pb.Header(message=message, segment=1, answer_segment=2)
+        frames.append(links.as_bytes(lent))
         if self._rng.random() < 0.1:
             zeros = [np.zeros(each.shape, each.dtype) for each in self._whole.leaves]
-            frame = pb.Frame(parameters=pb.Parameters())
-            packets.insert(0, links.as_bytes(frame, self._whole, zeros))
+            frame = pb.Header(parameters=pb.Parameters())
+            frames.insert(0, links.as_bytes(frame, self._whole, zeros))
         if self._rng.random() < 0.1:
             leaves = mutate.mutated(self._rng, [self._leaves])
             start = pb.Start(protocol=addresses.PROTOCOL, schema_size=len(leaves))
             start.schema_hash = self._rng.choice([self._whole.hash, b""])
             start.worker = self._rng.choice(["friend", name])
-            packets.insert(0, links.around(pb.Frame(start=start), leaves))
-        count = self._rng.randrange(1, len(packets) + 1)
+            frames.insert(0, links.around(pb.Header(start=start), leaves))
+        count = self._rng.randrange(1, len(frames) + 1)
         if self._rng.random() < 0.3:
-            self._rng.shuffle(packets)
-        chosen = packets[:count]
+            self._rng.shuffle(frames)
+        chosen = frames[:count]
         if self._rng.random() < 0.8:
             at = self._rng.randrange(count)
             chosen[at] = mutate.mutated(self._rng, [chosen[at]])
@@ -266,9 +266,9 @@ class _MutatingClient:
 
     def _stream(self):
         path = f"/{addresses.SERVICE}/{self._rng.choice(_STREAMS)}"
-        packets = self._conversation()
+        frames = self._conversation()
         call = self._channel.stream_stream(path)(
-            iter(packets), timeout=LIMIT, metadata=self._metadata()
+            iter(frames), timeout=LIMIT, metadata=self._metadata()
         )
         if self._rng.random() < 0.5:
             time.sleep(_READS)
@@ -299,19 +299,19 @@ class _MutatingClient:
             if self._rng.random() < 0.1:
                 greeting = mutate.mutated(self._rng, [greeting])
             end.sendall(greeting)
-            for packet in self._conversation():
+            for frame_bytes in self._conversation():
                 plain = not isinstance(end, ssl.SSLSocket)
                 if offer.transport == "memory" and plain and self._rng.random() < 0.3:
-                    self._send_file(end, packet)
+                    self._send_file(end, frame_bytes)
                 else:
-                    end.sendall(packet)
+                    end.sendall(frame_bytes)
             if self._rng.random() < 0.3:
                 end.shutdown(socket.SHUT_WR)
             while end.recv(1 << 16):
                 pass
 
-    def _send_file(self, end, packet):
-        """Send a packet with a descriptor of another file or of an invalid segment."""
+    def _send_file(self, end, frame_bytes):
+        """Send a frame with a descriptor of another file or of an invalid segment."""
         if self._rng.random() < 0.5:
             file = _segment(self._rng.choice([4096, 1 << 16]))
         elif self._rng.random() < 0.5:
@@ -321,7 +321,7 @@ class _MutatingClient:
         try:
             count = self._rng.choice([1, 1, 1, 3])
             data = array.array("i", [file] * count)
-            end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, data)])
+            end.sendmsg([frame_bytes], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, data)])
         finally:
             os.close(file)
 

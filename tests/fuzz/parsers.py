@@ -30,14 +30,14 @@ from agn_optax.service import Access, Tls, _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
 from agn_optax.service.security import _token, _x509
-from agn_optax.service.security._access import why_no_token
+from agn_optax.service.security._access import token_problem
 from agn_optax.service.transports import _connection
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.transports._grpc import _Messages
-from agn_optax.service.wire import _packets, _status, _trees
+from agn_optax.service.transports._grpc import JoinedMessages
+from agn_optax.service.wire import _errors, _frames, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._frames import Frame
 
 RULE = shared.downpour()
 TREE = {"a": np.arange(9, dtype=np.float32), "b": (np.zeros(3, np.float32), None)}
@@ -94,10 +94,10 @@ def fuzz(parser, seed, name, count):
 # Messages of the wire protocol.
 
 
-def _packet(control, tree=None):
+def _frame_bytes(header, tree=None):
     schema = None if tree is None else SCHEMA
     leaves = [] if tree is None else _trees.host_arrays(tree)
-    return b"".join(Parcel(control, schema, leaves).pieces())
+    return b"".join(Frame(header, schema, leaves).pieces())
 
 
 MESSAGE = pb.Message(sequence=1, schema_hash=SCHEMA.hash, steps=3)
@@ -105,31 +105,33 @@ CLAIMS = pb.Message(
     sequence=2, schema_hash=SCHEMA.hash, weight=2.5, has_anchor=True, anchor_version=1
 )
 PACKETS = [
-    _packet(pb.Frame(join=pb.Join(protocol=1, worker="anna", session_id="1" * 32))),
-    _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
-    _packet(pb.Frame(message=MESSAGE), TREE),
-    _packet(pb.Frame(message=CLAIMS), TREE),
-    _packet(pb.Frame(acknowledge=1)),
-    _packet(pb.Frame(start=pb.Start(protocol=1, schema_size=9)), TREE),
-    _packet(pb.Frame(parameters=pb.Parameters()), TREE),
-    _packet(pb.Frame(joined=pb.Joined(center="c" * 32))),
-    _packet(pb.Frame(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),
-    _packet(pb.Frame(waiting=pb.Waiting())),
-    _packet(pb.Frame(failure=pb.Failure(kind="CenterError", details="no"))),
-    _packet(pb.Frame(attach=pb.Segment(number=1, size=4096))),
+    _frame_bytes(
+        pb.Header(join=pb.Join(protocol=1, worker="anna", session_id="1" * 32))
+    ),
+    _frame_bytes(pb.Header(probe=pb.Probe(size=1 << 20, answer=64))),
+    _frame_bytes(pb.Header(message=MESSAGE), TREE),
+    _frame_bytes(pb.Header(message=CLAIMS), TREE),
+    _frame_bytes(pb.Header(acknowledge=1)),
+    _frame_bytes(pb.Header(start=pb.Start(protocol=1, schema_size=9)), TREE),
+    _frame_bytes(pb.Header(parameters=pb.Parameters()), TREE),
+    _frame_bytes(pb.Header(joined=pb.Joined(center="c" * 32))),
+    _frame_bytes(pb.Header(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),
+    _frame_bytes(pb.Header(waiting=pb.Waiting())),
+    _frame_bytes(pb.Header(failure=pb.Failure(kind="CenterError", details="no"))),
+    _frame_bytes(pb.Header(attach=pb.Segment(number=1, size=4096))),
 ]
 
 
-def _read_packets(data):
-    reader = _packets.Reader(_Messages(iter([data[:5], data[5:]])), Buffers())
-    while (frame := reader.control()) is not None:
-        if frame.WhichOneof("control") in (
+def _read_frames(data):
+    reader = _frames.FrameReader(JoinedMessages(iter([data[:5], data[5:]])), Buffers())
+    while (header := reader.read_header()) is not None:
+        if header.WhichOneof("content") in (
             "message",
             "start",
             "parameters",
             "snapshot",
         ):
-            buffer = reader.buffer(SCHEMA, "a tree")
+            buffer = reader.read_buffer(SCHEMA, "a tree")
             assert buffer.nbytes == SCHEMA.size
 
 
@@ -154,7 +156,7 @@ def _read_description(data):
     size = min(data[0], len(data) - 1) if data else 0
     said = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
     remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
-    remote._learn(_connection.description_in(said))
+    remote._set_description(_connection.description_in(said))
 
 
 class _FailedCall(NamedTuple):
@@ -179,15 +181,15 @@ def _read_status(data):
     kind, _, details = data.partition(b"|")
     codes = list(grpc.StatusCode)
     failed = _FailedCall(
-        [(_status._KIND, kind.decode(errors="replace"))],
+        [(_errors._KIND, kind.decode(errors="replace"))],
         codes[len(data) % len(codes)],
         details.decode(errors="replace") or None,
     )
-    assert isinstance(_status.exception_of(failed, "here"), errors.AgnOptaxError)
+    assert isinstance(_errors.exception_of(failed, "here"), errors.AgnOptaxError)
 
 
 def _read_rejected(data):
-    error = _status.exception_in(pb.Failure.FromString(data))
+    error = _errors.exception_in(pb.Failure.FromString(data))
     assert isinstance(error, errors.AgnOptaxError)
 
 
@@ -213,7 +215,7 @@ def _coded(name):
     """Return a center with that codec, a session, its numbers and the wire schema."""
     rule = model.rule("downpour", name)
     center = LocalCenter(rule, {"w": np.zeros(200, np.float32)})
-    schema = _trees.travelling(rule, center.pull().params).message
+    schema = _trees.wire_schemas(rule, center.pull().params).message
     return center, center.join("fuzz"), itertools.count(1), schema
 
 
@@ -227,7 +229,7 @@ def _read_contribution(data):
     """
     name = _CODECS[data[0] % len(_CODECS)] if data else "none"
     center, session, numbers, schema = _coded(name)
-    # The reader of packets rejects any other size earlier.
+    # The reader of frames rejects any other size earlier.
     data = data[1:].ljust(schema.size, b"\0")
     leaves, at = [], 0
     for leaf in schema.leaves:
@@ -296,7 +298,7 @@ def _read_tokens(data):
 
 def _read_token(data):
     _FILE.write_bytes(data)
-    assert not why_no_token(_token._in_file(_FILE))
+    assert not token_problem(_token._read_file(_FILE))
 
 
 # Certificate and key of a worker "anna", valid until 2126, trusted nowhere.
@@ -458,9 +460,9 @@ _USER = (errors.InvalidArgumentError,)
 _DISK = (errors.DurabilityError, _records.DamagedError)
 
 PARSERS = {
-    "packets": Parser(
+    "frames": Parser(
         [*PACKETS, b"".join(PACKETS[:3]), b"".join(PACKETS)],
-        _read_packets,
+        _read_frames,
         (errors.ProtocolError, EOFError),
     ),
     "schema": Parser([_LEAVES], _read_schema, (errors.ProtocolError,)),

@@ -29,7 +29,7 @@ def test_mutated_input_is_parsed_or_rejected(name):
 
 
 def test_same_seed_gives_the_same_input():
-    samples = parsers.PARSERS["packets"].samples
+    samples = parsers.PARSERS["frames"].samples
     one, other = (
         [mutate.mutated(rng, samples) for _ in range(50)]
         for rng in (mutate.generator(1, "a"), mutate.generator(1, "a"))

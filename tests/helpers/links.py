@@ -7,7 +7,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import TRANSPORTS, GrpcLink, Target
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, in_bytes, of_bytes
+from agn_optax.service.wire._frames import Frame, bytes_schema, random_frame
 from helpers import sessions
 
 
@@ -18,14 +18,14 @@ def dialled(observer, server, transport):
     return way.dial(Target(observer._connection, offer, Buffers()))
 
 
-def send(link, control, size=0):
-    """Send a frame with a control message and a buffer of random bytes."""
-    link.send(in_bytes(control, size))
+def send(link, header, size=0):
+    """Send a frame with a header and a buffer of random bytes."""
+    link.send(random_frame(header, size))
 
 
 def receive(link, size):
     """Return the buffer of the last frame, which must have this size."""
-    return link.buffer(of_bytes(size), "a buffer")
+    return link.read_buffer(bytes_schema(size), "a buffer")
 
 
 def begin_to_initialize(center, params, worker):
@@ -39,15 +39,15 @@ def begin_to_initialize(center, params, worker):
         schema_size=described.size,
     )
     link = GrpcLink(center._connection, "Initialize", Buffers())
-    link.send(Parcel(pb.Frame(start=start), of_bytes(described.size), [described]))
-    return link, Parcel(pb.Frame(parameters=pb.Parameters()), schema, arrays)
+    link.send(Frame(pb.Header(start=start), bytes_schema(described.size), [described]))
+    return link, Frame(pb.Header(parameters=pb.Parameters()), schema, arrays)
 
 
-def as_bytes(control, schema=None, arrays=()):
+def as_bytes(header, schema=None, arrays=()):
     """Return a frame as it travels, with arrays of a schema if one is given."""
-    return b"".join(Parcel(control, schema, arrays).pieces())
+    return b"".join(Frame(header, schema, arrays).pieces())
 
 
-def around(control, data):
+def around(header, data):
     """Return a frame as it travels, with other bytes as its buffer."""
-    return as_bytes(control, of_bytes(len(data)), [np.frombuffer(data, np.uint8)])
+    return as_bytes(header, bytes_schema(len(data)), [np.frombuffer(data, np.uint8)])

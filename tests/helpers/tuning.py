@@ -9,8 +9,8 @@ from agn_optax.center import _core
 from agn_optax.center.durability import _writer
 from agn_optax.round.placements import _host
 from agn_optax.service.client import _client, _session
-from agn_optax.service.security import _files
-from agn_optax.service.server import _servicer
+from agn_optax.service.security import _call_limits, _files
+from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes, _tree
 
@@ -22,44 +22,45 @@ def set_center_clock(monkeypatch, monotonic):
 
 def set_greeting_timeout(monkeypatch, seconds):
     """Set the timeout of a direct connection's greeting."""
-    monkeypatch.setattr(_socket, "_DIALLING", seconds)
+    monkeypatch.setattr(_socket, "_CONNECT_TIMEOUT", seconds)
 
 
 def set_waiting_interval(monkeypatch, seconds, longest):
     """Set the pause after which a center tells a waiting worker to keep waiting."""
-    monkeypatch.setattr(_servicer, "WAITING_INTERVAL", seconds)
-    monkeypatch.setattr(_servicer, "LONGEST", longest)
+    for module in (_servicer, _exchanges):
+        monkeypatch.setattr(module, "WAITING_INTERVAL", seconds)
+    monkeypatch.setattr(_servicer, "MAX_WAIT", longest)
 
 
 def set_stall_timeout(monkeypatch, seconds):
     """Set the timeout of a center for any part of a frame."""
-    monkeypatch.setattr(_servicer, "_STALLED", seconds)
+    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
 
 
 def set_session_patience(monkeypatch, seconds):
     """Set for how long a session retries to send a message or to get its answer."""
-    monkeypatch.setattr(_session, "SOON", seconds)
+    monkeypatch.setattr(_session, "SHORT_TIMEOUT", seconds)
 
 
 def set_call_patience(monkeypatch, seconds):
     """Set the timeout of a call to a center that did not answer the last one."""
-    monkeypatch.setattr(_connection, "SOON", seconds)
+    monkeypatch.setattr(_connection, "SHORT_TIMEOUT", seconds)
 
 
 def set_chief_warnings(monkeypatch, first, others):
     """Set the pauses before the first and the later warnings of a missing chief."""
-    monkeypatch.setattr(_client, "_COMES", first)
-    monkeypatch.setattr(_client, "_WAITS", others)
+    monkeypatch.setattr(_client, "_FIRST_WARNING", first)
+    monkeypatch.setattr(_client, "_WARNING_INTERVAL", others)
 
 
 def set_file_checks(monkeypatch, seconds):
     """Set the pause between two checks whether a token or certificate has changed."""
-    monkeypatch.setattr(_files, "_LOOK", seconds)
+    monkeypatch.setattr(_files, "_CHECK_INTERVAL", seconds)
 
 
 def set_file_patience(monkeypatch, seconds):
     """Set for how long the last content of an unreadable file stays in use."""
-    monkeypatch.setattr(_files, "PATIENCE", seconds)
+    monkeypatch.setattr(_files, "MAX_AGE", seconds)
 
 
 def set_parent_pauses(monkeypatch, first, longest=None):

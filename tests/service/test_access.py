@@ -161,8 +161,8 @@ def test_error_names_the_roles_or_the_name_that_are_needed():
         ) as center:
             with pytest.raises(errors.NotAllowedError) as rejected:
                 center.pull()
-            said = "Pull needs the role reader or worker or chief or operator"
-            assert said in str(rejected.value)
+            expected = "Pull needs the role reader or worker or chief or operator"
+            assert expected in str(rejected.value)
             assert "observer 'anna'" in str(rejected.value)
             assert isinstance(rejected.value, PermissionError)
         with service.connect(
@@ -222,23 +222,26 @@ def test_key_belongs_to_its_caller_and_ends_with_its_token(tmp_path):
     with service.serve(
         RULE, params(), security=service.Security(access=Access(file))
     ) as server:
-        door = server._servicer.door
-        keys = [door.ticket(door.caller(t.encode())) for t in (anna, bert)]
+        authenticator = server._servicer.authenticator
+        keys = [
+            authenticator.issue_key(authenticator.caller(t.encode()))
+            for t in (anna, bert)
+        ]
         assert keys[0] != keys[1]
-        assert keys[0] == door.ticket(door.caller(anna.encode()))
-        assert door.holder(keys[0]).name == "anna"
+        assert keys[0] == authenticator.issue_key(authenticator.caller(anna.encode()))
+        assert authenticator.caller_of_key(keys[0]).name == "anna"
         assert received(server, keys[0], "anna")
         assert not received(server, b"k" * 16, "anna")
         file.write_text(f"worker bert {bert}\n")
-        wait_until_unknown(door, anna)
+        wait_until_unknown(authenticator, anna)
         assert not received(server, keys[0], "anna")
         assert received(server, keys[1], "bert")
 
 
-def wait_until_unknown(door, gone):
+def wait_until_unknown(authenticator, gone):
     def is_unknown():
         try:
-            door.caller(gone.encode())
+            authenticator.caller(gone.encode())
         except errors.NotAllowedError:
             return True
         return False
@@ -251,12 +254,15 @@ def test_number_of_keys_is_bounded():
     with service.serve(
         RULE, params(), security=service.Security(access=Access(lines))
     ) as server:
-        door = server._servicer.door
-        keys = [door.ticket(door.caller(b"%020d" % i)) for i in range(1100)]
-        assert len(door._holders) == 1024
+        authenticator = server._servicer.authenticator
+        keys = [
+            authenticator.issue_key(authenticator.caller(b"%020d" % i))
+            for i in range(1100)
+        ]
+        assert len(authenticator._credentials) == 1024
         with pytest.raises(errors.NotAllowedError):
-            door.holder(keys[0])
-        assert door.holder(keys[-1])
+            authenticator.caller_of_key(keys[0])
+        assert authenticator.caller_of_key(keys[-1])
 
 
 # Changes while a center runs.
@@ -280,7 +286,7 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
             server.address, RULE, token=old, timeout=LIMIT, transports=[way]
         ) as late,
     ):
-        door = server._servicer.door
+        authenticator = server._servicer.authenticator
 
         def exchange(of):
             version = server.center.version
@@ -291,14 +297,14 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
         exchange(center)
         own.write_text(new)
         file.write_text(f"worker anna {new}\n")
-        wait_until_unknown(door, old)
+        wait_until_unknown(authenticator, old)
         exchange(center)
         assert server.center.version == 3
         with pytest.raises(errors.NotAllowedError, match="does not know that token"):
             late.pull()
         own.write_text(old)
         file.write_text(f"worker bert {new}\n")
-        wait_until(lambda: door.caller(new.encode()).name == "bert", LIMIT)
+        wait_until(lambda: authenticator.caller(new.encode()).name == "bert", LIMIT)
         with pytest.raises(errors.NotAllowedError):
             exchange(center)
         assert server.center.version == 3
@@ -310,10 +316,10 @@ def test_broken_token_file_keeps_the_known_tokens(tmp_path, caplog):
     with service.serve(
         RULE, params(), security=service.Security(access=Access(file))
     ) as server:
-        door = server._servicer.door
+        authenticator = server._servicer.authenticator
 
         def look():
-            assert door.caller(known.encode()).name is None
+            assert authenticator.caller(known.encode()).name is None
 
         for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
             file.unlink() if broken is None else file.write_text(broken)
@@ -368,7 +374,7 @@ def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monke
     read_at_once(monkeypatch)
     file = tmp_path / "token"
     file.write_text(token("reader"))
-    known = tokens.of(file, lambda: "127.0.0.1:1")
+    known = tokens.source(file, lambda: "127.0.0.1:1")
     file.unlink()
     seen(caplog, "its previous content stays valid", known)
     for _ in range(10):  # looks that log nothing more
@@ -379,8 +385,8 @@ def test_worker_keeps_its_token_when_its_file_disappears(tmp_path, caplog, monke
 @pytest.fixture
 def entered():
     """A folder that every user of this machine can enter."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = pathlib.Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = pathlib.Path(folder_name)
         folder.chmod(0o755)
         if not all(each.stat().st_mode & stat.S_IXOTH for each in folder.parents):
             pytest.skip(f"no other user may enter {folder.parent}")
@@ -403,7 +409,7 @@ def test_token_file_readable_by_every_user_is_warned_about(
     link.symlink_to(file)
     for content, read in (
         (f"reader * {token('reader')}\n", Access),
-        (token("reader"), lambda path: tokens.of(path, lambda: "127.0.0.1:1")),
+        (token("reader"), lambda path: tokens.source(path, lambda: "127.0.0.1:1")),
     ):
         file.write_text(content)
         file.chmod(mode)
@@ -484,29 +490,29 @@ def test_tokens_are_never_in_logs_errors_or_reprs(caplog, tmp_path):
     secret = "secret-0123456789abc"  # noqa: S105 of nothing
     file = tmp_path / "tokens"
     file.write_text(f"observer anna {secret}")
-    told = []
+    texts = []
     access = Access(file, f"reader * other-{secret}".encode())
     with service.serve(
         RULE, params(), security=service.Security(access=access)
     ) as server:
-        told += [repr(access), repr(access.caller(secret.encode())), repr(server)]
+        texts += [repr(access), repr(access.caller(secret.encode())), repr(server)]
         with service.connect(server.address, RULE, token=secret) as center:
-            told.append(repr(center))
+            texts.append(repr(center))
             for call in (center.pull, lambda: center.join("bert")):
                 with pytest.raises(errors.NotAllowedError) as rejected:
                     call()
-                told.append(repr(rejected.value))
+                texts.append(repr(rejected.value))
         with pytest.raises(errors.NotAllowedError) as rejected:
             service.connect(server.address, RULE, token=f"unknown-{secret}")
-        told.append(repr(rejected.value))
+        texts.append(repr(rejected.value))
     for lines in (f"reader {secret}", f"king * {secret}", f"reader * {secret}\n" * 2):
         with pytest.raises(errors.InvalidArgumentError) as rejected:
             Access(lines.encode())
-        told.append(repr(rejected.value))
+        texts.append(repr(rejected.value))
     with pytest.raises(errors.InvalidArgumentError) as rejected:
         service.connect("127.0.0.1:1", RULE, token=f"{secret}\n{secret}")
-    told.append(repr(rejected.value))
-    assert secret not in "".join(told) + caplog.text
+    texts.append(repr(rejected.value))
+    assert secret not in "".join(texts) + caplog.text
 
 
 # Sources of tokens.
@@ -651,9 +657,9 @@ def test_key_over_tls_needs_the_certificate_of_its_caller(authority):
     ) as server:
         anna, bert = authority.issue("/CN=anna"), authority.issue("/CN=bert")
         assert allowed(server.address, {"tls": anna}) == ALLOWED["worker"]
-        door = server._servicer.door
+        authenticator = server._servicer.authenticator
         certificate = ssl.PEM_cert_to_DER_cert(anna.certificate.read_text())
-        key = door.ticket(door.caller(certificate=certificate))
+        key = authenticator.issue_key(authenticator.caller(certificate=certificate))
         host, _, port = server.direct_address.rpartition(":")
 
         def greets(tls):
@@ -695,7 +701,7 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         replace(files["center"], second.issue("/CN=center"))
         wait_until_rejected(server.address, old)
         replace(files["anna"], second.issue("/CN=anna"))
-        for each in list(server._listeners["socket"]._accepted.values()):
+        for each in list(server._listeners["socket"]._connections.values()):
             each.cancel()
         sessions.exchange(center, params(), anchor_version=1, worker="anna")
         assert server.center.version == 2
@@ -764,11 +770,13 @@ def test_another_user_cannot_connect_over_abstract_unix_sockets(tmp_path):
         for transport in ("socket", "memory"):
             offer = sessions.offer(server, transport)
             name = offer.address.removeprefix("unix:")
-            said = subprocess.run(  # noqa: S603 our own program
+            output = subprocess.run(  # noqa: S603 our own program
                 [sys.executable, "-c", program, name, offer.key.hex()],
                 capture_output=True,
                 text=True,
                 check=True,
                 timeout=LIMIT,
             ).stdout
-            assert "it is for processes of user 0, got one of user 65534" in said
+            assert (
+                "this center accepts processes of user 0 only, got user 65534" in output
+            )

@@ -231,7 +231,7 @@ def test_answer_has_the_differences_that_a_worker_missed(transport, served):
         bert.send(3)
         assert anna.received == [ONE, ONE, ONE]
         assert bert.received == [4 * ONE]
-        programs = _remote._follow(differing()), _trees._copied
+        programs = _remote._apply_delta(differing()), _trees._copied
         compiled = [program._cache_size() for program in programs]
         for behind in (1, 2):
             for i in range(behind):
@@ -314,8 +314,8 @@ def test_unrequested_differences_are_rejected(served, monkeypatch):
         anchor = center.pull(broadcast=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
         session.submit(Submission(1, anchor.params, **how))
-        submission, parcel = session._in_flight
-        session._in_flight = submission._replace(anchor=None), parcel
+        submission, frame = session._in_flight
+        session._in_flight = submission._replace(anchor=None), frame
         with pytest.raises(
             errors.ProtocolError, match="the whole center was asked for"
         ):

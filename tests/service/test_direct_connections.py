@@ -33,7 +33,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _connection, _memory, _socket
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import HEAD, MOST_CONTROL, Reader
+from agn_optax.service.wire._frames import MAX_HEADER, SIZES, FrameReader
 
 RULE = shared.downpour()  # the center subtracts each message
 LIMIT = 20  # s, generous: no test should come near it
@@ -52,7 +52,7 @@ def center_params():
 
 
 @contextlib.contextmanager
-def made(*transports, rule=RULE, params=None, **settings):
+def served(*transports, rule=RULE, params=None, **settings):
     params = center_params() if params is None else params
     with (
         service.serve(rule, params, **settings) as server,
@@ -88,7 +88,7 @@ def accepted(server):
         each
         for name in ("memory", "socket")
         if name in server._listeners
-        for each in listener(server, name)._accepted.values()
+        for each in listener(server, name)._connections.values()
     ]
 
 
@@ -98,7 +98,7 @@ def accepted(server):
 @functools.cache
 def trained(transport, rule):
     like = {**tree(), "large": jnp.ones(SIZE)}
-    with made(transport, rule=RULES[rule](), params=like) as (_, center):
+    with served(transport, rule=RULES[rule](), params=like) as (_, center):
         worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         params, state = worker.start(like)
         for i in range(8):
@@ -121,7 +121,7 @@ def test_every_transport_gives_identical_results(other, rule):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
     rule = dataclasses.replace(RULE, codec=codecs.cast(dtype))
-    with made(rule=rule) as (server, _):
+    with served(rule=rule) as (server, _):
         with connect(server, transport, rule=rule) as center:
             ones = jax.tree.map(jnp.ones_like, center.pull().params)
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
@@ -132,7 +132,7 @@ def test_center_stays_float32_with_a_narrow_codec(transport, dtype):
 
 def test_bfloat16_message_gets_a_float32_answer(transport):
     """For a worker with bfloat16 parameters; the two segments have different sizes."""
-    with made(transport) as (_, center):
+    with served(transport) as (_, center):
         ones = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         for version in range(3):
             answer = sessions.exchange(
@@ -143,7 +143,7 @@ def test_bfloat16_message_gets_a_float32_answer(transport):
 
 def test_tree_without_elements_is_exchanged(transport):
     for params in ({}, {"w": jnp.zeros((0, 3))}):
-        with made(transport, params=params) as (_, center):
+        with served(transport, params=params) as (_, center):
             assert (
                 sessions.exchange(center, params, anchor_version=0, worker="a").version
                 == 1
@@ -152,25 +152,25 @@ def test_tree_without_elements_is_exchanged(transport):
 
 def test_answers_are_not_overwritten(transport):
     """Also if many are kept, and after many more exchanges."""
-    with made(transport) as (_, center):
+    with served(transport) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
-            for version in range(2 * _memory.MOST_SEGMENTS)
+            for version in range(2 * _memory.MAX_SEGMENTS)
         ]
         for version, answer in enumerate(kept):
             np.testing.assert_array_equal(answer.params["w"], -float(version))
         view = np.asarray(kept[5].params["w"])
         del kept, answer
         gc.collect()
-        for version in range(2 * _memory.MOST_SEGMENTS, 100):
+        for version in range(2 * _memory.MAX_SEGMENTS, 100):
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
         np.testing.assert_array_equal(view, -5.0)
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_memory_of_messages_and_answers_is_reused(way_of):
-    with made(way_of) as (_, center):
+    with served(way_of) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         places = set()
         for version in range(12):
@@ -181,7 +181,7 @@ def test_memory_of_messages_and_answers_is_reused(way_of):
             del answer
         assert len(places) <= 3
         if way_of == "memory":
-            assert links(center)[0]._made <= 1 + 3
+            assert links(center)[0]._created <= 1 + 3
 
 
 def test_buffer_is_reused_for_messages_that_fit_into_it():
@@ -211,7 +211,7 @@ def test_message_is_read_before_it_is_overwritten():
     rule = shared.easgd(0.5)
     assert rule.adopts == "before"
     params = {"w": jnp.zeros(4 * SIZE)}
-    with made("memory", rule=rule, params=params) as (server, center):
+    with served("memory", rule=rule, params=params) as (server, center):
         expected = np.zeros(4 * SIZE, np.float32)
         for version in range(20):
             sent = np.full(4 * SIZE, float(version), np.float32)
@@ -226,10 +226,10 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
     """Elastic rules answer, in the message's place, before the center has moved."""
     rule = shared.easgd(0.5)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
-    with made(transport, rule=rule, params=params) as (server, center):
+    with served(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
         # As if a message of another worker were always in flight.
-        server._servicer._talking += 1
+        server._servicer.exchanges.running += 1
         expected = np.float32(0.0)
         for version in range(10):
             sent = jax.tree.map(
@@ -244,7 +244,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
 @shares
 def test_site_forwards_messages_from_shared_memory():
     parent = agn_optax.LocalCenter(RULE)
-    with made("memory", parent=service.Parent(parent, period=4)) as (server, center):
+    with served("memory", parent=service.Parent(parent, period=4)) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         for i in range(8):
@@ -262,10 +262,11 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
     parent = agn_optax.LocalCenter(rule)
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
     above = service.Parent(parent, period=8)
-    with made("memory", rule=rule, params=params, parent=above) as (server, center):
+    with served("memory", rule=rule, params=params, parent=above) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         assert server.center.core.store.packing is not None
-        server._servicer._talking += 1  # as if others were about to send something
+        # As if others were about to send something.
+        server._servicer.exchanges.running += 1
         for i in range(8):
             sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
             version = server.center.version
@@ -276,7 +277,7 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
 
 
 def test_many_workers_of_one_process_exchange_in_rounds(transport):
-    with made(transport, mode=Synchronous()) as (server, center):
+    with served(transport, mode=Synchronous()) as (server, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         names = [str(i) for i in range(6)]
         for name in names:
@@ -296,7 +297,7 @@ def test_many_workers_of_one_process_exchange_in_rounds(transport):
 
 
 def test_closed_center_rejects_exchanges(transport):
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         center.close()
         with pytest.raises(errors.CenterClosedError):
@@ -308,23 +309,23 @@ def test_closed_center_rejects_exchanges(transport):
 
 
 def test_connection_made_during_close_is_closed():
-    with made("socket") as (_, center):
+    with served("socket") as (_, center):
         dial = center._remote.dial
 
         def late():
-            made = dial()
+            link = dial()
             center.close()
-            return made
+            return link
 
         center._remote.dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
-        assert all(link.done() for link in links(center))
+        assert all(link.is_done() for link in links(center))
 
 
 @shares
 def test_memory_of_a_closed_center_is_released_at_once():
-    with made("memory") as (_, center):
+    with served("memory") as (_, center):
         center.join("anna").exchange(Submission(1, center_params(), anchor_version=0))
         gone = [weakref.ref(link) for link in links(center)]
         gc.collect()
@@ -340,7 +341,7 @@ def test_memory_of_a_closed_center_is_released_at_once():
 @shares
 def test_memory_of_a_worker_that_left_is_released_at_once():
     """No thread keeps a reference to its last connection."""
-    with made("memory") as (server, _):
+    with served("memory") as (server, _):
         gone = []
         for name in ("anna", "bert"):
             with connect(server, "memory") as center:
@@ -366,7 +367,7 @@ def wait_until_late(link, connection):
         pytest.raises(errors.CenterUnreachableError, match="no data came"),
         connection.watching(link),
     ):
-        link.control()
+        link.read_header()
 
 
 def test_link_that_timed_out_is_released_at_once(monkeypatch):
@@ -388,7 +389,7 @@ def no_more_files(*_):
 @pytest.mark.parametrize("end", ["create", "attach"])
 def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
     """At either end: without a file descriptor, large messages use the socket."""
-    with made("memory") as (_, center):
+    with served("memory") as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         wide = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         version = 0
@@ -400,7 +401,7 @@ def test_failed_segment_is_made_by_a_later_exchange(monkeypatch, end):
             )
             version += 1
             np.testing.assert_array_equal(answer.params["w"], 1.0 - version)
-            return links(center)[0]._made
+            return links(center)[0]._created
 
         for contribution in (ones, wide):  # no segment yet, then one of another size
             with monkeypatch.context() as patch:
@@ -451,7 +452,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
                 answer = send(anchor_version=version)
             np.testing.assert_array_equal(answer.params["w"], -4.0)
             (link,) = links(center)
-            assert link._made == 0
+            assert link._created == 0
     finally:
         process.kill()
         process.communicate()
@@ -461,14 +462,14 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 def test_exchange_behind_another_one_does_not_time_out():
     """The other worker may be compiling its programs."""
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
-    with made("socket", params=ones) as (server, other):
+    with served("socket", params=ones) as (server, other):
         other.join("bert")
         with connect(server, "socket", timeout=3.0) as center:
             send = functools.partial(
                 sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
-            with server._servicer._turn:
+            with server._servicer.exchanges._applying:
                 sent = in_background(send, "anna")
                 # Only time can show it: longer than the timeout for a silent center.
                 time.sleep(4.0)
@@ -477,11 +478,11 @@ def test_exchange_behind_another_one_does_not_time_out():
             store = server.center.core.store
             norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
 
-            def slow(contribution, center, **options):
+            def slow(contribution, center, **settings):
                 if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
                     compiles.set()
                     assert compiled.wait(LIMIT)
-                return norm(contribution, center, **options)
+                return norm(contribution, center, **settings)
 
             store.norm = slow
             narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
@@ -525,7 +526,7 @@ def test_each_large_answer_is_one_consistent_version(transport, dtype):
     params = jax.tree.map(jnp.zeros_like, ones)
     versions = []
     rule = dataclasses.replace(RULE, codec=codecs.cast(dtype or "float32"))
-    with made(rule=rule, params=params) as (server, _):
+    with served(rule=rule, params=params) as (server, _):
 
         def work(number):
             with connect(server, transport, rule=rule) as center:
@@ -553,19 +554,19 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     rule = dataclasses.replace(RULE, codec=codecs.cast(wire or "float32"))
     start = jax.tree.map(jnp.zeros_like, ones)
-    with made("socket", rule=rule, params=start) as (server, other):
+    with served("socket", rule=rule, params=start) as (server, other):
         send = functools.partial(
             sessions.exchange, other, ones, anchor_version=0, worker="bert"
         )
         send()
         # As if a message of another worker were always in flight.
-        server._servicer._talking += 1
+        server._servicer.exchanges.running += 1
         with connect(server, "socket", rule=rule) as center:
             receive = center._remote.answer_in
 
-            def lost(*said):
+            def lost(*args):
                 center._remote.answer_in = receive
-                receive(*said)
+                receive(*args)
                 send()  # the center moves on meanwhile
                 raise errors.CenterUnreachableError("the test has lost it")
 
@@ -577,7 +578,7 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
 
 
 def test_fastest_transport_is_chosen():
-    with made() as (server, center):
+    with served() as (server, center):
         center.join("anna")
         assert way(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
         for offer in server._servicer.offers:
@@ -602,7 +603,7 @@ class RecordingTransport:
 @pytest.mark.usefixtures("lively")
 def test_grpc_is_used_without_direct_connections(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
-    with made() as (server, _):
+    with served() as (server, _):
         server._servicer.offers = [
             pb.Offer(transport="memory", address="unix:nobody", key=b"k" * 16),
             pb.Offer(transport="socket", address=":1", key=b"k" * 16),
@@ -624,7 +625,7 @@ def test_grpc_is_used_without_direct_connections(caplog):
                 pytest.raises(errors.CenterUnreachableError, match="cannot connect to"),
             ):
                 center.join("anna")
-    with made(direct_address=False) as (server, center):
+    with served(direct_address=False) as (server, center):
         assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
         center.join("anna")
@@ -632,34 +633,34 @@ def test_grpc_is_used_without_direct_connections(caplog):
 
 
 def test_transports_are_tried_in_the_order_of_the_list():
-    with made("socket", "memory") as (_, center):
+    with served("socket", "memory") as (_, center):
         center.join("anna")
         assert way(center) == "socket"
-    with made("grpc", "socket") as (_, center):
+    with served("grpc", "socket") as (_, center):
         center.join("anna")
         assert way(center) == "grpc"
 
 
-@pytest.mark.parametrize("said", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
-def test_another_server_at_the_direct_port_is_ignored(said):
+@pytest.mark.parametrize("greeting", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
+def test_another_server_at_the_direct_port_is_ignored(greeting):
     """The port may belong to another service, for instance behind a firewall."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
-        made() as (server, _),
+        served() as (server, _),
     ):
 
         def answer():
             end, _ = listening.accept()
             with end, contextlib.suppress(ConnectionError):
-                end.sendall(said * 3)
+                end.sendall(greeting * 3)
                 while end.recv(100):
                     pass
 
         thread = threading.Thread(target=answer)
         thread.start()
-        where = f":{listening.getsockname()[1]}"
+        address = f":{listening.getsockname()[1]}"
         server._servicer.offers = [
-            pb.Offer(transport="socket", address=where, key=b"k" * 16)
+            pb.Offer(transport="socket", address=address, key=b"k" * 16)
         ]
         with connect(server) as center:
             center.join("anna")
@@ -678,7 +679,7 @@ def test_another_server_at_the_direct_port_is_ignored(said):
     ],
 )
 def test_bad_transports_are_rejected(transports, kind, message):
-    with made() as (server, _), pytest.raises(kind, match=message):
+    with served() as (server, _), pytest.raises(kind, match=message):
         service.connect(server.address, RULE, transports=transports)
 
 
@@ -686,7 +687,7 @@ def test_bad_transports_are_rejected(transports, kind, message):
 def test_direct_transports_work_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
     for transports in ((), ["memory"], ["socket"]):
-        with made(*transports, address=address) as (server, center):
+        with served(*transports, address=address) as (server, center):
             center.join("anna")
             assert way(center) == (transports or ["memory"])[0]
             assert server.direct_address is None
@@ -695,13 +696,13 @@ def test_direct_transports_work_at_a_unix_socket(tmp_path):
 def test_direct_address_can_be_chosen():
     port = ports.free()
     chosen = f"{ports.HOST}:{port}"
-    with made("socket", direct_address=chosen) as (server, center):
+    with served("socket", direct_address=chosen) as (server, center):
         assert server.direct_address == chosen != server.address
         status = center.status()
         assert status["listens_at"] == server.address
         assert status["direct_address"] == chosen
         center.join("anna")
-        assert links(center)[0]._end.getpeername()[1] == port
+        assert links(center)[0]._sock.getpeername()[1] == port
         with pytest.raises(errors.InvalidArgumentError, match=f"listen at {chosen}"):
             service.serve(RULE, direct_address=chosen)
 
@@ -752,7 +753,7 @@ def test_silent_connection_is_replaced(way_of):
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_broken_connection_is_reestablished(way_of):
-    with made(way_of) as (server, center):
+    with served(way_of) as (server, center):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         loop = worker.start()
         for broken in range(6):
@@ -776,7 +777,7 @@ def test_broken_connection_is_reestablished(way_of):
 def test_restarted_center_is_found_again(ways):
     """The restarted center has another key and another direct port."""
     address = ports.free_address()
-    with made(*ways, address=address) as (server, center):
+    with served(*ways, address=address) as (server, center):
         session = center.join("anna")
         before = way(center)
         session.leave()
@@ -789,15 +790,15 @@ def test_restarted_center_is_found_again(ways):
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_reason_of_a_closed_center_reaches_the_worker(way_of):
     """Its error is not mistaken for a broken connection, also if it is an OSError."""
-    with made(way_of, mode=Synchronous()) as (server, center):
+    with served(way_of, mode=Synchronous()) as (server, center):
         center.join("other")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
-        said = []
+        reasons = []
 
         def exchange():
             with pytest.raises(errors.CenterClosedError) as caught:
                 sessions.exchange(center, ones, anchor_version=0, worker="anna")
-            said.append(str(caught.value))
+            reasons.append(str(caught.value))
 
         center._connection.retry = lambda attempt, within=0.0: attempt()
         thread = threading.Thread(target=exchange)
@@ -805,7 +806,7 @@ def test_reason_of_a_closed_center_reaches_the_worker(way_of):
         wait_until(lambda: "anna" in server.center.core.members()[2])
         server.center.close("for the holidays")
         thread.join(LIMIT)
-        assert said == ["for the holidays"]
+        assert reasons == ["for the holidays"]
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
@@ -813,7 +814,7 @@ def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
     """At once, although its thread at the server is blocked in the round."""
     hasty = service.Limits(lease=0.1)
     with (
-        made("grpc", mode=Synchronous(), limits=hasty) as (server, other),
+        served("grpc", mode=Synchronous(), limits=hasty) as (server, other),
         connect(server, way_of) as center,
     ):
         other.join("other")
@@ -836,7 +837,7 @@ def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
 
 
 def test_stop_ends_idle_connections(transport):
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         session = center.join("anna")
         began = time.monotonic()
         server.stop()
@@ -847,24 +848,22 @@ def test_stop_ends_idle_connections(transport):
 
 def a_message(schema):
     """Return the bytes of a join and of a message of ones."""
-    said = pb.Message(sequence=1, schema_hash=schema.hash)
+    message = pb.Message(sequence=1, schema_hash=schema.hash)
     buffer = np.ones(schema.size // 4, np.float32).tobytes()
-    return joining() + packet(pb.Frame(message=said), schema.size, buffer)
+    return joining() + frame_bytes(pb.Header(message=message), schema.size, buffer)
 
 
 @contextlib.contextmanager
-def unread(server, transport, packets):
-    """Send ``packets`` as a peer that reads no answer."""
+def unread(server, transport, frames):
+    """Send ``frames`` as a peer that reads no answer."""
     if transport == "socket":
         with greeted(server) as end:
-            end.sendall(packets)
+            end.sendall(frames)
             yield
         return
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
-        pieces = [
-            packets[at : at + (1 << 20)] for at in range(0, len(packets), 1 << 20)
-        ]
+        pieces = [frames[at : at + (1 << 20)] for at in range(0, len(frames), 1 << 20)]
         never = threading.Event()
 
         def messages():
@@ -882,11 +881,11 @@ def unread(server, transport, packets):
 )
 def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
     params = {"w": jnp.ones(10_000_000)}
-    with made("grpc", params=params) as (server, _):
-        packets = a_message(_trees.schema_of(params))
-        with unread(server, way_of, packets):
+    with served("grpc", params=params) as (server, _):
+        frames = a_message(_trees.schema_of(params))
+        with unread(server, way_of, frames):
             wait_until(lambda: server.center.version == 1)
-            wait_until(lambda: server._servicer._busy)
+            wait_until(lambda: server._servicer.exchanges.answering)
             began = time.monotonic()
             server.stop(grace=6 * LIMIT)
             assert time.monotonic() - began < LIMIT
@@ -894,16 +893,17 @@ def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
 
 def test_observer_is_answered_while_many_calls_are_open():
     """The open calls are those of peers that send only the head of a message."""
-    with made() as (server, _), grpc.insecure_channel(server.address) as channel:
+    with served() as (server, _), grpc.insecure_channel(server.address) as channel:
         begin = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
         ended = threading.Event()
 
         def nothing():
-            yield HEAD.pack(100, 0)
+            yield SIZES.pack(100, 0)
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        wait_until(lambda: len(server._servicer.transfers._all) >= 128)  # of one host
+        transfers = server._servicer.call_limits.transfers
+        wait_until(lambda: len(transfers._all) >= 128)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"
@@ -920,7 +920,7 @@ def test_observer_is_answered_while_many_calls_are_open():
 
 def test_stopped_server_has_no_threads_that_hold_the_center(transport):
     """Python may abort at exit while another thread releases arrays of JAX."""
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         threads = [
             each._threads._running
@@ -939,7 +939,7 @@ def test_no_file_descriptors_are_left_open():
 
     def use():
         for transport in TRANSPORTS:
-            with made(transport) as (_, center):
+            with served(transport) as (_, center):
                 ones = jax.tree.map(jnp.ones_like, center.pull().params)
                 for version in range(3):
                     sessions.exchange(
@@ -974,43 +974,45 @@ def everything(end):
     return received
 
 
-def packet(frame, length=0, rest=b""):
-    control = frame if isinstance(frame, bytes) else frame.SerializeToString()
-    return HEAD.pack(len(control), length) + control + rest
+def frame_bytes(header, length=0, rest=b""):
+    header = header if isinstance(header, bytes) else header.SerializeToString()
+    return SIZES.pack(len(header), length) + header + rest
 
 
 def test_connection_without_the_key_gets_no_answer():
-    with made() as (server, _), greeted(server, b"x" * 16) as end:
+    with served() as (server, _), greeted(server, b"x" * 16) as end:
         assert everything(end) == b""
 
 
 def joining():
     join = pb.Join(protocol=_address.PROTOCOL, worker="eve", session_id="1")
-    return packet(pb.Frame(join=join))
+    return frame_bytes(pb.Header(join=join))
 
 
 def hostile():
     schema = _trees.schema_of({"w": jnp.ones(SIZE), "b": jnp.zeros(3)})
     message = pb.Message(sequence=1, schema_hash=schema.hash)
     return {
-        "short": packet(pb.Frame(message=message), 8, bytes(8)),
-        "long": packet(pb.Frame(message=message), 1 << 62),
-        "no buffer": packet(pb.Frame(message=message)),
-        "another tree": packet(
-            pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x")), 8, bytes(8)
+        "short": frame_bytes(pb.Header(message=message), 8, bytes(8)),
+        "long": frame_bytes(pb.Header(message=message), 1 << 62),
+        "no buffer": frame_bytes(pb.Header(message=message)),
+        "another tree": frame_bytes(
+            pb.Header(message=pb.Message(sequence=1, schema_hash=b"x")), 8, bytes(8)
         ),
-        "a buffer for nothing": packet(pb.Frame(acknowledge=1), 8, bytes(8)) * 2,
-        "no control part": packet(b"\xff" * 20),
-        "empty control part": packet(b""),
-        "huge control part": HEAD.pack(MOST_CONTROL + 1, 0),
+        "a buffer for nothing": frame_bytes(pb.Header(acknowledge=1), 8, bytes(8)) * 2,
+        "no header": frame_bytes(b"\xff" * 20),
+        "empty header": frame_bytes(b""),
+        "huge header": SIZES.pack(MAX_HEADER + 1, 0),
         "ends in a head": b"\x01\x02",
-        "ends in a buffer": packet(pb.Frame(message=message), schema.size, bytes(9)),
+        "ends in a buffer": frame_bytes(
+            pb.Header(message=message), schema.size, bytes(9)
+        ),
     }
 
 
 @pytest.mark.parametrize("name", hostile())
-def test_hostile_packets_are_rejected(name):
-    with made() as (server, center):
+def test_hostile_frames_are_rejected(name):
+    with served() as (server, center):
         with greeted(server) as end:
             end.sendall(joining() + hostile()[name])
             if name.startswith("ends"):
@@ -1034,8 +1036,8 @@ def by_hand(server):
         end.sendall(_socket.GREETING + offer.key)
         assert end.recv(100) == _socket.GREETING
         end.sendall(joining())
-        reader = Reader(end.recv_into, Buffers())
-        assert reader.control().HasField("joined")
+        reader = FrameReader(end.recv_into, Buffers())
+        assert reader.read_header().HasField("joined")
         yield end, reader
 
 
@@ -1044,8 +1046,8 @@ def attach(end, number, size, descriptor=None):
     array = None
     if descriptor is None:
         descriptor, array = _memory.create(size)
-    frame = pb.Frame(attach=pb.Segment(number=number, size=size))
-    socket.send_fds(end, [packet(frame)], [descriptor])
+    header = pb.Header(attach=pb.Segment(number=number, size=size))
+    socket.send_fds(end, [frame_bytes(header)], [descriptor])
     os.close(descriptor)
     return array
 
@@ -1057,7 +1059,7 @@ def attach(end, number, size, descriptor=None):
 )
 def test_segments_that_could_shrink_are_rejected(size, seals, number):
     """Reading beyond the end of a shrunken segment would kill the server."""
-    with made() as (server, center):
+    with served() as (server, center):
         with by_hand(server) as (end, _):
             if seals:
                 descriptor, _ = _memory.create(size)
@@ -1084,12 +1086,12 @@ def test_segments_that_could_shrink_are_rejected(size, seals, number):
 )
 def test_bad_segment_numbers_are_rejected(segments, message):
     schema = _trees.schema_of(center_params())
-    with made() as (server, center):
+    with served() as (server, center):
         with by_hand(server) as (end, reader):
             attach(end, 1, schema.size)
-            assert reader.control().HasField("attached")
-            said = pb.Message(sequence=1, schema_hash=schema.hash)
-            end.sendall(packet(pb.Frame(message=said, **segments)))
+            assert reader.read_header().HasField("attached")
+            request = pb.Message(sequence=1, schema_hash=schema.hash)
+            end.sendall(frame_bytes(pb.Header(message=request, **segments)))
             assert message in everything(end)
         assert server.center.version == 0
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
@@ -1101,38 +1103,40 @@ def test_bad_segment_numbers_are_rejected(segments, message):
 
 @shares
 def test_segment_without_its_descriptor_is_rejected():
-    with made() as (server, _), by_hand(server) as (end, reader):
-        end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
-        assert "file descriptor" in reader.control().attached.error
+    with served() as (server, _), by_hand(server) as (end, reader):
+        end.sendall(frame_bytes(pb.Header(attach=pb.Segment(number=1, size=100))))
+        assert "file descriptor" in reader.read_header().attached.error
 
 
 @shares
 def test_message_changed_after_its_check_is_not_applied():
     """A worker can write into shared memory while the center reads its message."""
     schema = _trees.schema_of(center_params())
-    with made() as (server, _):
+    with served() as (server, _):
         store, seen = server.center.core.store, threading.Event()
         norm = store.norm
 
-        def checked(contribution, center, **options):
-            made = jax.block_until_ready(norm(contribution, center))
+        def checked(contribution, center, **settings):
+            result = jax.block_until_ready(norm(contribution, center, **settings))
             message[...] = np.nan  # between the check and the update
             seen.set()
-            return made
+            return result
 
         store.norm = checked
         with by_hand(server) as (end, reader):
             arrays = [attach(end, number, schema.size) for number in (1, 2)]
             for _ in arrays:
-                assert not reader.control().attached.error
+                assert not reader.read_header().attached.error
             message = arrays[0].view(np.float32)
             message[...] = 1.0
-            said = pb.Message(sequence=1, schema_hash=schema.hash)
-            end.sendall(packet(pb.Frame(message=said, segment=1, answer_segment=2)))
-            while not (control := reader.control()).HasField("snapshot"):
-                assert control.HasField("waiting")
+            request = pb.Message(sequence=1, schema_hash=schema.hash)
+            end.sendall(
+                frame_bytes(pb.Header(message=request, segment=1, answer_segment=2))
+            )
+            while not (header := reader.read_header()).HasField("snapshot"):
+                assert header.HasField("waiting")
             assert seen.is_set()
-            assert control.segment == 2
+            assert header.segment == 2
             np.testing.assert_array_equal(schema.views(arrays[1])[1], 0.0)
         np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
 
@@ -1169,7 +1173,7 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         "    print(error)\n"
         "print(exchange('eve', 'memory', 'socket'))\n"
     )
-    with made() as (server, _):
+    with served() as (server, _):
         done = subprocess.run(  # noqa: S603 our own program
             [sys.executable, "-B", "-c", program, server.address],
             env={
@@ -1184,17 +1188,17 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         )
         assert done.returncode == 0, done.stderr
         rejected, version = done.stdout.splitlines()
-        assert "processes of user 0, got one of user 65534" in rejected
+        assert "processes of user 0 only, got user 65534" in rejected
         assert version == "3"
-        assert "of user 65534" in caplog.text
+        assert "got user 65534" in caplog.text
 
 
 def test_rejection_is_read_while_the_message_is_being_sent():
     """The message is of another tree, and larger than the buffers of a socket."""
-    with made("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
+    with served("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
         other = {"w": jnp.ones(5_000_001)}
-        center._remote.travelling = _trees.travelling(RULE, other)
+        center._remote.schemas = _trees.wire_schemas(RULE, other)
         with pytest.raises(
             errors.TreeMismatchError, match="not match the center's tree"
         ):
@@ -1205,16 +1209,16 @@ def test_rejection_is_read_while_the_message_is_being_sent():
     not hasattr(socket, "TCP_CONGESTION"), reason="needs TCP_CONGESTION"
 )
 def test_local_socket_uses_reno():
-    with made("socket") as (_, center):
+    with served("socket") as (_, center):
         center.join("w")
         (link,) = links(center)
-        ours = link._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        ours = link._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert ours.rstrip(b"\0") == b"reno"
 
 
 def test_exchange_repeated_before_its_answer_counts_once(transport):
     """This happens at working shards while another shard fails."""
-    with made(transport) as (server, center):
+    with served(transport) as (server, center):
         session = center.join("w")
         ones = {"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)}
         for sequence in (1, 2, 3):

@@ -91,9 +91,11 @@ def test_every_step_counts_once_through_kill_and_drain(tmp_path):
             assert np.all(np.asarray(again.params) <= np.asarray(seen.params))
         said = [process.ask(do="stop") for process in workers]
         assert not any(each["failures"] for each in said)
-        made = {name: n for each in said for name, n in each["steps"].items()}
+        steps_by_element = {
+            name: n for each in said for name, n in each["steps"].items()
+        }
         end = center.pull()
-        expected = [made[f"w{element}"] for element in range(WORKERS)]
+        expected = [steps_by_element[f"w{element}"] for element in range(WORKERS)]
         np.testing.assert_array_equal(-np.asarray(end.params), expected)
 
 

@@ -33,7 +33,7 @@ def channel(server):
         yield channel
 
 
-def said(channel, name=""):
+def reply(channel, name=""):
     request = health_pb2.HealthCheckRequest(service=name)
     stub = health_pb2_grpc.HealthStub(channel)
     return stub.Check(request, timeout=LIMIT, wait_for_ready=True).status
@@ -41,14 +41,14 @@ def said(channel, name=""):
 
 @pytest.mark.parametrize("name", ["", address.SERVICE])
 def test_health_check_needs_no_token_and_reports_a_drain(server, channel, name):
-    assert said(channel, name) == SERVING
+    assert reply(channel, name) == SERVING
     server._listeners["health"].drain()
-    assert said(channel, name) == NOT_SERVING
+    assert reply(channel, name) == NOT_SERVING
 
 
 def test_health_check_of_an_unknown_service_is_not_found(channel):
     with pytest.raises(grpc.RpcError) as raised:
-        said(channel, "other")
+        reply(channel, "other")
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -75,7 +75,7 @@ def test_main_port_answers_health_check_but_no_other_health_calls(call):
         service.serve(RULE, jnp.zeros(3)) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        assert said(channel) == SERVING
+        assert reply(channel) == SERVING
         ask = channel.unary_stream(
             f"/grpc.health.v1.Health/{call}",
             health_pb2.HealthCheckRequest.SerializeToString,
@@ -86,7 +86,7 @@ def test_main_port_answers_health_check_but_no_other_health_calls(call):
 
 
 def test_health_port_closes_with_the_server(server, channel):
-    assert said(channel) == SERVING
+    assert reply(channel) == SERVING
     server.stop()
     with pytest.raises(grpc.RpcError) as raised:
         health_pb2_grpc.HealthStub(channel).Check(

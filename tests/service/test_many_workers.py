@@ -27,7 +27,7 @@ from agn_optax.service.client import _client
 from agn_optax.service.transports import _connection
 from agn_optax.service.transports._transport import Threads
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader
+from agn_optax.service.wire._frames import Frame, FrameReader
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 12, 5
@@ -332,13 +332,13 @@ def joining(worker="anna"):
     join = service.center_pb2.Join(
         protocol=_address.PROTOCOL, worker=worker, session_id="life"
     )
-    packet = Parcel(service.center_pb2.Frame(join=join)).pieces()
-    return Reader(io.BytesIO(b"".join(packet)).readinto, Buffers())
+    frame_bytes = Frame(service.center_pb2.Header(join=join)).pieces()
+    return FrameReader(io.BytesIO(b"".join(frame_bytes)).readinto, Buffers())
 
 
 def life(server, call):
     servicer = server._servicer
-    return servicer.exchange(joining(), call, servicer.door.caller(), "grpc")
+    return servicer.exchange(joining(), call, servicer.authenticator.caller(), "grpc")
 
 
 def test_end_of_an_old_call_does_not_disconnect_its_successor():
@@ -569,17 +569,17 @@ def test_leave_of_an_old_session_keeps_the_new_one():
 
 def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
     """Also if threads switch between reading and writing a sum."""
-    size = Parcel.nbytes.fget
+    size = Frame.nbytes.fget
 
-    def slow(parcel):
-        found = size(parcel)
+    def slow(frame):
+        found = size(frame)
         time.sleep(0.005)  # so that other threads run meanwhile
         return found
 
     with served() as (_, connected):
         center = connected()
         exchanges, workers = 5, [center.join(f"worker {i}") for i in range(4)]
-        monkeypatch.setattr(Parcel, "nbytes", property(slow))
+        monkeypatch.setattr(Frame, "nbytes", property(slow))
 
         def work(session):
             for sequence in range(1, 1 + exchanges):

@@ -41,7 +41,7 @@ def events(monitor, kind=None):
     return [(e["kind"], e["worker"]) for e in found if kind in (None, e["kind"])]
 
 
-def texts(monitor, kind):
+def event_texts(monitor, kind):
     return [e["text"] for e in monitor.view()["events"] if e["kind"] == kind]
 
 
@@ -186,8 +186,8 @@ def test_new_session_of_the_same_worker_is_an_event():
         wait_until(lambda: not server.center.core.members()[1]["anna"].connected)
         exchanged(again.join("anna"), 1)
         monitor.update()
-        joins = texts(monitor, "joined")
-        assert [text.split(", by")[0] for text in joins] == [
+        texts = event_texts(monitor, "joined")
+        assert [text.split(", by")[0] for text in texts] == [
             *("joined", "joined again, with a new session")
         ]
         assert worker(monitor, "anna")["exchanges"] == 2
@@ -219,7 +219,7 @@ def test_rejections_are_events_with_their_reason():
         assert rejected["worker"] == "bert"
         assert rejected["count"] == 2
         assert "was rejected: no room for worker 'bert'" in rejected["text"]
-        assert "not finite" in texts(monitor, "message rejected")[0]
+        assert "not finite" in event_texts(monitor, "message rejected")[0]
         assert worker(monitor, "anna")["rejected"] == 1
         json.dumps(monitor.view(), allow_nan=False)
 
@@ -230,16 +230,20 @@ def test_snapshots_and_restarts_are_events(tmp_path):
         assert monitor.view()["version"] is None
         center.initialize({"w": jnp.zeros(3)}, worker="anna")
         monitor.update()
-        assert texts(monitor, "snapshot") == ["a snapshot of version 0 was written"]
-        assert texts(monitor, "initialized") == [
+        assert event_texts(monitor, "snapshot") == [
+            "a snapshot of version 0 was written"
+        ]
+        assert event_texts(monitor, "initialized") == [
             "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
         monitor.update()
-        assert texts(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
+        assert event_texts(monitor, "snapshot")[1:] == [
+            "a snapshot of version 1 was written"
+        ]
     with watched(None, durability=kept) as (_, monitor, _):
-        (text,) = texts(monitor, "restarted")
+        (text,) = event_texts(monitor, "restarted")
         assert text == f"the center in {tmp_path} continues at version 1"
 
 
@@ -251,7 +255,7 @@ def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
             server.center.write_snapshot()
         monitor.update()
         monitor.update()
-        (text,) = texts(monitor, "degraded")
+        (text,) = event_texts(monitor, "degraded")
         assert text == monitor.view()["degraded"]
         assert text.startswith("no snapshot could be written")
         monkeypatch.undo()
@@ -328,7 +332,7 @@ def test_reports_with_ever_new_names_take_no_more_memory():
         for n in range(1, 5):
             reported = {f"{n}-{i}": 0.0 for i in range(60)}
             exchanged(session, n, anchor=n - 1, reported=reported)
-        assert len(server._servicer._traffic["anna"].reported) == 60
+        assert len(server._servicer._traffic._workers["anna"].reported) == 60
 
 
 def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
@@ -401,6 +405,6 @@ def test_monitor_thread_survives_errors_and_ends_with_its_server(caplog):
 def test_server_without_a_page_keeps_no_events():
     with service.serve(RULE, START) as server:
         assert server.page_address is None
-        assert server._servicer.on_event is _servicer._unheard
+        assert server._servicer.on_event is _servicer._ignore_event
         status = server._servicer.status(pb.StatusRequest(), _monitor.EVERYBODY)
         assert status.page_address == ""

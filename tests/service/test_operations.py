@@ -52,16 +52,16 @@ class CommandRunner(contextlib.AbstractContextManager):
 
     def follow(self, section, address):
         """Run the commands below a heading; servers run in the background."""
-        said = []
+        outputs = []
         for program, command, *arguments in said_by_the_page(section, address):
             assert program == "agn-optax"
             if command == "serve":
                 self._serve(arguments)
             else:
-                said.append(succeeds(command, *arguments))
+                outputs.append(succeeds(command, *arguments))
                 if command == "drain":
                     assert self._processes[-1].wait(PATIENCE) == 0
-        return said
+        return outputs
 
     def _serve(self, arguments):
         line, environment = python("-m", "agn_optax.ops.cli", "serve", *arguments)
@@ -93,12 +93,12 @@ def test_workers_continue_through_an_upgrade(place):
     names = [f"w{number}" for number in range(3)]
     with (
         CommandRunner() as served,
-        talking.processes(HERE / "durable_worker.py", 1) as made,
+        talking.processes(HERE / "durable_worker.py", 1) as workers,
     ):
         served.follow("A center", place)
         with service.connect(place, rules.downpour(), timeout=PATIENCE) as center:
             center.initialize(np.zeros(3, np.float32), worker="")
-            made[0].ask(do="start", address=place, names=names, elements=[0, 1, 2])
+            workers[0].ask(do="start", address=place, names=names, elements=[0, 1, 2])
             for _ in range(2):
                 before = version(place)
                 wait_until(lambda n=before: version(place) > n + 15)
@@ -106,12 +106,12 @@ def test_workers_continue_through_an_upgrade(place):
                 assert version(place) >= before + 15
             before = version(place)
             wait_until(lambda: version(place) > before + 15)
-            there = json.loads(succeeds("status", place, "--json"))["workers"]
-            assert {worker["name"] for worker in there} == set(names)
-            said = made[0].ask(do="stop")
-            assert not said["failures"]
+            present = json.loads(succeeds("status", place, "--json"))["workers"]
+            assert {worker["name"] for worker in present} == set(names)
+            reply = workers[0].ask(do="stop")
+            assert not reply["failures"]
             end = np.asarray(center.pull().params)
-    np.testing.assert_array_equal(-end, [said["steps"][name] for name in names])
+    np.testing.assert_array_equal(-end, [reply["steps"][name] for name in names])
 
 
 @pytest.mark.slow
@@ -122,9 +122,12 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
     expected = one_worker.train(undisturbed, steps, lambda number: None)
     rule = "--rule=agn", "--center-optimizer=adam", "--learning-rate=0.05"
     serve = [f"--address={place}", *rule, "--journal=center"]
-    with CommandRunner() as served, talking.processes(one_worker.__file__, 1) as made:
+    with (
+        CommandRunner() as served,
+        talking.processes(one_worker.__file__, 1) as workers,
+    ):
         served._serve(serve)
-        made[0].tell(do="train", address=place, steps=steps, progress=str(progress))
+        workers[0].tell(do="train", address=place, steps=steps, progress=str(progress))
         for part in (1, 2, 3):
             wait_until(
                 lambda p=part: (
@@ -132,13 +135,13 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
                     and int(progress.read_text() or 0) > p * steps // 5
                 )
             )
-            assert not made[0].answers_already()
+            assert not workers[0].answers_already()
             succeeds("drain", place)
             assert served._processes[-1].wait(PATIENCE) == 0
             served._serve(serve)
-        said = made[0].answer()
-    assert said["version"] == said["exchanges"] == steps // one_worker.PERIOD
-    assert said == expected
+        reply = workers[0].answer()
+    assert reply["version"] == reply["exchanges"] == steps // one_worker.PERIOD
+    assert reply == expected
 
 
 @pytest.mark.slow
@@ -152,8 +155,8 @@ def test_backup_of_a_running_center_can_be_restored(place):
             params, state = worker.start(np.zeros(2, np.float32), chief=True)
             for _ in range(3):
                 params, state = worker.exchange(params - 1, state)
-            (said,) = served.follow("Backup", place)
-            assert said.startswith("version 3 is in ")
+            (reply,) = served.follow("Backup", place)
+            assert reply.startswith("version 3 is in ")
             params, state = worker.exchange(params - 1, state)
             served.kill()
             shutil.rmtree("center")  # the disk is lost, too
@@ -212,15 +215,15 @@ def test_systemd_unit_is_valid(tmp_path):
     # Any program will do here; its options are checked in the next test.
     true = shutil.which("true")
     own.write_text(UNIT.read_text().replace("/opt/agn-optax/bin/agn-optax", true))
-    said = subprocess.run(  # noqa: S603 the system's own program
+    reply = subprocess.run(  # noqa: S603 the system's own program
         ["systemd-analyze", "verify", own],  # noqa: S607
         capture_output=True,
         text=True,
         check=False,
     )
-    ours = [line for line in said.stderr.splitlines() if UNIT.name in line]
+    ours = [line for line in reply.stderr.splitlines() if UNIT.name in line]
     assert not ours
-    assert said.returncode == 0, said.stderr
+    assert reply.returncode == 0, reply.stderr
 
 
 def test_systemd_unit_uses_existing_options():
@@ -230,6 +233,6 @@ def test_systemd_unit_uses_existing_options():
     assert command == "serve"
     succeeds(command, *arguments, "--help")  # unknown options are rejected first
     # systemd waits longer than a stop can ever take.
-    longest = service.LONGEST_GRACE
+    longest = service.DEFAULT_GRACE
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)", text, re.MULTILINE)
     assert int(stop) > longest + 1

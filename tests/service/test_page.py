@@ -23,7 +23,7 @@ from agn_optax import errors, service
 from agn_optax.center import Submission
 from agn_optax.ops.watch import _page
 from agn_optax.service import Access, Tls
-from agn_optax.service.server import _servicer
+from agn_optax.service.security import _call_limits
 
 RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
@@ -247,7 +247,7 @@ def test_page_needs_the_tokens_of_the_center():
 
 
 def test_rate_limited_request_gets_status_503(monkeypatch):
-    monkeypatch.setattr(_servicer, "SPARE", 0.0)
+    monkeypatch.setattr(_call_limits, "BURST", 0.0)
     settings = {
         "security": service.Security(access=Access(TOKENS)),
         "limits": service.Limits(calls=0.01),
@@ -381,25 +381,25 @@ def test_many_connections_use_few_threads_and_block_no_request():
 def test_expensive_state_is_cached_longer(monkeypatch):
     stopped = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: 100.0})
     monkeypatch.setattr(_page, "time", stopped)
-    made = []
+    computed = []
 
     def make():
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
             pass
-        made.append(1)
+        computed.append(1)
         return b""
 
     state = _page._Cached(make)
     for _ in range(100):
         state()
-    assert len(made) == 1
+    assert len(computed) == 1
     state._next -= 0.35  # less than the pause: 0.02 / 0.05 = 0.4, and 0.5 at least
     state()
-    assert len(made) == 1
+    assert len(computed) == 1
     state._next -= 0.65
     state()
-    assert len(made) == 2
+    assert len(computed) == 2
 
 
 def test_page_ends_with_its_server():

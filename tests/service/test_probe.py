@@ -34,10 +34,10 @@ def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
     """A busy end may delay one probe; the next one of the same size is quick."""
     send, pauses = service.sockets.SocketLink.send, [0.3]
 
-    def late(link, parcel):
-        if parcel.nbytes and pauses:
+    def late(link, frame):
+        if frame.nbytes and pauses:
             time.sleep(pauses.pop())
-        send(link, parcel)
+        send(link, frame)
 
     monkeypatch.setattr(service.sockets.SocketLink, "send", late)
     with service.Observer(server.address) as observer:
@@ -70,7 +70,7 @@ def linked(server, transport):
 def say(observer, link, frame):
     with observer._connection.watching(link):
         links.send(link, frame)
-        return link.control()
+        return link.read_header()
 
 
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
@@ -84,25 +84,25 @@ def say(observer, link, frame):
 def test_bad_probes_are_rejected(server, transport, probe, message):
     observer, link = linked(server, transport)
     with observer, pytest.raises(errors.ProtocolError, match=message):
-        say(observer, link, pb.Frame(probe=probe))
+        say(observer, link, pb.Header(probe=probe))
 
 
 def test_other_messages_after_a_probe_are_rejected(server):
     observer, link = linked(server, "socket")
     with observer, observer._connection.watching(link):
-        links.send(link, pb.Frame(probe=pb.Probe(size=5, answer=7)), size=5)
-        assert link.control().HasField("probed")
+        links.send(link, pb.Header(probe=pb.Probe(size=5, answer=7)), size=5)
+        assert link.read_header().HasField("probed")
         assert len(links.receive(link, 7)) == 7
-        links.send(link, pb.Frame(acknowledge=1))
+        links.send(link, pb.Header(acknowledge=1))
         with pytest.raises(errors.ProtocolError, match="expected a probe"):
-            link.control()
+            link.read_header()
 
 
 def test_number_of_concurrent_measurements_is_limited(server, monkeypatch):
     many = [linked(server, "socket") for _ in range(12)]
     try:
         for observer, link in many:
-            say(observer, link, pb.Frame(probe=pb.Probe()))
+            say(observer, link, pb.Header(probe=pb.Probe()))
         # Half of this is the time that a measurement waits for its turn.
         tuning.set_stall_timeout(monkeypatch, 2.0)
         with (

@@ -245,19 +245,19 @@ def tree(tmp_path, monkeypatch, lively):
             return center.core.is_initialized and center.pull().params["w"][0] == value
 
     with contextlib.ExitStack() as stack:
-        made = Tree()
-        made.serves(ZEROS)
-        made.above = stack.enter_context(
+        tree = Tree()
+        tree.serves(ZEROS)
+        tree.above = stack.enter_context(
             service.connect(address, RULE, timeout=1.0, transports=["grpc"])
         )
-        made.site = stack.enter_context(
+        tree.site = stack.enter_context(
             service.serve(
-                RULE, parent=service.Parent(made.above, period=2), page="127.0.0.1:0"
+                RULE, parent=service.Parent(tree.above, period=2), page="127.0.0.1:0"
             )
         )
-        assert made.site.uplink.ready.wait(LIMIT)
-        made.center = stack.enter_context(service.connect(made.site.address, RULE))
-        yield made
+        assert tree.site.uplink.ready.wait(LIMIT)
+        tree.center = stack.enter_context(service.connect(tree.site.address, RULE))
+        yield tree
 
 
 def state(server):
@@ -354,7 +354,7 @@ def test_message_in_a_dtype_without_x64_is_rejected():
     with service.serve(RULE, ZEROS) as server:
         message = pb.Message(sequence=1, dtype="float64")
         with pytest.raises(errors.InvalidArgumentError, match="JAX_ENABLE_X64"):
-            server._servicer._schema_of(message)
+            server._servicer._frames.message_schema(message)
 
 
 @pytest.mark.parametrize("ends", ["breaks off", "initializes"])
@@ -368,7 +368,7 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
         service.connect(server.address, RULE) as second,
     ):
         link, frame = links.begin_to_initialize(first, params, "first")
-        wait_until(lambda: server._servicer._initializations._taken)
+        wait_until(lambda: server._servicer.call_limits.initializations._counts)
         asked = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )

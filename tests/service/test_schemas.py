@@ -91,14 +91,14 @@ def travelled(tree):
     sent = _trees.schema_of(tree)
     schema = _trees.from_bytes(_trees.to_bytes(sent))
     assert schema.difference(sent, "here", "there") is None
-    came = np.frombuffer(b"".join(sent.pieces(_trees.host_arrays(tree))), np.uint8)
-    return schema, schema.views(came)
+    received = np.frombuffer(b"".join(sent.pieces(_trees.host_arrays(tree))), np.uint8)
+    return schema, schema.views(received)
 
 
-def assert_same(made, expected):
-    assert jax.tree.structure(made) == jax.tree.structure(expected)
+def assert_same(built, expected):
+    assert jax.tree.structure(built) == jax.tree.structure(expected)
     for one, other in zip(
-        jax.tree.leaves(made), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(built), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_array_equal(one, other)
 
@@ -163,10 +163,10 @@ def test_any_tree_round_trips(tree):
     ],
 )
 def test_leaves_are_sent_in_the_dtype_of_jax(leaf, dtype, shape):
-    schema, (came,) = travelled([leaf])
+    schema, (received,) = travelled([leaf])
     assert str(schema.leaves[0]) == f"[0] {dtype}{shape}"
-    assert came.dtype.name == dtype
-    np.testing.assert_array_equal(came, jnp.asarray(leaf))
+    assert received.dtype.name == dtype
+    np.testing.assert_array_equal(received, jnp.asarray(leaf))
 
 
 def test_arrays_of_this_host_are_not_copied():
@@ -222,7 +222,7 @@ LEAF = {"path": "a", "dtype": "float32"}
     ],
 )
 def test_schema_bombs_are_rejected_before_they_take_memory(data, message, monkeypatch):
-    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    monkeypatch.setattr(_trees, "MAX_LEAVES", 1 << 13)
     data = data().SerializeToString()
     tracemalloc.start()
     try:
@@ -242,7 +242,7 @@ def test_bytes_that_are_no_schema_are_rejected():
 
 
 def test_tree_of_too_many_leaves_is_rejected_before_it_is_sent(monkeypatch):
-    monkeypatch.setattr(_trees, "MOST_LEAVES", 3)
+    monkeypatch.setattr(_trees, "MAX_LEAVES", 3)
     assert _trees.to_bytes(_trees.schema_of([0.0] * 3))
     with pytest.raises(errors.InvalidArgumentError, match="at most 3 leaves, got 4"):
         _trees.to_bytes(_trees.schema_of([0.0] * 4))

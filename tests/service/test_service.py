@@ -35,7 +35,7 @@ from agn_optax.service import center_pb2 as pb
 
 PACKAGE = pathlib.Path(service.__file__).parent
 ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
-HEAD = struct.Struct("<IQ")  # of a frame: sizes of its control message and buffer
+HEAD = struct.Struct("<IQ")  # of a frame: sizes of its header message and buffer
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_generated_code_is_up_to_date_with_the_proto(tmp_path):
         check=True,
     )
     for name in ("center_pb2.py", "center_pb2.pyi"):
-        made = (tmp_path / "agn_optax" / "service" / name).read_text()
-        assert made == (PACKAGE / name).read_text(), "run `make proto`"
+        generated = (tmp_path / "agn_optax" / "service" / name).read_text()
+        assert generated == (PACKAGE / name).read_text(), "run `make proto`"
 
 
 def test_health_is_served(serve):
@@ -143,7 +143,7 @@ def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, 
     session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
     wait_until(lambda: center.status()["rejected"])
     if direct is False:  # gRPC notices the end by itself
-        wait_until(lambda: session._link.done())
+        wait_until(lambda: session._link.is_done())
     with pytest.raises(errors.MessageRejectedError, match="its norm is"):
         session.collect(1)
     assert center.status()["rejected"] == {"norm": 1}
@@ -277,7 +277,7 @@ def test_another_grpc_server_is_no_center(stack):
         other = grpc.server(threads)
         port = other.add_insecure_port("127.0.0.1:0")
         other.start()
-        with pytest.raises(errors.ProtocolError, match="no center of agn_optax"):
+        with pytest.raises(errors.ProtocolError, match="not a center of agn_optax"):
             service.connect(f"127.0.0.1:{port}", shared.downpour(), timeout=5)
         other.stop(0).wait()
 
@@ -413,34 +413,34 @@ def test_worker_beyond_max_workers_is_rejected(serve, connect):
 
 @pytest.mark.parametrize("size", [0, 3, 1000])
 def test_wrong_sizes_and_hostile_frames_are_rejected(serve, size):
-    def packet(frame, follows, rest=b""):
-        control = frame.SerializeToString()
-        return HEAD.pack(len(control), follows) + control + rest
+    def frame_bytes(header, follows, rest=b""):
+        header = header.SerializeToString()
+        return HEAD.pack(len(header), follows) + header + rest
 
     server = serve()
     with service.Observer(server.address) as observer:
         schema = service.wire.from_bytes(observer.describe().schema)
     join = pb.Join(protocol=service.address.PROTOCOL, worker="eve", session_id="1")
-    joining = packet(pb.Frame(join=join), 0)
-    message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
-    other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
+    joining = frame_bytes(pb.Header(join=join), 0)
+    message = pb.Header(message=pb.Message(sequence=1, schema_hash=schema.hash))
+    other = pb.Header(message=pb.Message(sequence=1, schema_hash=b"x"))
     hostile = [
-        [packet(message, size, bytes(size))],
-        [packet(message, schema.size, bytes(8))],
-        [packet(message, 2**63, bytes(8))] * 2,
-        [packet(other, schema.size, bytes(schema.size))],
+        [frame_bytes(message, size, bytes(size))],
+        [frame_bytes(message, schema.size, bytes(8))],
+        [frame_bytes(message, 2**63, bytes(8))] * 2,
+        [frame_bytes(other, schema.size, bytes(schema.size))],
         [joining],
         [b"\xff" * 20],
-        [packet(message, 0)[:-1]],
+        [frame_bytes(message, 0)[:-1]],
         [b"\x01"],
     ]
     with grpc.insecure_channel(server.address) as channel:
         exchange = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
-        for packets in hostile:
-            call = exchange(iter([joining, *packets]))
+        for frames in hostile:
+            call = exchange(iter([joining, *frames]))
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
-            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, packets
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, frames
         with pytest.raises(grpc.RpcError):
             list(exchange(iter([b"\x00\x01"])))
     assert server.center.version == 0
@@ -756,7 +756,7 @@ def test_rule_that_needs_the_whole_tree_is_rejected_at_shards(serve, connect):
     rule = shared.agn(clipped)
     center = connect([serve(rule, None).address for _ in range(2)], rule)
     worker = a_worker(center)
-    with pytest.raises(errors.InvalidArgumentError, match="more than one element"):
+    with pytest.raises(errors.InvalidArgumentError, match="not elementwise"):
         worker.start(ONES, chief=True)
     with pytest.raises(errors.NotInitializedError):
         center.pull()

@@ -93,7 +93,7 @@ def test_many_small_leaves_are_exchanged_over_tls(server_tls, pem):
         assert all(not leaf.any() for leaf in answer.params)
         (session,) = center._sessions.values()
         link = session._link
-        assert link._end.version() in ("TLSv1.2", "TLSv1.3")
+        assert link._sock.version() in ("TLSv1.2", "TLSv1.3")
 
 
 def test_mutual_tls_needs_certificates_on_every_transport(mutual, pem):
@@ -112,7 +112,7 @@ def dial(server, tls):
     with service.Observer(server.address, timeout=LIMIT, tls=tls) as observer:
         link = links.dialled(observer, server, "socket")
         try:
-            link.control()  # a missing certificate raises here
+            link.read_header()  # a missing certificate raises here
         finally:
             link.cancel()
 
@@ -152,7 +152,7 @@ def test_plain_text_is_not_answered_by_a_center_with_tls(server_tls):
                 while more := end.recv(100):
                     received += more
             assert b"agn_optax" not in received
-        assert not listener._accepted
+        assert not listener._connections
 
 
 def test_certificates_can_be_given_as_bytes(pem):
@@ -172,7 +172,7 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
     ):
         for version in range(4):
             sessions.exchange(center, params(), anchor_version=version, worker="anna")
-            for each in list(server._listeners["socket"]._accepted.values()):
+            for each in list(server._listeners["socket"]._connections.values()):
                 each.cancel()
         assert server.center.version == 4
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports._grpc import MESSAGE_SIZE, _Messages
-from agn_optax.service.wire import _casting, _packets, _schema
+from agn_optax.service.transports._grpc import MESSAGE_SIZE, JoinedMessages
+from agn_optax.service.wire import _casting, _frames, _schema
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import HEAD, Parcel, Reader, joined
+from agn_optax.service.wire._frames import SIZES, Frame, FrameReader, join_pieces
 from agn_optax.service.wire._schema import Leaf, Schema, allocate
 
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
@@ -55,9 +55,9 @@ def schema_of(arrays):
     return Schema([Leaf(f"[{i}]", a.dtype.name, a.shape) for i, a in enumerate(arrays)])
 
 
-def assert_same_bits(came, sent):
-    assert len(came) == len(sent)
-    for one, other in zip(came, sent, strict=True):
+def assert_same_bits(received, sent):
+    assert len(received) == len(sent)
+    for one, other in zip(received, sent, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert one.tobytes() == other.tobytes()
 
@@ -68,19 +68,19 @@ def test_numpy_knows_bfloat16_by_name():
 
 def read(messages):
     """Return a reader of bytes that arrive in pieces."""
-    return Reader(_Messages(iter(messages)), Buffers())
+    return FrameReader(JoinedMessages(iter(messages)), Buffers())
 
 
-def came(schema, messages):
-    """Return the arrays of the only packet in ``messages``."""
+def received(schema, messages):
+    """Return the arrays of the only frame in ``messages``."""
     reader = read(messages)
-    assert reader.control() == CONTROL
-    views = schema.views(reader.buffer(schema, "a tree"))
-    assert reader.control() is None
+    assert reader.read_header() == HEADER
+    views = schema.views(reader.read_buffer(schema, "a tree"))
+    assert reader.read_header() is None
     return views
 
 
-CONTROL = pb.Frame(snapshot=pb.Snapshot(version=7))
+HEADER = pb.Header(snapshot=pb.Snapshot(version=7))
 
 
 @given(leaves(), st.integers(1, 200) | st.just(MESSAGE_SIZE))
@@ -89,12 +89,12 @@ CONTROL = pb.Frame(snapshot=pb.Snapshot(version=7))
 @example([array("int8", ()), array("bool", ()), array("bfloat16", (2, 3), "F")], 7)
 def test_arrays_round_trip_bit_for_bit(sent, size):
     schema = schema_of(sent)
-    messages = list(joined(Parcel(CONTROL, schema, sent).pieces(), size))
-    length = HEAD.size + len(CONTROL.SerializeToString()) + schema.size
+    messages = list(join_pieces(Frame(HEADER, schema, sent).pieces(), size))
+    length = SIZES.size + len(HEADER.SerializeToString()) + schema.size
     assert sum(map(len, messages)) == length
     assert all(len(message) == size for message in messages[:-1])
     assert 0 < len(messages[-1]) <= size
-    views = came(schema, messages)
+    views = received(schema, messages)
     assert_same_bits(views, sent)
     for made in views:  # aligned, so that XLA takes them without a copy
         assert made.flags.c_contiguous
@@ -104,47 +104,47 @@ def test_arrays_round_trip_bit_for_bit(sent, size):
 def test_many_leaves_round_trip():
     sent = [array("float16", (i % 5,), seed=i) for i in range(2000)]
     schema = schema_of(sent)
-    messages = joined(Parcel(CONTROL, schema, sent).pieces(), 1000)
-    assert_same_bits(came(schema, messages), sent)
+    messages = join_pieces(Frame(HEADER, schema, sent).pieces(), 1000)
+    assert_same_bits(received(schema, messages), sent)
 
 
 def test_tree_without_leaves_round_trips():
     schema = Schema([])
     assert schema.size == 0
-    assert came(schema, Parcel(CONTROL, schema, []).pieces()) == []
+    assert received(schema, Frame(HEADER, schema, []).pieces()) == []
 
 
 def test_pieces_are_views_of_the_arrays():
     sent = [array("float32", (700, 900)), array("int8", (3,)), array("float64", (9, 9))]
     schema = schema_of(sent)
     copied = 0
-    for piece in Parcel(CONTROL, schema, sent).pieces():
+    for piece in Frame(HEADER, schema, sent).pieces():
         if any(np.shares_memory(np.frombuffer(piece, np.uint8), a) for a in sent):
             assert isinstance(piece, memoryview)
         else:
             copied += len(piece)
-    head = HEAD.size + len(CONTROL.SerializeToString())
+    head = SIZES.size + len(HEADER.SerializeToString())
     between = schema.size - sum(a.nbytes for a in sent)
     assert copied == head + between < head + 64 * len(sent)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000])
-def test_last_byte_of_a_packet_waits_for_its_callback(size):
+def test_last_byte_of_a_frame_waits_for_its_callback(size):
     """The bytes before it are sent meanwhile."""
     sent = [array("int8", (size,))]
     schema, gone, seen = schema_of(sent), 0, []
-    parcel = Parcel(CONTROL, schema, sent, lambda: seen.append(gone))
-    for piece in parcel.pieces():
+    frame = Frame(HEADER, schema, sent, lambda: seen.append(gone))
+    for piece in frame.pieces():
         assert len(piece)
         gone += len(piece)
     assert seen == [gone - 1]
 
 
-def test_released_parcel_holds_no_arrays():
+def test_released_frame_holds_no_arrays():
     sent = [array("int8", (5,))]
-    with Parcel(CONTROL, schema_of(sent), sent) as parcel:
-        assert parcel.nbytes == 5
-    assert not parcel.arrays
+    with Frame(HEADER, schema_of(sent), sent) as frame:
+        assert frame.nbytes == 5
+    assert not frame.arrays
 
 
 def test_leaves_are_aligned_views_of_the_buffer():
@@ -175,7 +175,7 @@ def test_arrays_of_another_schema_are_rejected(wrong):
 @pytest.mark.parametrize("sent", [*FLOATS, ">f4"])
 @pytest.mark.parametrize("wire", FLOATS)
 def test_numbers_are_cast_as_they_are_copied(wire, sent):
-    sizes = [(3,), (2, _casting._AT_A_TIME + 5), ()]
+    sizes = [(3,), (2, _casting._CAST_NUMBERS + 5), ()]
     arrays = [
         np.random.default_rng(0).normal(0, 1e3, size).astype(sent) for size in sizes
     ]
@@ -185,113 +185,113 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
         expected = [a.astype(wire) for a in arrays]
     there = allocate(schema.size)
     there[:] = 0
-    _schema.assign(schema.places(arrays, there))
+    _schema.assign(schema.copies(arrays, there))
     assert_same_bits(schema.views(there), expected)
     for cast in (_schema.in_dtype, _casting.pieces):
         there[:] = np.frombuffer(b"".join(schema.pieces(arrays, cast)), np.uint8)
         assert_same_bits(schema.views(there), expected)
 
 
-# Packets.
+# Frames.
 
-CONTROLS = [
-    pb.Frame(),
-    pb.Frame(join=pb.Join(protocol=1, worker="anna" * 100, session_id="1")),
-    pb.Frame(message=pb.Message(sequence=2**64 - 1, schema_hash=b"\x78" * 16)),
-    pb.Frame(acknowledge=0),
-    pb.Frame(acknowledge=2**63),
-    pb.Frame(start=pb.Start(schema_hash=b"\x78" * 16, schema_size=2**40)),
-    pb.Frame(parameters=pb.Parameters()),
-    pb.Frame(joined=pb.Joined(center="a")),
-    pb.Frame(snapshot=pb.Snapshot(version=1, norm=0.0)),
-    pb.Frame(waiting=pb.Waiting()),
+HEADERS = [
+    pb.Header(),
+    pb.Header(join=pb.Join(protocol=1, worker="anna" * 100, session_id="1")),
+    pb.Header(message=pb.Message(sequence=2**64 - 1, schema_hash=b"\x78" * 16)),
+    pb.Header(acknowledge=0),
+    pb.Header(acknowledge=2**63),
+    pb.Header(start=pb.Start(schema_hash=b"\x78" * 16, schema_size=2**40)),
+    pb.Header(parameters=pb.Parameters()),
+    pb.Header(joined=pb.Joined(center="a")),
+    pb.Header(snapshot=pb.Snapshot(version=1, norm=0.0)),
+    pb.Header(waiting=pb.Waiting()),
 ]
 TREE = Schema([Leaf("x", "int8", (9,))])
 
 
-def packet(control, tree=None):
+def frame_bytes(header, tree=None):
     schema, arrays = (None, []) if tree is None else (TREE, [tree])
-    return b"".join(Parcel(control, schema, arrays).pieces())
+    return b"".join(Frame(header, schema, arrays).pieces())
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(CONTROLS), st.booleans())), st.integers(1, 99)
-)
-def test_packets_are_read_one_after_the_other(said, size):
+@given(st.lists(st.tuples(st.sampled_from(HEADERS), st.booleans())), st.integers(1, 99))
+def test_frames_are_read_one_after_the_other(sent_frames, size):
     tree = array("int8", (9,))
-    whole = b"".join(packet(control, tree if has else None) for control, has in said)
+    whole = b"".join(
+        frame_bytes(header, tree if has else None) for header, has in sent_frames
+    )
     reader = read(whole[at : at + size] for at in range(0, len(whole), size))
-    for control, has in said:
-        assert reader.control() == control
+    for header, has in sent_frames:
+        assert reader.read_header() == header
         if has:
-            assert_same_bits(TREE.views(reader.buffer(TREE, "a tree")), [tree])
-    assert reader.control() is None
+            assert_same_bits(TREE.views(reader.read_buffer(TREE, "a tree")), [tree])
+    assert reader.read_header() is None
 
 
 def everything(messages):
-    """Return all packets in arbitrary bytes, and how reading ended."""
+    """Return all frames in arbitrary bytes, and how reading ended."""
     reader = read(messages)
-    packets = []
+    frames = []
     try:
-        while (control := reader.control()) is not None:
-            packets.append(control)
-            if control.HasField("snapshot"):
-                reader.buffer(TREE, "a tree")
+        while (header := reader.read_header()) is not None:
+            frames.append(header)
+            if header.HasField("snapshot"):
+                reader.read_buffer(TREE, "a tree")
     except errors.ProtocolError:
-        return packets, "rejected"
+        return frames, "rejected"
     except EOFError:
-        return packets, "cut"
-    return packets, "ended"
+        return frames, "cut"
+    return frames, "ended"
 
 
 @given(st.lists(st.binary(max_size=60), max_size=3))
 @example([b""])
 @example([b"\xff" * 30])
-@example([HEAD.pack(0, 0), HEAD.pack(0, 1)])
-@example([HEAD.pack(2**32 - 1, 0)])
-@example([HEAD.pack(3, 2**64 - 1), b"abc"])
+@example([SIZES.pack(0, 0), SIZES.pack(0, 1)])
+@example([SIZES.pack(2**32 - 1, 0)])
+@example([SIZES.pack(3, 2**64 - 1), b"abc"])
 def test_random_bytes_are_read_or_rejected(messages):
     everything(messages)
 
 
 @given(
-    st.lists(st.sampled_from(CONTROLS), min_size=1, max_size=4),
+    st.lists(st.sampled_from(HEADERS), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
 )
-def test_corrupted_packets_are_read_or_rejected(controls, changes):
-    spoiled = bytearray(b"".join(packet(control) for control in controls))
+def test_corrupted_frames_are_read_or_rejected(headers, changes):
+    spoiled = bytearray(b"".join(frame_bytes(header) for header in headers))
     for at, byte in changes:
         spoiled[at % len(spoiled)] = byte
     everything([bytes(spoiled)])
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.WhichOneof("control"))
-def test_truncated_packets_are_detected(control):
+@pytest.mark.parametrize("header", HEADERS, ids=lambda c: c.WhichOneof("content"))
+def test_truncated_frames_are_detected(header):
     tree = array("int8", (9,))
-    has = control.HasField("snapshot")
-    whole = packet(control, tree if has else None)
+    has = header.HasField("snapshot")
+    whole = frame_bytes(header, tree if has else None)
     for end in range(1, len(whole)):
-        packets, how = everything([whole[:end]])
+        frames, how = everything([whole[:end]])
         assert how == "cut"
-        assert not packets or (has and end >= len(whole) - 9)
-    assert everything([whole, whole]) == ([control, control], "ended")
+        assert not frames or (has and end >= len(whole) - 9)
+    assert everything([whole, whole]) == ([header, header], "ended")
 
 
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
         (
-            HEAD.pack(_packets.MOST_CONTROL + 1, 0),
+            SIZES.pack(_frames.MAX_HEADER + 1, 0),
             "at most 65536 bytes, got 65537",
         ),
         (
-            HEAD.pack(2**32 - 1, 0) + bytes(9),
+            SIZES.pack(2**32 - 1, 0) + bytes(9),
             "at most 65536 bytes, got 4294967295",
         ),
-        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control message"),
-        (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
-        (HEAD.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),
-        (HEAD.pack(0, 0), "of 9 bytes was expected, got 0 bytes"),
+        (SIZES.pack(9, 0) + b"\xff" * 9, "not a header"),
+        (SIZES.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
+        (SIZES.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),
+        (SIZES.pack(0, 0), "of 9 bytes was expected, got 0 bytes"),
     ],
 )
 def test_bad_sizes_are_rejected_before_memory_is_allocated(whole, message):
@@ -300,19 +300,19 @@ def test_bad_sizes_are_rejected_before_memory_is_allocated(whole, message):
             raise AssertionError
 
     def read_it():
-        reader = Reader(_Messages(iter([whole])), Never())
-        reader.control()
-        reader.buffer(TREE, "a tree")
+        reader = FrameReader(JoinedMessages(iter([whole])), Never())
+        reader.read_header()
+        reader.read_buffer(TREE, "a tree")
 
     with pytest.raises(errors.ProtocolError, match=message):
         read_it()
 
 
 def test_unexpected_buffer_is_rejected():
-    reader = read([packet(pb.Frame(acknowledge=1), array("int8", (9,)))])
-    assert reader.control().acknowledge == 1
+    reader = read([frame_bytes(pb.Header(acknowledge=1), array("int8", (9,)))])
+    assert reader.read_header().acknowledge == 1
     with pytest.raises(errors.ProtocolError, match="a buffer of 9 bytes came"):
-        reader.control()
+        reader.read_header()
 
 
 # Schemas.

@@ -232,4 +232,4 @@ def _check(
     if center.save is not None:
         # `serve` does the rest, on its machine.
         _export.check(center.save, is_here=False)
-    _center_options.access(center, tokens.generated())
+    _center_options.access(center, tokens.generate())

@@ -47,9 +47,9 @@ def serve(
     is_fixed = service.address.is_fixed(address)
     token = ""
     if _center_options.needs_token(center):
-        token = service.tokens.for_center_at(address)
+        token = service.tokens.for_address(address)
     # The token for a browser only allows to observe.
-    page_token = service.tokens.generated() if token and settings["page"] else ""
+    page_token = service.tokens.generate() if token and settings["page"] else ""
     access = _center_options.access(center, token, page_token)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
     if not os.environ.get("JAX_PLATFORMS") and settings.get("device") in (None, "cpu"):
@@ -114,7 +114,7 @@ def _store_token(
 ) -> None:
     """Store a token for this user's programs, until the end or, if it stays, longer."""
     try:
-        stack.enter_context(service.tokens.left_here(address, token, stays=stays))
+        stack.enter_context(service.tokens.token_file(address, token, stays=stays))
     except OSError as error:
         typer.echo(
             "agn-optax: the token cannot be stored for programs on this machine: give "

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import pathlib
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
 
 from agn_optax import errors, service
 from agn_optax.ops.cli import _options, _table
-from agn_optax.ops.cli._centers import Centers, Seen
 
 Address = Annotated[
     str,
@@ -28,17 +29,10 @@ Addresses = Annotated[
         "HOST:PORT or unix:PATH.",
     ),
 ]
-Tree = Annotated[
-    bool,
-    typer.Option(
-        "--tree",
-        help="Also show its parents and their sites, if they can be reached. The same "
-        "token is presented to all of them: use an observer's.",
-    ),
-]
 Timeout = Annotated[
     float, typer.Option(min=0.001, help="Timeout of a call, in seconds.")
 ]
+_Reply = dict[str, Any] | errors.AgnOptaxError  # a center's status, or its error
 
 
 @_options.record()
@@ -93,25 +87,24 @@ def settings(reached: Reached) -> dict[str, Any]:
 def status(
     address: Addresses,
     reached: Reached,
-    tree: Tree = False,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show a center and its workers once; or all shards of a center, or a whole tree.
+    """Show one or several centers and their workers once.
 
     Rates of workers are those of the last ten seconds. Rates of centers are means since
     their start.
     """
-    with _centers_at(address, reached, timeout, tree=tree) as centers:
-        seen = centers.look()
-    missing = _missing(seen, centers.addresses)
-    if missing is not None and len(seen) == 1 and not tree:
+    with _observers_at(address, reached, timeout) as observers:
+        replies = _ask(observers)
+    missing = _missing(replies)
+    if missing is not None and len(replies) == 1:
         raise missing
-    found = _as_dicts(seen, {})
+    centers = _as_dicts(replies, {})
     if json:
-        _options.print_json(_as_json(found, tree=tree))
+        _options.print_json(_as_json(centers))
     else:
-        _table.console().print(_table.of(found, {}, tree=tree))
+        _table.console().print(_table.of(centers, {}))
     if missing is not None:
         raise missing
 
@@ -125,7 +118,6 @@ def watch(
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of updates, after which it ends.")
     ] = None,
-    tree: Tree = False,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
@@ -140,7 +132,7 @@ def watch(
     shown: dict[str, dict[str, Any]] = {}
     missing: errors.AgnOptaxError | None = None
     with (
-        _centers_at(address, reached, timeout, tree=tree) as centers,
+        _observers_at(address, reached, timeout) as observers,
         _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -148,18 +140,18 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Starts at a multiple of the interval, unless a look takes longer than one.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            seen = centers.look()
-            found = _as_dicts(seen, before)
-            answered = {s.address: s.status for s in seen if s.status}
+            replies = _ask(observers)
+            centers = _as_dicts(replies, before)
+            answered = {at: x for at, x in replies.items() if isinstance(x, dict)}
             before = {**(before or {}), **answered}
-            missing = _missing(seen, centers.addresses)
+            missing = _missing(replies)
             if not isinstance(missing, errors.CenterUnreachableError | None):
                 break  # waiting does not help
             if json:
-                _options.print_json(_as_json(found, tree=tree))
+                _options.print_json(_as_json(centers))
             else:
-                show(_table.of(found, shown, tree=tree))
-            shown |= {c["address"]: c for c in found if not c["error"]}
+                show(_table.of(centers, shown))
+            shown |= {c["address"]: c for c in centers if not c["error"]}
     if missing is not None:
         raise missing
 
@@ -196,36 +188,54 @@ def drain(
     _options.report(json, text, event="draining", address=address)
 
 
-def _centers_at(
-    address: str, reached: Reached, timeout: float, *, tree: bool
-) -> Centers:
-    """Return connections to one address, or to several separated by commas."""
+@contextlib.contextmanager
+def _observers_at(
+    address: str, reached: Reached, timeout: float
+) -> Iterator[dict[str, service.Observer]]:
+    """Open connections to one address, or to several separated by commas."""
     addresses = [part.strip() for part in address.split(",")]
     if len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
             f"one address or several different ones expected, got {address!r}"
         )
-    return Centers(addresses, lambda at: observer(at, reached, timeout), tree=tree)
+    with contextlib.ExitStack() as stack:
+        yield {
+            address: stack.enter_context(observer(address, reached, timeout))
+            for address in addresses
+        }
+
+
+def _ask(observers: dict[str, service.Observer]) -> dict[str, _Reply]:
+    """Return the status of each center, or why it does not answer, by address."""
+    with ThreadPoolExecutor(len(observers)) as pool:
+        replies = pool.map(_status_or_error, observers.values())
+        return dict(zip(observers, replies, strict=True))
+
+
+def _status_or_error(center: service.Observer) -> _Reply:
+    try:
+        return center.status()
+    except errors.AgnOptaxError as error:
+        return error
 
 
 def _as_dicts(
-    seen: list[Seen], before: dict[str, dict[str, Any]] | None
+    replies: dict[str, _Reply], before: dict[str, dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
     """Return the statuses of centers, with rates since earlier statuses by address.
 
     A center that has no earlier status gets rates since its start. ``before`` is None
     for no rates.
     """
-    found = []
-    for center in seen:
-        status = center.status or {}
-        if center.status:
-            since = status if before is None else before.get(center.address, {})
-            status = status | _rates(since, status)
-        place = {"depth": center.depth, "under": center.under and list(center.under)}
-        error = str(center.error or "")
-        found.append({"address": center.address, "error": error, **status, **place})
-    return found
+    centers = []
+    for address, reply in replies.items():
+        if isinstance(reply, dict):
+            since = reply if before is None else before.get(address, {})
+            reply = {"error": "", **reply, **_rates(since, reply)}
+        else:
+            reply = {"error": str(reply)}
+        centers.append({"address": address, **reply})
+    return centers
 
 
 def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | None]:
@@ -246,17 +256,17 @@ def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | Non
     }
 
 
-def _missing(seen: list[Seen], addresses: list[str]) -> errors.AgnOptaxError | None:
-    """Return why one of these addresses did not answer; None if all answered."""
-    found = [s.error for s in seen if s.error is not None and s.address in addresses]
+def _missing(replies: dict[str, _Reply]) -> errors.AgnOptaxError | None:
+    """Return why a center did not answer; None if all answered."""
+    found = [x for x in replies.values() if isinstance(x, errors.AgnOptaxError)]
     # Errors that waiting does not mend come first.
     found.sort(key=lambda error: isinstance(error, errors.CenterUnreachableError))
     return found[0] if found else None
 
 
-def _as_json(centers: list[dict[str, Any]], *, tree: bool) -> dict[str, Any]:
+def _as_json(centers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one center as an object, or several as an object with a list."""
-    if tree or len(centers) > 1:
+    if len(centers) > 1:
         return {"centers": centers}
-    unneeded = {"depth", "under"} | ({"error"} if not centers[0]["error"] else set())
-    return {name: v for name, v in centers[0].items() if name not in unneeded}
+    (center,) = centers
+    return {k: value for k, value in center.items() if k != "error" or value}

@@ -62,27 +62,23 @@ def of(
     centers: list[_Status],
     shown: dict[str, _Status],
     *,
-    tree: bool = False,
     width: int | None = None,
 ) -> rich.console.Group:
     """Return the table of one or several centers and their workers.
 
     Args:
-      centers: status of each center with its rates and its place in the tree, or its
-        error.
+      centers: status of each center with its rates, or its error.
       shown: earlier statuses by address, for centers that do not answer.
-      tree: whether the centers are a tree.
       width: available characters; None for the width of `console`. The least important
         columns are left out if there are too few.
     """
-    is_single = len(centers) == 1 and not tree
+    is_single = len(centers) == 1
     known, warnings = [], []
     for center in centers:
         where = "" if is_single else f"{center['address']}: "
         found = shown.get(center["address"]) if center["error"] else center
         if found is not None:
-            own = {"error": center["error"], "under": center["under"]}
-            known.append({**found, **own})
+            known.append({**found, "error": center["error"]})
             if found["degraded"]:
                 warnings.append(f"warning: {where}{found['degraded']}")
         if center["error"]:
@@ -100,27 +96,16 @@ def of(
 
 def _rows(centers: list[_Status], is_single: bool) -> tuple[list[str], list[_Status]]:
     """Return names and rows of workers, below their centers if these are several."""
-    below: dict[tuple[str, str] | None, list[_Status]] = {}
-    for center in centers:
-        below.setdefault(center["under"] and tuple(center["under"]), []).append(center)
     names: list[str] = []
     rows: list[_Status] = []
-
-    def put(center: _Status, indent: int) -> None:
+    for center in centers:
         if not is_single:
-            names.append("  " * indent + center["address"])
+            names.append(center["address"])
             rows.append(_as_row(center))
-            indent += 1
         workers = center["workers"]
-        short = _distinct([worker["name"] for worker in workers])
-        for name, worker in zip(short, workers, strict=True):
-            names.append("  " * indent + name)
-            rows.append(worker)
-            for site in below.get((center["address"], worker["name"]), ()):
-                put(site, indent + 1)
-
-    for root in below.get(None, ()):
-        put(root, 0)
+        indent = "" if is_single else "  "
+        names += [indent + n for n in _distinct([worker["name"] for worker in workers])]
+        rows += workers
     return names, rows
 
 

@@ -16,10 +16,10 @@ from agn_optax._version import __version__
 from agn_optax.ops import units
 from agn_optax.rules import Rule
 from agn_optax.service import (
-    LEAST_RATE,
+    MIN_RATE,
     Observer,
     Tls,
-    Way,
+    TransportSpeed,
     address,
     fingerprint,
     handshake,
@@ -126,7 +126,7 @@ class Checks:
     def _check_connection(self) -> _Outcome:
         try:
             seconds = _seconds(
-                lambda: handshake.connected(self.address, self.timeout).close()
+                lambda: handshake.connect(self.address, self.timeout).close()
             )
         except OSError as error:
             return "failed", (
@@ -137,7 +137,7 @@ class Checks:
 
     def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
-        if problem := handshake.why_not(self.address, self.tls, self.timeout):
+        if problem := handshake.failure_reason(self.address, self.tls, self.timeout):
             return "failed", problem
         if self.tls is not None:
             return "ok", "TLS"
@@ -250,7 +250,9 @@ class Checks:
     def _check_rates(self) -> _Outcome:
         """Measure each transport, up and down, through the connections of exchanges."""
         offers = {offer.transport: offer for offer in self._description.offers}
-        ways: dict[str, Way] = {}  # in the order in which exchanges prefer them
+        ways: dict[
+            str, TransportSpeed
+        ] = {}  # in the order in which exchanges prefer them
         missing = []
         for name in _TRANSPORTS:
             if name not in offers and name != "grpc":
@@ -276,7 +278,7 @@ class Checks:
                 return result, f"{text}; {advice}"
         return "warning" if missing else "ok", text
 
-    def _rate_problem(self, way: Way) -> _Outcome:
+    def _rate_problem(self, way: TransportSpeed) -> _Outcome:
         if way.up is None or way.down is None:
             which = "to the center" if way.up is None else "from the center"
             return "failed", (
@@ -286,9 +288,9 @@ class Checks:
             )
         up, down = (way.up, "up, to the center"), (way.down, "down, from the center")
         (slow, which), (fast, _) = sorted((up, down))
-        if slow < LEAST_RATE:
+        if slow < MIN_RATE:
             return "failed", (
-                f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
+                f"the way {which}, is slower than the {units.in_bytes(MIN_RATE)}/s "
                 "below which both ends break transfers off"
             )
         if fast > _MAX_ASYMMETRY * slow and slow < _FAST_RATE:
@@ -309,7 +311,7 @@ class Checks:
         return address.host(self.address)
 
 
-def _described(way: Way) -> str:
+def _described(way: TransportSpeed) -> str:
     """Describe the rates and the round trip of a transport in words."""
 
     def in_words(rate: float | None) -> str:

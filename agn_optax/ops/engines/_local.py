@@ -64,10 +64,10 @@ class Local(Engine):
         # A token for each worker, one for this user's other programs, and one to paste
         # into a browser, which allows no more than to observe.
         names = run.worker_names if run.uses_tokens else []
-        self._tokens = {name: tokens.generated() for name in names}
-        self._operator_token = tokens.generated()
+        self._tokens = {name: tokens.generate() for name in names}
+        self._operator_token = tokens.generate()
         has_page = run.serve.get("page") or run.serve.get("page_address") is not None
-        self.page_token = tokens.generated() if run.uses_tokens and has_page else ""
+        self.page_token = tokens.generate() if run.uses_tokens and has_page else ""
 
     def commands(self) -> list[str]:
         """Return the commands of all processes with their environment, center first."""
@@ -97,7 +97,7 @@ class Local(Engine):
                     stored_token.close()
                     with contextlib.suppress(OSError):  # then nothing is stored
                         address = local_address(event)
-                        token = tokens.left_here(address, self._operator_token)
+                        token = tokens.token_file(address, self._operator_token)
                         stored_token.enter_context(token)
                 output(name, line)
 

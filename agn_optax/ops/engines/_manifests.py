@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agn_optax.ops.engines._run import Resources, Run
-from agn_optax.service import LONGEST_GRACE, tokens
+from agn_optax.service import DEFAULT_GRACE, tokens
 
 if TYPE_CHECKING:
     from agn_optax.ops.engines._kubernetes import KubernetesSettings
@@ -188,8 +188,8 @@ class Manifests:
             container,
             volumes,
             mounts,
-            # A drain lasts until its last answers, and LONGEST_GRACE at most.
-            max(LONGEST_GRACE, self._run.stop_grace),
+            # A drain lasts until its last answers, and DEFAULT_GRACE at most.
+            max(DEFAULT_GRACE, self._run.stop_grace),
             tolerations=self._settings.center_tolerations,
             **more,
         )

@@ -198,7 +198,7 @@ def _operator_token(run: Run) -> str:
     path = run.address_file.with_name("keys") / "operator.token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
-        write_whole(path, tokens.generated() + "\n")
+        write_whole(path, tokens.generate() + "\n")
     return path.read_text().strip()
 
 

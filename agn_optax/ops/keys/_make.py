@@ -37,7 +37,7 @@ def make(
         authority.issue("center", hosts=hosts)
     for role, names in roles.items():
         for name in names:
-            token = tokens.generated()
+            token = tokens.generate()
             line = f"{role} {name} {token}\n"
             authority.write("tokens", line.encode(), adds=True)
             authority.write(f"{name}.token", f"{token}\n".encode())

@@ -82,7 +82,7 @@ class Page(Listener):
         self._state = _Cached(lambda: as_json(self.monitor.view()).encode())
         self._metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.serving_context()
-        self._socket = sockets.listening_at(address)
+        self._socket = sockets.listen_at(address)
         port = self._socket.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
         scheme = "http" if tls is None else "https"
@@ -117,8 +117,8 @@ class Page(Listener):
                 raise _http.RejectedRequestError(problem, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
-        self.servicer.admit(caller, "Status")
-        self.servicer.came_in(client.host)
+        self.servicer.call_limits.admit(caller, "Status")
+        self.servicer.call_limits.return_handshake_token(client.host)
         caller.check("Status")
         if request.path == "/state.json":
             return _Response(HTTPStatus.OK, "application/json", self._state())
@@ -134,22 +134,22 @@ class Page(Listener):
         certificate = b""
         if isinstance(client.connection, ssl.SSLSocket):
             certificate = client.connection.getpeercert(binary_form=True) or b""
-        needs_token = self.servicer.door.access is not None
+        needs_token = self.servicer.authenticator.access is not None
         if needs_token and not (authorization or certificate):
             self._admit_host(client.host)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
         try:
-            return self.servicer.known(authorization, certificate, client.host)
+            return self.servicer.authenticate(authorization, certificate, client.host)
         except errors.NotAllowedError:
             # Already counted as a failed authentication.
-            self.servicer.came_in(client.host)
+            self.servicer.call_limits.return_handshake_token(client.host)
             raise
 
     def _admit_host(self, host: str) -> None:
-        self.servicer.admit_host(host)
-        self.servicer.came_in(host)
+        self.servicer.call_limits.admit_host(host)
+        self.servicer.call_limits.return_handshake_token(host)
 
     def _respond(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""
@@ -190,16 +190,17 @@ class Page(Listener):
     ) -> AbstractContextManager[object]:
         """End the connection if the block takes too long."""
         timeout = _TIMEOUT if timeout is None else timeout
-        return self.transfers.under_way(lambda: sockets.shut(connection), size, timeout)
+        return self.transfers.timed(lambda: sockets.shut(connection), size, timeout)
 
     # Connections.
 
     def _accept(self) -> None:
-        connections = sockets.connections(
-            self._socket, lambda: self._closed, self.servicer
+        limits = self.servicer.call_limits
+        connections = sockets.accept_connections(
+            self._socket, lambda: self._closed, limits
         )
-        for connection, whence in connections:
-            if not self.servicer.lets_in(whence):
+        for connection, origin in connections:
+            if not limits.take_handshake_token(origin):
                 connection.close()
                 continue
             is_free = self._slots.acquire(blocking=False)
@@ -235,7 +236,9 @@ class Page(Listener):
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = addresses.network(connection.getpeername()[0])
                 if self._context is not None:
-                    self.servicer.admit_host(host)  # before the expensive handshake
+                    self.servicer.call_limits.admit_host(
+                        host
+                    )  # before the expensive handshake
                     connection = self._context().wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     )

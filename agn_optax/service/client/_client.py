@@ -26,14 +26,14 @@ from agn_optax.service.client._remote import Remote
 from agn_optax.service.client._session import RemoteSession
 from agn_optax.service.security import _tls, _token
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.transports import named
+from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
-_COMES = 2.0  # s of waiting for a chief before the first warning
-_WAITS = 10.0  # s between further warnings
+_FIRST_WARNING = 2.0  # s of waiting for a chief before the first warning
+_WARNING_INTERVAL = 10.0  # s between further warnings
 
 
 def connect(
@@ -125,20 +125,20 @@ def connect(
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):
         address = [address]
-    addresses = [_published.check_reachable(each) for each in address]
+    addresses = [_published.check_reachable(part) for part in address]
     if not addresses or len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
             f"expected one address, or several different ones, got {addresses}"
         )
     check.seconds(timeout, "timeout", positive=True)
-    ways = named(transports)
+    allowed_transports = transports_named(transports)
     is_whole = len(addresses) == 1
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as on_error:
         centers = []
-        for each in addresses:
-            connection = Connection(each, timeout, tls, insecure, token)
-            made.callback(connection.close)
-            remote = Remote(connection, rule, ways)
+        for part in addresses:
+            connection = Connection(part, timeout, tls, insecure, token)
+            on_error.callback(connection.close)
+            remote = Remote(connection, rule, allowed_transports)
             centers.append(RemoteCenter(remote, like if is_whole else None))
         center: RemoteCenter | ShardedCenter = centers[0]
         if not is_whole:
@@ -147,7 +147,7 @@ def connect(
             raise errors.InvalidArgumentError(
                 f"{len(fragments)} fragments need as many servers, got one address"
             )
-        made.pop_all()
+        on_error.pop_all()
     return center
 
 
@@ -169,8 +169,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._remote = remote
         self._sessions: dict[str, RemoteSession] = {}  # that have not left, by id
         remote.describe()
-        beats = functools.partial(_beat, weakref.ref(self), self._connection)
-        keep_running(beats, "agn-optax heartbeat")
+        heartbeats = functools.partial(
+            _send_heartbeats, weakref.ref(self), self._connection
+        )
+        keep_running(heartbeats, "agn-optax heartbeat")
         _open_centers.add(self)
 
     @property
@@ -197,12 +199,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
-        for old in list(self._sessions.values()):
-            if old.worker == worker:
-                old.leave()  # this process no longer uses it
-        forget = self._sessions.pop
+        for previous in list(self._sessions.values()):
+            if previous.worker == worker:
+                previous.leave()  # this process no longer uses it
         session = RemoteSession(
-            self._remote, worker, self._like, resume_token, left=forget
+            self._remote, worker, self._like, resume_token, on_left=self._sessions.pop
         )
         self._sessions[session.session_id] = session
         try:
@@ -215,7 +216,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Give the center its first parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
-        if self._remote.travelling is not None:
+        if self._remote.schemas is not None:
             self._remote.check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         self._remote.initialize(params, worker)
@@ -224,13 +225,13 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        patience = _COMES
+        wait = _FIRST_WARNING
         while True:
-            left = max(0.0, min(end - time.monotonic(), patience))
+            remaining = max(0.0, min(end - time.monotonic(), wait))
             try:
-                return self._pull(left, broadcast=True)
+                return self._pull(remaining, broadcast=True)
             except errors.NotInitializedError:
-                patience = _WAITS
+                wait = _WARNING_INTERVAL
                 if time.monotonic() >= end:
                     raise errors.NotInitializedError(
                         f"no chief has initialized the center at {self.address} within "
@@ -256,10 +257,6 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """Ask the center for its current description."""
         return self._remote.describe()
 
-    def announce(self, address: str) -> None:
-        """Set the address at which workers that join later serve as a center."""
-        self._remote.serves_at = address
-
     def close(self) -> None:
         """Let all workers of this connection leave, and close the connection."""
         if self._connection.closed:
@@ -278,8 +275,8 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self.close()
 
     def __repr__(self) -> str:
-        by = {each.worker: each.transport for each in list(self._sessions.values())}
-        workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
+        transports = {s.worker: s.transport for s in list(self._sessions.values())}
+        workers = [f", {name!r} by {t}" for name, t in sorted(transports.items()) if t]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float, *, broadcast: bool) -> Snapshot:
@@ -290,27 +287,29 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), snapshot.version)
 
-    def _give_signs_of_life(self) -> float:
+    def _send_heartbeat(self) -> float:
         """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
-        if there := [each for each in list(self._sessions.values()) if not each.left]:
-            sessions = [
-                pb.Session(worker=s.worker, session_id=s.session_id) for s in there
-            ]
+        sessions = [
+            pb.Session(worker=session.worker, session_id=session.session_id)
+            for session in list(self._sessions.values())
+            if not session.has_left
+        ]
+        if sessions:
             request = pb.AliveRequest(sessions=sessions)
             with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval
 
 
-def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:
+def _send_heartbeats(center: weakref.ref[RemoteCenter], connection: Connection) -> None:
     """Send heartbeats of a center's workers until it is closed or garbage-collected."""
 
-    def once() -> float:
-        alive = center()
-        return 0.0 if alive is None else alive._give_signs_of_life()
+    def send_once() -> float:
+        open_center = center()
+        return 0.0 if open_center is None else open_center._send_heartbeat()
 
-    while (interval := once()) and not connection.is_closed_within(interval / 2):
+    while (interval := send_once()) and not connection.is_closed_within(interval / 2):
         pass
 
 

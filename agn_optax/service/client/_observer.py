@@ -12,11 +12,11 @@ from agn_optax import errors
 from agn_optax.center import Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client._probe import Way, measure
+from agn_optax.service.client._probe import TransportSpeed, measure
 from agn_optax.service.client._remote import pull
 from agn_optax.service.security import _token
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.transports import named
+from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.wire import _trees
 
@@ -74,7 +74,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           CenterUnreachableError: the center does not answer.
           ProtocolError: the server at the address is not a center.
         """
-        return self._ask(self._connection.status)
+        return self._call(self._connection.status)
 
     def describe(self) -> pb.Description:
         """Return the center's description.
@@ -84,7 +84,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           ProtocolError: the server at the address is not a center, or is one of an
             incompatible release.
         """
-        return self._ask(self._connection.describe)
+        return self._call(self._connection.describe)
 
     def pull(self) -> Snapshot:
         """Return the current version of the center, in dicts, lists and tuples.
@@ -102,9 +102,9 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
             snapshot, arrays = pull(self._connection, lambda: schema)
             return Snapshot(_trees.build(schema, arrays), snapshot.version)
 
-        return self._ask(attempt)
+        return self._call(attempt)
 
-    def measure(self, transport: str) -> Way:
+    def measure(self, transport: str) -> TransportSpeed:
         """Measure the speed of a transport, separately for each direction.
 
         This needs the role of a reader, and takes about a second.
@@ -117,13 +117,13 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           NotAllowedError: this end does not have the role.
           ProtocolError: the center's release does not support measurements.
         """
-        (way,) = named([transport])
+        (chosen,) = transports_named([transport])
 
-        def attempt() -> Way:
+        def attempt() -> TransportSpeed:
             offers = {offer.transport: offer for offer in self.describe().offers}
-            own = offers.get(transport)
+            offer = offers.get(transport)
             try:
-                return measure(self._connection, way, own)
+                return measure(self._connection, chosen, offer)
             except errors.AgnOptaxError:
                 raise  # some of these are OSErrors, too
             except OSError as error:
@@ -131,7 +131,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
                     f"cannot connect by {transport}: {error}"
                 ) from None
 
-        return self._ask(attempt)
+        return self._call(attempt)
 
     def save(self) -> int:
         """Have the center write a snapshot now, to the directory of its durability.
@@ -149,7 +149,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
             durability.
           NotInitializedError: the center has no parameters yet.
         """
-        return self._ask(self._connection.save)
+        return self._call(self._connection.save)
 
     def drain(self) -> None:
         """Have the center drain and end, as SIGTERM does.
@@ -160,7 +160,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           CenterUnreachableError: the center does not answer.
           NotAllowedError: this end does not have the role.
         """
-        self._ask(self._connection.drain)
+        self._call(self._connection.drain)
 
     def health(self) -> str:
         """Return the status of gRPC's health service: ``"SERVING"`` if all is well.
@@ -172,7 +172,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
         reply = health_pb2.HealthCheckResponse
         path = f"/{health.SERVICE_NAME}/Check"
-        checked = self._ask(lambda: self._connection.unary(path, request, reply))
+        checked = self._call(lambda: self._connection.unary(path, request, reply))
         return reply.ServingStatus.Name(checked.status)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _call(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except errors.CenterUnreachableError as error:

@@ -11,15 +11,15 @@ from agn_optax.service.transports import Target, Transport
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.transports._transport import Link
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
+from agn_optax.service.wire._frames import MAX_PROBE, bytes_schema, random_frame
 
-_FIRST = 16 << 10  # bytes of the first probe: several packets, or 0.5 s at LEAST_RATE
-_FIRST_SHARED = 64 << 10  # the same for "memory": the least that uses shared memory
-_LONG = 0.1  # seconds of a probe that is long enough for a measurement
-_TIMES = 2  # probes of the last size: an end may have been busy during one of them
+_FIRST_SIZE = 16 << 10  # bytes of the first probe; they take 0.5 s at MIN_RATE
+_FIRST_SHARED_SIZE = 64 << 10  # the same for "memory": the least that is shared
+_MIN_SECONDS = 0.1  # of a probe that is long enough for a measurement
+_LONG_PROBES = 2  # number of long probes: an end may have been busy during one of them
 
 
-class Way(NamedTuple):
+class TransportSpeed(NamedTuple):
     """The measured speed of one transport to a center.
 
     Attributes:
@@ -36,10 +36,8 @@ class Way(NamedTuple):
 
 
 def measure(
-    connection: Connection,
-    transport: Transport,
-    offer: pb.Offer | None,
-) -> Way:
+    connection: Connection, transport: Transport, offer: pb.Offer | None
+) -> TransportSpeed:
     """Measure one transport, for about a second.
 
     A probe has 16 KiB, or more if 16 KiB take less than 0.1 seconds. The timeout of the
@@ -57,34 +55,33 @@ def measure(
       ProtocolError: the center's release does not support measurements.
     """
     is_shared, timeout = transport.name == "memory", connection.timeout
-    made: list[Link] = []
+    links: list[Link] = []
 
-    def dialled() -> Link:
-        if not made or made[-1].done():
+    def open_link() -> Link:
+        if not links or links[-1].is_done():
             target = Target(connection, offer, Buffers())
-            made.append(transport.dial(target))
-        return made[-1]
+            links.append(transport.dial(target))
+        return links[-1]
 
-    def took(up: int = 0, down: int = 0) -> float:
-        link, until = dialled(), time.monotonic() + timeout
-        frame = pb.Frame(probe=pb.Probe(size=up, answer=down))
+    def measure_probe(up: int = 0, down: int = 0) -> float:
+        link, until = open_link(), time.monotonic() + timeout
+        header = pb.Header(probe=pb.Probe(size=up, answer=down))
         with connection.watching(link, until):
-            parcel = in_bytes(frame, up, wanted=down)
+            frame = random_frame(header, up, answer_size=down)
             begin = time.monotonic()
-            link.send(parcel)
-            said = link.control()
-            if not said.HasField("probed"):
+            link.send(frame)
+            if not link.read_header().HasField("probed"):
                 raise errors.ProtocolError(
                     "expected the answer to a probe, got another frame"
                 )
             if down:
-                link.buffer(of_bytes(down), "an answer to a probe")
+                link.read_buffer(bytes_schema(down), "an answer to a probe")
             return time.monotonic() - begin
 
-    def nothing() -> float:
-        dialled()  # outside of the try: its errors are not about the message
+    def measure_round_trip() -> float:
+        open_link()  # outside of the try: its errors are not about the message
         try:
-            return took()
+            return measure_probe()
         except TimeoutError:
             raise errors.CenterUnreachableError(
                 f"the shortest message was not answered within {timeout:g} s"
@@ -93,32 +90,33 @@ def measure(
     def rate(up: int, down: int) -> float | None:
         """Return bytes per second of the direction that is 1; None if none arrived."""
         rates: list[float] = []
-        size, times = _FIRST_SHARED if is_shared else _FIRST, 0
-        while times < _TIMES:
-            trips.append(nothing())  # also waits for the rate limit of the last probe
+        size, long_probes = _FIRST_SHARED_SIZE if is_shared else _FIRST_SIZE, 0
+        while long_probes < _LONG_PROBES:
+            # This also waits for the rate limit of the last probe.
+            round_trips.append(measure_round_trip())
             try:
-                seconds = took(up * size, down * size)
+                seconds = measure_probe(up * size, down * size)
             except TimeoutError:
                 return rates[-1] if rates else None
-            rates.append(size / max(seconds - min(trips), 1e-9))
-            if seconds >= _LONG or size == MOST_PROBED:
-                times += 1
+            rates.append(size / max(seconds - min(round_trips), 1e-9))
+            if seconds >= _MIN_SECONDS or size == MAX_PROBE:
+                long_probes += 1
             else:
-                size, times = min(4 * size, MOST_PROBED), 0
-        return max(rates[-_TIMES:])
+                size, long_probes = min(4 * size, MAX_PROBE), 0
+        return max(rates[-_LONG_PROBES:])
 
     try:
-        trips = [nothing() for _ in range(3)]
+        round_trips = [measure_round_trip() for _ in range(3)]
         if is_shared:
-            both = rate(1, 1)
-            return Way(transport.name, min(trips), both, both)
+            speed = rate(1, 1)
+            return TransportSpeed(transport.name, min(round_trips), speed, speed)
         up, down = rate(1, 0), None
         try:
             down = rate(0, 1)
         except errors.CenterUnreachableError:
             if up is not None:
                 raise  # if `up` is None, the probe that got stuck may block this one
-        return Way(transport.name, min(trips), up, down)
+        return TransportSpeed(transport.name, min(round_trips), up, down)
     finally:
-        for link in made:
+        for link in links:
             link.cancel()

@@ -21,7 +21,7 @@ from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.wire import _buffers, _fingerprint, _submission, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, of_bytes
+from agn_optax.service.wire._frames import Frame, bytes_schema
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
@@ -39,12 +39,10 @@ class Remote:
     Attributes:
       connection: the connection to the center.
       rule: the rule of the center.
-      travelling: see `travels`; None until the center is initialized.
+      schemas: see `known_schemas`; None until the center is initialized.
       description: the last description that the center gave.
-      serves_at: address at which the workers themselves serve as a center; "" if they
-        do not.
-      useless: names of transports that are skipped until the center restarts, because
-        they failed when a worker joined by another transport.
+      failed_transports: names of transports that are skipped until the center
+        restarts, because they failed when a worker joined by another transport.
     """
 
     def __init__(
@@ -52,15 +50,14 @@ class Remote:
     ) -> None:
         self.connection = connection
         self.rule = rule
-        self.travelling: _trees.Travelling | None = None
+        self.schemas: _trees.WireSchemas | None = None
         self.description: pb.Description
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
-        self.useless: set[str] = set()
-        self.serves_at = ""
+        self.failed_transports: set[str] = set()
         # The last type of contribution that was checked, and its dtype on the wire.
-        self._known: dict[Any, str] = {}
+        self._checked_dtypes: dict[Any, str] = {}
 
     # The description.
 
@@ -71,25 +68,25 @@ class Remote:
 
     def describe(self) -> pb.Description:
         """Ask the center for its current description."""
-        self._learn(self.connection.retry(self.connection.describe))
+        self._set_description(self.connection.retry(self.connection.describe))
         return self.description
 
-    def travels(self) -> _trees.Travelling:
+    def known_schemas(self) -> _trees.WireSchemas:
         """Return the wire formats of the center's tree, messages and answers.
 
         Raises:
           NotInitializedError: the center is not initialized.
         """
-        if self.travelling is None:
+        if self.schemas is None:
             self.describe()
-        if self.travelling is None:
+        if self.schemas is None:
             raise errors.NotInitializedError(
                 f"the center at {self.address} has no parameters yet: start one worker "
                 "with start(params, chief=True)"
             )
-        return self.travelling
+        return self.schemas
 
-    def _learn(self, described: pb.Description) -> None:
+    def _set_description(self, described: pb.Description) -> None:
         """Check and store a description.
 
         Raises:
@@ -112,19 +109,19 @@ class Remote:
         self.description = described
         offers = {offer.transport: offer for offer in described.offers}
         if offers != self._offers:  # the center was restarted
-            self._offers, self.useless = offers, set()
+            self._offers, self.failed_transports = offers, set()
         if described.HasField("schema"):
-            known = self.travelling
-            if known is None or described.schema_hash != known.center.hash:
+            schemas = self.schemas
+            if schemas is None or described.schema_hash != schemas.center.hash:
                 schema = _trees.from_bytes(described.schema)
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
-                self._known = {}
-                self.travelling = _trees.travelling(self.rule, like)
+                self._checked_dtypes = {}
+                self.schemas = _trees.wire_schemas(self.rule, like)
 
     # Messages and answers.
 
-    def parcel(self, submission: Submission, worker: str) -> Parcel:
+    def frame(self, submission: Submission, worker: str) -> Frame:
         """Return the frame with a submission, of which copies are sent.
 
         Args:
@@ -136,24 +133,24 @@ class Remote:
           NotInitializedError: the center is not initialized.
         """
         contribution = submission.contribution
-        travelling = self.travels()
+        schemas = self.known_schemas()
         leaves, treedef = jax.tree.flatten(contribution)
-        kind = (treedef, *map(_abstract, leaves))
-        if (dtype := self._known.get(kind)) is None:
-            own, theirs = _trees.schema_of(contribution), travelling.message
-            self._check_same(own, theirs, "float32", worker, "contribution")
+        signature = (treedef, *map(_abstract, leaves))
+        if (dtype := self._checked_dtypes.get(signature)) is None:
+            sent, expected = _trees.schema_of(contribution), schemas.message
+            self._check_schema(sent, expected, "float32", worker, "contribution")
             # A contribution in a narrower dtype than the center's is sent as it is.
-            narrow = {"bfloat16", "float16"} - theirs.dtypes
-            is_narrow = len(own.dtypes) == 1 and own.dtypes <= narrow
-            (dtype,) = own.dtypes if is_narrow else ("",)
-            self._known = {kind: dtype}
-        schema = travelling.message.cast(dtype)
+            narrow = {"bfloat16", "float16"} - expected.dtypes
+            is_narrow = len(sent.dtypes) == 1 and sent.dtypes <= narrow
+            (dtype,) = sent.dtypes if is_narrow else ("",)
+            self._checked_dtypes = {signature: dtype}
+        schema = schemas.message.cast(dtype)
         message = _submission.message_of(
             submission, schema_hash=schema.hash, dtype=dtype
         )
         arrays = _trees.host_arrays(contribution, schema)
-        wanted = travelling.answer.size
-        return Parcel(pb.Frame(message=message), schema, arrays, wanted=wanted)
+        wanted = schemas.answer.size
+        return Frame(pb.Header(message=message), schema, arrays, answer_size=wanted)
 
     def check_model(self, params: PyTree, worker: str) -> None:
         """Check that a worker's parameters match the center's, if it has any yet.
@@ -162,23 +159,23 @@ class Remote:
           TreeMismatchError: they do not match.
         """
         check.float_leaves(params, "parameters")
-        if self.travelling is None:
+        if self.schemas is None:
             self.describe()
-        if self.travelling is not None:
+        if self.schemas is not None:
             dtype = "float32" if self.description.dtype else ""
-            own = _trees.schema_of(params)
-            self._check_same(own, self.travelling.center, dtype, worker, "parameters")
+            sent = _trees.schema_of(params)
+            self._check_schema(sent, self.schemas.center, dtype, worker, "parameters")
 
-    def _check_same(
-        self, own: Schema, theirs: Schema, dtype: str, worker: str, what: str
+    def _check_schema(
+        self, sent: Schema, expected: Schema, dtype: str, worker: str, what: str
     ) -> None:
         """Check that two schemas are equal once floating leaves are cast to ``dtype``.
 
         Raises:
           TreeMismatchError: they differ; the message names the first difference.
         """
-        difference = own.cast(dtype).difference(
-            theirs.cast(dtype),
+        difference = sent.cast(dtype).difference(
+            expected.cast(dtype),
             f"worker {worker!r} has",
             f"the center at {self.address} has",
         )
@@ -189,44 +186,46 @@ class Remote:
             )
 
     def answer_in(
-        self, frame: pb.Frame, link: Link, submission: Submission
+        self, header: pb.Header, link: Link, submission: Submission
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """Return the metadata and the arrays of a received answer to a submission."""
-        travels, snapshot = self.travels(), frame.snapshot
-        schema = travels.answer
+        schemas, snapshot = self.known_schemas(), header.snapshot
+        schema = schemas.answer
         if snapshot.HasField("differences"):
-            if travels.differences is None or submission.anchor is None:
+            if schemas.deltas is None or submission.anchor is None:
                 raise errors.ProtocolError(
                     "the center sent differences, but the whole center was asked for"
                 )
-            most = schema.size // max(1, trees.nbytes(travels.difference))
+            most = schema.size // max(1, trees.nbytes(schemas.delta_like))
             if snapshot.differences > most:
                 raise errors.ProtocolError(
                     f"expected at most {most} differences, got {snapshot.differences}"
                 )
-            schema = travels.differences(snapshot.differences)
+            schema = schemas.deltas(snapshot.differences)
         if snapshot.sequence != submission.sequence:
             raise errors.ProtocolError(
                 f"expected an answer to exchange {submission.sequence}, got one to "
                 f"{snapshot.sequence}"
             )
-        return _version_in(frame, link, schema, self.address)
+        return _version_in(header, link, schema, self.address)
 
-    def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
+    def apply_deltas(
+        self, anchor: PyTree, count: int, arrays: list[np.ndarray]
+    ) -> PyTree:
         """Return the broadcast parameters after ``count`` received differences."""
-        travels = self.travels()
-        assert travels.differences is not None
-        schema, like = travels.differences(1), [travels.difference]
+        schemas = self.known_schemas()
+        assert schemas.deltas is not None
+        schema, like = schemas.deltas(1), [schemas.delta_like]
         size = len(schema.leaves)
         for i in range(count):  # one by one, to compile one program for all counts
             leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
-            (difference,) = _trees.build(schema, leaves, like)
-            anchor = _follow(self.rule)(anchor, difference)
+            (delta,) = _trees.build(schema, leaves, like)
+            anchor = _apply_delta(self.rule)(anchor, delta)
         return anchor
 
-    def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    def in_center_dtype(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Cast arrays that were sent in a narrower dtype to that of the center."""
-        schema, answer = self.travels().center, self.travels().answer
+        schema, answer = self.known_schemas().center, self.known_schemas().answer
         if answer is schema or jax.default_backend() != "cpu":  # then `as_tree` casts
             return arrays
         buffer = self._wide_buffers.take(schema.size)
@@ -235,7 +234,7 @@ class Remote:
 
     def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
         """Return leaves as a tree with the containers of ``like``."""
-        schema = self.travels().center
+        schema = self.known_schemas().center
         for dtype in schema.dtypes:
             if not _trees.is_representable(dtype):
                 raise errors.TreeMismatchError(
@@ -253,7 +252,10 @@ class Remote:
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """Pull the current version of the center, in one attempt."""
         return pull(
-            self.connection, lambda: self.travels().center, wait, broadcast=broadcast
+            self.connection,
+            lambda: self.known_schemas().center,
+            wait,
+            broadcast=broadcast,
         )
 
     def initialize(self, params: PyTree, worker: str) -> None:
@@ -272,10 +274,10 @@ class Remote:
             with self.connection.watching(link):
                 described = [np.frombuffer(leaves, np.uint8)]
                 link.send(
-                    Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
+                    Frame(pb.Header(start=start), bytes_schema(len(leaves)), described)
                 )
-                first = pb.Frame(parameters=pb.Parameters())
-                link.send(Parcel(first, schema, arrays))
+                first = pb.Header(parameters=pb.Parameters())
+                link.send(Frame(first, schema, arrays))
                 link.end()
 
         try:
@@ -297,7 +299,7 @@ class Remote:
         """
         failed: dict[str, OSError] = {}
         for transport in self._transports:
-            if transport.name in self.useless:
+            if transport.name in self.failed_transports:
                 continue
             offer = self._offers.get(transport.name)
             try:
@@ -306,22 +308,18 @@ class Remote:
                 failed[transport.name] = error
             else:
                 if failed:
-                    _log.info(
-                        "%s: transports that failed: %s",
-                        self.address,
-                        failed,
-                    )
+                    _log.info("%s: transports that failed: %s", self.address, failed)
                 link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # the center may have restarted with other offers
-                known = self._offers
-                self._learn(self.connection.describe())
-                if self._offers is not known:
+                old_offers = self._offers
+                self._set_description(self.connection.describe())
+                if self._offers is not old_offers:
                     return self.dial()
-        why = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
             f"cannot connect to the center at {self.address}: "
-            f"{why or 'none of the transports works there'}"
+            f"{reasons or 'none of the transports works there'}"
         )
 
 
@@ -346,26 +344,26 @@ def pull(
     request = iter([pb.PullRequest(wait=wait, broadcast=broadcast).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
-        while (frame := link.control()).HasField("waiting"):
+        while (header := link.read_header()).HasField("waiting"):
             pass
-        return _version_in(frame, link, schema(), connection.address)
+        return _version_in(header, link, schema(), connection.address)
 
 
 def _version_in(
-    frame: pb.Frame, link: Link, schema: Schema, address: str
+    header: pb.Header, link: Link, schema: Schema, address: str
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Return the metadata and the arrays of a received version."""
-    if not frame.HasField("snapshot"):
+    if not header.HasField("snapshot"):
         raise errors.ProtocolError("expected a snapshot, got another frame")
-    if frame.snapshot.schema_hash != schema.hash:
+    if header.snapshot.schema_hash != schema.hash:
         raise errors.TreeMismatchError(
             f"the tree of the center at {address} has changed"
         )
-    return frame.snapshot, schema.views(link.buffer(schema, "an answer"))
+    return header.snapshot, schema.views(link.read_buffer(schema, "an answer"))
 
 
 @functools.lru_cache(maxsize=32)
-def _follow(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
+def _apply_delta(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
     return jax.jit(functools.partial(rounds.apply_delta, rule))
 
 

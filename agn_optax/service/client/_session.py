@@ -19,8 +19,11 @@ from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
 from agn_optax.service.transports import Link
-from agn_optax.service.transports._connection import FIRST_WORD, SOON
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.transports._connection import (
+    FIRST_RESPONSE_TIMEOUT,
+    SHORT_TIMEOUT,
+)
+from agn_optax.service.wire._frames import Frame
 from agn_optax.service.wire._submission import answer_of
 from agn_optax.service.wire._trees import to_device
 
@@ -28,7 +31,7 @@ PyTree = Any
 _log = logging.getLogger("agn_optax")
 # Bytes of an exchange from which on it is acknowledged at once, so that the center can
 # free the answer before the next exchange.
-_LEAST_ACKNOWLEDGED = 64 << 10
+_MIN_ACKNOWLEDGED = 64 << 10
 
 
 class RemoteSession(Session):
@@ -45,8 +48,8 @@ class RemoteSession(Session):
       like: a tree with the worker's containers; None for those of the center.
       resume_token: `Session.resume_token` of a session to resume from another process;
         None begins a new session.
-      left: called with the session id and None once it has left; drops the session, and
-        the contribution that it holds.
+      on_left: called with the session id and None once it has left; drops the session,
+        and the contribution that it holds.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class RemoteSession(Session):
         like: PyTree,
         resume_token: Any = None,
         *,
-        left: Callable[[str, None], object] = lambda session_id, none: None,
+        on_left: Callable[[str, None], object] = lambda session_id, none: None,
     ) -> None:
         self.worker = worker
         # The id of the center, "" before the first join; and the id of the session.
@@ -64,13 +67,13 @@ class RemoteSession(Session):
         self._center_id, self.session_id = resume_token or ("", uuid.uuid4().hex)
         self._remote = remote
         self._like = like
-        self._using = threading.Lock()
+        self._lock = threading.Lock()
         self._link: Link | None = None
         # The submission in flight without its contribution, and the frame to send.
-        self._in_flight: tuple[Submission, Parcel] | None = None
+        self._in_flight: tuple[Submission, Frame] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
-        self.left = False  # whether it has left, or is about to
-        self._forget = left
+        self.has_left = False  # whether it has left, or is about to
+        self._on_left = on_left
 
     @property
     def transport(self) -> str:
@@ -98,15 +101,15 @@ class RemoteSession(Session):
     def submit(self, submission: Submission) -> None:
         """Submit an exchange: see `Session.submit`."""
         submission = submission.checked()
-        with self._using:
-            old = self._in_flight
-            if old is None or old[0].sequence != submission.sequence:
+        with self._lock:
+            previous = self._in_flight
+            if previous is None or previous[0].sequence != submission.sequence:
                 self._sent_over = None
             # A repeated exchange whose answer is still expected over the same link is
             # not sent again, because it would be answered twice.
-            parcel = self._remote.parcel(submission, self.worker)
-            self._in_flight = submission._replace(contribution=None), parcel
-            self._remote.connection.retry(self._send, within=SOON)
+            frame = self._remote.frame(submission, self.worker)
+            self._in_flight = submission._replace(contribution=None), frame
+            self._remote.connection.retry(self._send, within=SHORT_TIMEOUT)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: see `Session.collect`.
@@ -115,24 +118,24 @@ class RemoteSession(Session):
         waits, which it does every two seconds, so this may return that much later.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        with self._using:
+        with self._lock:
             if self._in_flight is None or self._in_flight[0].sequence != sequence:
                 raise errors.WorkerStateError(
                     f"worker {self.worker!r} has not submitted exchange {sequence}"
                 )
             answer = self._remote.connection.retry(
-                lambda: self._receive(until), within=SOON
+                lambda: self._receive(until), within=SHORT_TIMEOUT
             )
             if answer is None:
                 return None
             snapshot, arrays = answer
             if snapshot.HasField("differences"):
                 submission, _ = self._in_flight
-                params = self._remote.followed(
+                params = self._remote.apply_deltas(
                     submission.anchor, snapshot.differences, arrays
                 )
             else:
-                leaves = to_device(self._remote.widened(arrays))
+                leaves = to_device(self._remote.in_center_dtype(arrays))
                 params = self._remote.as_tree(leaves, self._like)
             return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
 
@@ -141,16 +144,16 @@ class RemoteSession(Session):
 
         Small exchanges are not acknowledged here, because the next message does so.
         """
-        with self._using:
+        with self._lock:
             if self._in_flight is None or self._in_flight[0].sequence != sequence:
                 return
             size, link = self._in_flight[1].nbytes, self._link
             self._in_flight = self._sent_over = None
-            if link is None or size < _LEAST_ACKNOWLEDGED:
+            if link is None or size < _MIN_ACKNOWLEDGED:
                 return
             try:
-                link.send(Parcel(pb.Frame(acknowledge=sequence)))
-            except link.ended:  # the next exchange opens another link
+                link.send(Frame(pb.Header(acknowledge=sequence)))
+            except link.end_errors:  # the next exchange opens another link
                 link.cancel()
 
     def disconnect(self) -> None:
@@ -160,14 +163,14 @@ class RemoteSession(Session):
 
     def leave(self, timeout: float = 1.0) -> None:
         """Leave the center, in ``timeout`` seconds at most: see `Session.leave`."""
-        self.left = True
+        self.has_left = True
         try:
             request = pb.LeaveRequest(worker=self.worker, session_id=self.session_id)
             with contextlib.suppress(errors.AgnOptaxError):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
-            self._forget(self.session_id, None)
+            self._on_left(self.session_id, None)
 
     def _open(self, until: float = math.inf) -> Link:
         """Open a link and join over it, in place of a link that has broken.
@@ -180,42 +183,41 @@ class RemoteSession(Session):
             self._link.cancel()
         link, failed = remote.dial()
         self._link = link
-        if self.left or remote.connection.closed:  # by another thread, meanwhile
+        if self.has_left or remote.connection.closed:  # by another thread, meanwhile
             link.cancel()
         join = pb.Join(
             protocol=_address.PROTOCOL,
             worker=self.worker,
             session_id=self.session_id,
             center=self._center_id,
-            serves_at=remote.serves_at,
         )
-        with self._watching(link, until, FIRST_WORD):
-            link.send(Parcel(pb.Frame(join=join)))
-            if (frame := link.control()).HasField("waiting"):
+        with self._watching(link, until, FIRST_RESPONSE_TIMEOUT):
+            link.send(Frame(pb.Header(join=join)))
+            if (header := link.read_header()).HasField("waiting"):
                 _log.warning(
                     "worker %r waits at the center at %s until enough workers for its "
                     "barrier have joined",
                     self.worker,
                     remote.address,
                 )
-            while frame.HasField("waiting"):
-                frame = link.control()
-        self._center_id, before = frame.joined.center, frame.joined.before
-        self.previous_session = (before, frame.joined.settled) if before else None
-        remote.useless |= failed
+            while header.HasField("waiting"):
+                header = link.read_header()
+        self._center_id, before = header.joined.center, header.joined.before
+        self.previous_session = (before, header.joined.settled) if before else None
+        remote.failed_transports |= failed
         return link
 
     def _send(self) -> Link:
         """Send the exchange in flight if necessary; return the link that has it."""
         assert self._in_flight is not None
-        (_, parcel), link = self._in_flight, self._link
+        (_, frame), link = self._in_flight, self._link
         # A link that ended after the exchange was sent over it is kept: it may hold the
         # answer, or the reason why there is none.
-        if link is None or (link.done() and self._sent_over is not link):
+        if link is None or (link.is_done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
             with self._watching(link):
-                link.send(parcel.copy())
+                link.send(frame.copy())
             self._sent_over = link
         return link
 
@@ -225,15 +227,15 @@ class RemoteSession(Session):
         (submission, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
-            while (frame := link.control()).HasField("waiting"):
+            while (header := link.read_header()).HasField("waiting"):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            return self._remote.answer_in(frame, link, submission)
+            return self._remote.answer_in(header, link, submission)
 
     @contextlib.contextmanager
     def _watching(
-        self, link: Link, until: float = math.inf, patience: float = math.inf
+        self, link: Link, until: float = math.inf, response_timeout: float = math.inf
     ) -> Iterator[None]:
         """Use a link within the block, with timeouts: see `Connection.watching`.
 
@@ -241,10 +243,10 @@ class RemoteSession(Session):
           WorkerStateError: the worker has left meanwhile.
         """
         try:
-            with self._remote.connection.watching(link, until, patience):
+            with self._remote.connection.watching(link, until, response_timeout):
                 yield
         except errors.CenterUnreachableError:
-            if self._remote.connection.closed or not self.left:
+            if self._remote.connection.closed or not self.has_left:
                 raise
             raise errors.WorkerStateError(
                 f"worker {self.worker!r} has left the center; start() joins again"

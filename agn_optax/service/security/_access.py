@@ -1,7 +1,7 @@
 """Authentication and authorization: roles, tokens and certificates.
 
-A server has one authenticator, `Door`, for all transports. `Door` turns the credentials
-of a call into a `Caller`, and the servicer checks the `Caller` before it does anything.
+A server has one `Authenticator` for all transports. It turns the credentials of a call
+into a `Caller`, and the servicer checks the `Caller` before it does anything.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from agn_optax import errors
 from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, Reread, warn_if_public
 
-_WATCHES = frozenset({"Describe", "Status", "Health"})
-_READS = _WATCHES | {"Pull", "Probe"}
-_WORKS = _READS | {"Exchange", "Alive", "Leave"}
+_OBSERVER = frozenset({"Describe", "Status", "Health"})
+_READER = _OBSERVER | {"Pull", "Probe"}
+_WORKER = _READER | {"Exchange", "Alive", "Leave"}
 # Calls that each role may make.
 ROLES = {
-    "observer": _WATCHES,
-    "reader": _READS,
-    "worker": _WORKS,
-    "chief": _WORKS | {"Initialize"},
-    "operator": _READS | {"Drain", "Save"},
+    "observer": _OBSERVER,
+    "reader": _READER,
+    "worker": _WORKER,
+    "chief": _WORKER | {"Initialize"},
+    "operator": _READER | {"Drain", "Save"},
 }
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
-_LEAST_TOKEN = 16  # characters
-_MOST_KEYS = 1024
+_MIN_TOKEN = 16  # characters
+_MAX_KEYS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Caller:
     @property
     def key(self) -> Hashable:
         """The caller's credentials; its host if it has none."""
-        known = self.token or self.certificate
-        return (self.token, self.certificate) if known else self.host
+        has_credentials = self.token or self.certificate
+        return (self.token, self.certificate) if has_credentials else self.host
 
     def check(self, call: str, worker: str | None = None) -> None:
         """Check that the caller may make a call on behalf of a worker.
@@ -72,9 +72,9 @@ class Caller:
           NotAllowedError: the caller may not; the message says what is missing.
         """
         if call not in self.calls:
-            able = [role for role, calls in ROLES.items() if call in calls]
+            roles = [role for role, calls in ROLES.items() if call in calls]
             raise errors.NotAllowedError(
-                f"{call} needs the role {' or '.join(able)}, and the caller is "
+                f"{call} needs the role {' or '.join(roles)}, and the caller is "
                 f"{self.description}"
             )
         if worker is not None and self.name not in (None, worker):
@@ -114,24 +114,18 @@ def _caller_by(
     host: str,
 ) -> Caller:
     """Return the caller with one or two grants, which may do what all of them allow."""
-    both = (by_token, "by token"), (by_certificate, "by certificate")
-    found = [(grant, how) for grant, how in both if grant is not None]
-    names = {grant.name for grant, _ in found} - {None}
-    description = " and ".join(f"{grant} ({how})" for grant, how in found)
+    grants = {"by token": by_token, "by certificate": by_certificate}
+    found = {source: grant for source, grant in grants.items() if grant is not None}
+    names = {grant.name for grant in found.values()} - {None}
+    description = " and ".join(f"{grant} ({how})" for how, grant in found.items())
     if len(names) > 1:
         raise errors.NotAllowedError(
             "token and certificate belong to different workers: the caller is "
             f"{description}"
         )
-    calls = frozenset.intersection(*(grant.calls for grant, _ in found))
+    calls = frozenset.intersection(*(grant.calls for grant in found.values()))
     name = names.pop() if names else None
     return Caller(description, calls, name, token, certificate, host)
-
-
-@functools.lru_cache(maxsize=1024)
-def _anybody(host: str) -> Caller:
-    """Return a caller of a center that admits everybody."""
-    return dataclasses.replace(EVERYBODY, host=host)
 
 
 class Access:
@@ -184,23 +178,23 @@ class Access:
     """
 
     def __init__(self, *tokens: bytes | Path) -> None:
-        for each in tokens:
-            if not isinstance(each, bytes | str | os.PathLike):
+        for source in tokens:
+            if not isinstance(source, bytes | str | os.PathLike):
                 raise errors.InvalidTypeError(
-                    f"tokens must be files, or bytes, got {type(each).__name__}"
+                    f"tokens must be files, or bytes, got {type(source).__name__}"
                 )
         self._tokens = tokens
         # One for each source: a token removed from one file is invalid at once, even
         # while another file cannot be read.
-        self._sources: list[Reread[dict[bytes, _Grant]]] = [
+        self._grants: list[Reread[dict[bytes, _Grant]]] = [
             Reread(
-                () if isinstance(each, bytes) else (each,),
-                functools.partial(_grants_in, each),
+                () if isinstance(source, bytes) else (source,),
+                functools.partial(_read_grants, source),
             )
-            for each in tokens
+            for source in tokens
         ]
-        found = [source() for source in self._sources]
-        if len(set().union(*found)) < sum(map(len, found)):
+        by_token = [grants() for grants in self._grants]
+        if len(set().union(*by_token)) < sum(map(len, by_token)):
             raise errors.InvalidArgumentError(
                 f"several of the tokens files have the same token; {_ONE_LINE}"
             )
@@ -236,8 +230,10 @@ class Access:
         The time that it takes to look up a hash reveals nothing about the token.
         """
         key = _hash(token)
-        parts = [(source(), source.is_outdated) for source in self._sources]
-        found = {part[key] for part, is_old in parts if key in part and not is_old}
+        by_token = [(grants(), grants.is_outdated) for grants in self._grants]
+        found = {
+            grants[key] for grants, is_old in by_token if key in grants and not is_old
+        }
         if len(found) != 1:
             raise _unknown("this center does not know that token")
         return found.pop()
@@ -247,7 +243,7 @@ class Access:
         return f"Access({', '.join(names)})"
 
 
-class Door:
+class Authenticator:
     """The authenticator of a server, for all transports.
 
     A connection without gRPC begins with a key. A caller is given its key in an earlier
@@ -261,40 +257,40 @@ class Door:
         self.access = access
         self._lock = threading.Lock()
         self._secret = secrets.token_bytes(32)
-        # Credentials by hashes of their keys, by last request.
-        self._holders: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
+        # Tokens and certificates by hashes of their keys; the last requested one last.
+        self._credentials: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
     def caller(
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
     ) -> Caller:
         """Return the caller at a host: see `Access.caller`."""
         if self.access is None:
-            return _anybody(host)
+            return dataclasses.replace(EVERYBODY, host=host)
         return self.access.caller(token, certificate, host)
 
-    def ticket(self, caller: Caller) -> bytes:
+    def issue_key(self, caller: Caller) -> bytes:
         """Return the caller's key.
 
         If there are too many keys, the least recently requested one is dropped.
         """
-        holder = caller.token, caller.certificate
-        text = b"".join(map(_hash, holder))
+        credentials = caller.token, caller.certificate
+        text = b"".join(map(_hash, credentials))
         key = hmac.digest(self._secret, text, "sha256")[:KEY_SIZE]
         with self._lock:
-            self._holders[_hash(key)] = holder
-            self._holders.move_to_end(_hash(key))
-            if len(self._holders) > _MOST_KEYS:
-                self._holders.popitem(last=False)
+            self._credentials[_hash(key)] = credentials
+            self._credentials.move_to_end(_hash(key))
+            if len(self._credentials) > _MAX_KEYS:
+                self._credentials.popitem(last=False)
         return key
 
-    def knows(self, key: bytes | None) -> bool:
-        """Return whether a key was given out; `holder` checks if it is still valid."""
-        return key is not None and _hash(key) in self._holders
+    def has_key(self, key: bytes | None) -> bool:
+        """Return whether a key was issued; `caller_of_key` checks if it is valid."""
+        return key is not None and _hash(key) in self._credentials
 
-    def holder(
+    def caller_of_key(
         self, key: bytes, certificate: bytes | None = None, host: str = ""
     ) -> Caller:
-        """Return the caller that a key was given to.
+        """Return the caller that a key was issued to.
 
         Args:
           key: the key, as it was received.
@@ -306,16 +302,16 @@ class Door:
           NotAllowedError: the key is unknown, the credentials that it stands for are no
             longer valid, or the certificate belongs to another caller.
         """
-        holder = self._holders.get(_hash(key))
-        if holder is None:
+        credentials = self._credentials.get(_hash(key))
+        if credentials is None:
             raise _unknown("this center has not issued that key")
-        caller = self.caller(*holder, host)
+        caller = self.caller(*credentials, host)
         if certificate is not None and self.access is not None:
-            other = self.caller(holder[0], certificate)
-            if (other.name, other.calls) != (caller.name, caller.calls):
+            sender = self.caller(credentials[0], certificate)
+            if (sender.name, sender.calls) != (caller.name, caller.calls):
                 raise errors.NotAllowedError(
                     f"the key was issued to {caller.description}, and the caller is "
-                    f"{other.description}"
+                    f"{sender.description}"
                 )
         return caller
 
@@ -323,7 +319,7 @@ class Door:
 _ONE_LINE = "make one for each line, and give several roles as in chief,operator"
 
 
-def _grants_in(source: bytes | Path) -> dict[bytes, _Grant]:
+def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
     """Return the grants of a source, by the hashes of their tokens.
 
     Raises:
@@ -338,9 +334,9 @@ def _grants_in(source: bytes | Path) -> dict[bytes, _Grant]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
-    found: dict[bytes, _Grant] = {}
+    grants: dict[bytes, _Grant] = {}
     for number, line in enumerate(lines, 1):
-        where = f"line {number} of {name}"
+        location = f"line {number} of {name}"
         words = list(
             itertools.takewhile(lambda word: not word.startswith("#"), line.split())
         )
@@ -348,40 +344,41 @@ def _grants_in(source: bytes | Path) -> dict[bytes, _Grant]:
             continue
         if len(words) != 3:
             raise errors.InvalidArgumentError(
-                f"{where} must have roles, a name and a token, got {len(words)} words"
+                f"{location} must have roles, a name and a token, got "
+                f"{len(words)} words"
             )
         roles, worker, token = words
-        if problem := why_no_token(token):
-            raise errors.InvalidArgumentError(f"the token in {where} {problem}")
+        if problem := token_problem(token):
+            raise errors.InvalidArgumentError(f"the token in {location} {problem}")
         key = _hash(token.encode())
-        if key in found:
+        if key in grants:
             raise errors.InvalidArgumentError(
-                f"{where}: another line has the same token; {_ONE_LINE}"
+                f"{location}: another line has the same token; {_ONE_LINE}"
             )
-        found[key] = _grant(roles.split(","), worker, where)
-    if not found:  # the file may be half written
+        grants[key] = _grant(roles.split(","), worker, location)
+    if not grants:  # the file may be half written
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
         )
-    return found
+    return grants
 
 
-def why_no_token(token: str) -> str:
+def token_problem(token: str) -> str:
     """Return why a token is not valid; "" if it is valid."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         return "must consist of printable ASCII characters without spaces"
-    if len(token) < _LEAST_TOKEN:
+    if len(token) < _MIN_TOKEN:
         return (
-            f"must have at least {_LEAST_TOKEN} characters, got {len(token)}; `openssl "
+            f"must have at least {_MIN_TOKEN} characters, got {len(token)}; `openssl "
             "rand -hex 32` makes one"
         )
     return ""
 
 
-def _grant(roles: list[str], name: str, where: str) -> _Grant:
+def _grant(roles: list[str], name: str, location: str) -> _Grant:
     if not set(roles) <= set(ROLES):
         raise errors.InvalidArgumentError(
-            f"the roles in {where} must be some of {', '.join(ROLES)}, got "
+            f"the roles in {location} must be some of {', '.join(ROLES)}, got "
             f"{','.join(roles)!r}"
         )
     return _Grant(frozenset(roles), None if name == ANY_NAME else name)

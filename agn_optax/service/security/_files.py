@@ -17,8 +17,8 @@ from agn_optax import errors
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 
-_LOOK = 0.5  # seconds between two checks for changes
-PATIENCE = 300.0  # seconds for which the old content of unreadable files may be used
+_CHECK_INTERVAL = 0.5  # seconds between two checks for changes
+MAX_AGE = 300.0  # seconds for which the old content of unreadable files may be used
 _log = logging.getLogger("agn_optax")
 
 
@@ -35,44 +35,44 @@ class Reread(Generic[T]):
     def __init__(self, files: Iterable[Path], read: Callable[[], T]) -> None:
         self._files = tuple(files)
         self._read = read
-        self._broken = math.inf  # when reading failed first; monotonic seconds
+        self._failed_since = math.inf  # when reading failed first; monotonic seconds
         self._lock = threading.Lock()
-        self._stamps = self._look()
-        self._made = read()
-        self._next = time.monotonic() + _LOOK
+        self._stamps = self._stat_files()
+        self._result = read()
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
     def __call__(self) -> T:
         """Return the current result; the same object as long as no file has changed."""
-        if self._files and time.monotonic() >= self._next:
+        if self._files and time.monotonic() >= self._next_check:
             with self._lock:
                 self._read_if_changed()
-        return self._made
+        return self._result
 
     @property
     def is_outdated(self) -> bool:
-        """True if the files could not be read for `PATIENCE` seconds."""
-        return time.monotonic() - self._broken > PATIENCE
+        """True if the files could not be read for `MAX_AGE` seconds."""
+        return time.monotonic() - self._failed_since > MAX_AGE
 
     def _read_if_changed(self) -> None:
-        self._next = time.monotonic() + _LOOK
-        stamps, names = self._look(), ", ".join(map(str, self._files))
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
+        stamps, names = self._stat_files(), ", ".join(map(str, self._files))
         if stamps == self._stamps:
             return
         self._stamps = stamps
         try:
-            self._made = self._read()
+            self._result = self._read()
         except errors.InvalidArgumentError as error:
-            self._broken = min(self._broken, time.monotonic())
+            self._failed_since = min(self._failed_since, time.monotonic())
             _log.error(
                 "%s changed, and cannot be used: %s; its previous content stays valid "
                 "(a center's tokens: for %g s)",
-                *(names, error, PATIENCE),
+                *(names, error, MAX_AGE),
             )
         else:
-            self._broken = math.inf
+            self._failed_since = math.inf
             _log.info("%s changed, and was read again", names)
 
-    def _look(self) -> list[Any]:
+    def _stat_files(self) -> list[Any]:
         return [_stamp(file) for file in self._files]
 
 
@@ -106,7 +106,7 @@ def _can_be_reached(file: Path) -> bool:
 def _stamp(file: Path) -> Any:
     """Return a value that changes with the file's content, identity or permissions."""
     try:
-        found = os.stat(file)  # noqa: PTH116 file may be a str
+        status = os.stat(file)  # noqa: PTH116 file may be a str
     except OSError as error:
         return error.errno
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size

@@ -23,7 +23,7 @@ _NO_TLS = (
 )
 
 
-def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
+def failure_reason(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
     """Return why a TLS handshake with a center fails.
 
     Args:
@@ -34,20 +34,20 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
     Returns:
       The reason as text; "" if the handshake succeeds, or the center does not answer.
     """
-    host = host_named(address)
+    host = host_name(address)
     is_greeted = False
     try:
         context = _any_certificate() if tls is None else tls.context(serves=False)
         context.set_alpn_protocols(["h2"])
         with (
-            connected(address, timeout) as plain,
-            context.wrap_socket(plain, server_hostname=host) as end,
+            connect(address, timeout) as plain_sock,
+            context.wrap_socket(plain_sock, server_hostname=host) as sock,
         ):
             if tls is None:
                 return "the center speaks TLS: give --tls-ca FILE.pem (tls= in Python)"
             is_greeted = True
-            end.sendall(_PREFACE)
-            if end.recv(1):
+            sock.sendall(_PREFACE)
+            if sock.recv(1):
                 return ""
     except errors.InvalidArgumentError as error:
         return str(error)
@@ -70,13 +70,13 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
     )
 
 
-def host_named(address: str) -> str:
+def host_name(address: str) -> str:
     """Return the host name that a center's certificate must have."""
     # gRPC expects this name at a Unix socket.
     return "localhost" if address.startswith("unix:") else _address.host(address)
 
 
-def connected(address: str, timeout: float) -> socket.socket:
+def connect(address: str, timeout: float) -> socket.socket:
     """Return a socket that is connected to an address.
 
     Raises:
@@ -85,14 +85,14 @@ def connected(address: str, timeout: float) -> socket.socket:
     if not address.startswith("unix:"):
         port = int(address.rpartition(":")[2])
         return socket.create_connection((_address.host(address), port), timeout)
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(timeout)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(timeout)
     try:
-        made.connect(_address.path(address))
+        sock.connect(_address.path(address))
     except BaseException:
-        made.close()
+        sock.close()
         raise
-    return made
+    return sock
 
 
 def _any_certificate() -> ssl.SSLContext:

@@ -62,17 +62,20 @@ class Tls(NamedTuple):
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return gRPC credentials for a server, which follow changes of the files."""
-        newest = Reread(self.files, self._configuration)
-        used = newest()
+        configuration = Reread(self.files, self._configuration)
+        used = configuration()
 
-        def newer() -> Any:
+        def newer_configuration() -> Any:
             nonlocal used
-            if (now := newest()) is used:
+            if (current := configuration()) is used:
                 return None
-            used = now
-            return now
+            used = current
+            return current
 
-        return grpc.dynamic_ssl_server_credentials(used, newer, self.ca is not None)
+        requires_certificate = self.ca is not None
+        return grpc.dynamic_ssl_server_credentials(
+            used, newer_configuration, requires_certificate
+        )
 
     def serving_context(self) -> Callable[[], ssl.SSLContext]:
         """Return a callable that returns the context of a server's next connection."""
@@ -109,7 +112,7 @@ class Tls(NamedTuple):
             if error.reason == "KEY_VALUES_MISMATCH":
                 reason = "the key is not that of the certificate"
             raise errors.InvalidArgumentError(
-                f"these certificates cannot be used: {reason} ({self._said()})"
+                f"these certificates cannot be used: {reason} ({self._describe()})"
             ) from None
         if self.certificate is not None:
             self._check_dates(self.certificate)
@@ -119,11 +122,12 @@ class Tls(NamedTuple):
         """Raise `InvalidArgumentError` if a certificate is not valid now."""
         text = (_read(pem) or b"").decode("ascii", "ignore")
         first = text.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
-        found = _x509.read(base64.b64decode(first))
-        if not found.begins <= datetime.datetime.now(datetime.UTC) <= found.ends:
+        certificate = _x509.read(base64.b64decode(first))
+        now = datetime.datetime.now(datetime.UTC)
+        if not certificate.begins <= now <= certificate.ends:
             raise errors.InvalidArgumentError(
-                f"{_name(pem)} is not valid now, but from {found.begins:%F %T} to "
-                f"{found.ends:%F %T} UTC"
+                f"{_description(pem)} is not valid now, but from "
+                f"{certificate.begins:%F %T} to {certificate.ends:%F %T} UTC"
             )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -147,12 +151,12 @@ class Tls(NamedTuple):
             )
         return _read(self.key), _read(self.certificate)
 
-    def _said(self) -> str:
+    def _describe(self) -> str:
         given = {name: pem for name, pem in self._asdict().items() if pem is not None}
-        return ", ".join(f"{name} {_name(pem)}" for name, pem in given.items())
+        return ", ".join(f"{name} {_description(pem)}" for name, pem in given.items())
 
     def __repr__(self) -> str:  # without the key itself: it may be logged
-        return f"Tls({self._said()})"
+        return f"Tls({self._describe()})"
 
 
 def tls(
@@ -182,9 +186,9 @@ def tls(
       ...     print(error)
       the given value is no PEM file: it has no BEGIN
     """
-    made = Tls(ca, certificate, key)
-    made.context(serves=False)
-    return made
+    settings = Tls(ca, certificate, key)
+    settings.context(serves=False)
+    return settings
 
 
 def of_environment() -> Tls | None:
@@ -193,8 +197,8 @@ def of_environment() -> Tls | None:
     Raises:
       InvalidArgumentError: see `tls`.
     """
-    named = [os.environ.get(name) or None for name in (TLS_CA, CERTIFICATE, KEY)]
-    return tls(*named) if any(named) else None
+    files = [os.environ.get(name) or None for name in (TLS_CA, CERTIFICATE, KEY)]
+    return tls(*files) if any(files) else None
 
 
 def check(tls: Any, insecure: bool, *addresses: str) -> None:
@@ -231,7 +235,7 @@ def _read(pem: Pem | None) -> bytes | None:
     """
     if pem is None:
         return None
-    name = _name(pem)
+    name = _description(pem)
     if not isinstance(pem, bytes):
         try:
             pem = pathlib.Path(pem).read_bytes()
@@ -242,7 +246,7 @@ def _read(pem: Pem | None) -> bytes | None:
     return pem
 
 
-def _name(pem: Pem) -> str:
+def _description(pem: Pem) -> str:
     return "the given value" if isinstance(pem, bytes) else str(pem)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from agn_optax import errors
 from agn_optax._internal import write_whole
 from agn_optax.service import _address
-from agn_optax.service.security._access import why_no_token
+from agn_optax.service.security._access import token_problem
 from agn_optax.service.security._files import Reread, warn_if_public
 
 Token = str | os.PathLike[str] | None
@@ -26,7 +26,7 @@ TOKEN, TOKEN_FILE = "AGN_OPTAX_TOKEN", "AGN_OPTAX_TOKEN_FILE"
 TOKENS = "AGN_OPTAX_TOKENS"
 
 
-def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
+def source(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
     """Return a callable that returns the current token for a center.
 
     Args:
@@ -38,28 +38,28 @@ def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
       InvalidArgumentError: the token is not valid, or the file cannot be read.
     """
     if given is None and (token := os.environ.get(TOKEN)):
-        return _checked(token.strip(), f"the token in {TOKEN}")
-    if given is None and (named := os.environ.get(TOKEN_FILE)):
-        given = pathlib.Path(named)
+        return _make_constant(token.strip(), f"the token in {TOKEN}")
+    if given is None and (path_of_variable := os.environ.get(TOKEN_FILE)):
+        given = pathlib.Path(path_of_variable)
     if isinstance(given, os.PathLike):
         path = pathlib.Path(given)
-        return Reread([path], lambda: _in_file(path))
+        return Reread([path], lambda: _read_file(path))
     if given is not None:
         if not isinstance(given, str):
             raise errors.InvalidTypeError(
                 "token must be a str, or the path of a file as a pathlib.Path, got "
                 f"{type(given).__name__}"
             )
-        return _checked(given, "the token that was given")
-    return lambda: _of_this_machine(address())
+        return _make_constant(given, "the token that was given")
+    return lambda: _left_on_this_machine(address())
 
 
-def generated() -> str:
+def generate() -> str:
     """Return a new token."""
     return secrets.token_hex(32)
 
 
-def for_center_at(address: str) -> str:
+def for_address(address: str) -> str:
     """Return the token for a center that is about to listen at an address.
 
     If the last center at that address left its token, this one uses it again, because
@@ -67,14 +67,14 @@ def for_center_at(address: str) -> str:
     """
     if _address.is_fixed(address):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            left = (_folder() / _name(address)).read_text()
-            if not why_no_token(left):
-                return left
-    return generated()
+            previous = (_folder() / _file_name(address)).read_text()
+            if not token_problem(previous):
+                return previous
+    return generate()
 
 
 @contextlib.contextmanager
-def left_here(
+def token_file(
     address: str, token: str, *, stays: bool = False
 ) -> Iterator[pathlib.Path]:
     """Keep a center's token in a file for this user's programs, within the block.
@@ -88,7 +88,7 @@ def left_here(
     Raises:
       OSError: no folder that only this user can read could be made.
     """
-    path = _folder() / _name(address)
+    path = _folder() / _file_name(address)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)  # fails if the folder belongs to another user
     write_whole(path, token)
@@ -101,19 +101,19 @@ def left_here(
                 path.unlink()
 
 
-def _checked(token: str, what: str) -> Callable[[], str]:
-    if _names_file(token):
+def _make_constant(token: str, description: str) -> Callable[[], str]:
+    if _is_path(token):
         raise errors.InvalidArgumentError(
-            f"{what} must be the token itself, got the path of a file, {token!r}: give "
-            f"token=pathlib.Path({token!r}), --token-file {token} or {TOKEN_FILE}="
-            f"{token}"
+            f"{description} must be the token itself, got the path of a file, "
+            f"{token!r}: give token=pathlib.Path({token!r}), --token-file {token} or "
+            f"{TOKEN_FILE}={token}"
         )
-    if problem := why_no_token(token):
-        raise errors.InvalidArgumentError(f"{what} {problem}")
+    if problem := token_problem(token):
+        raise errors.InvalidArgumentError(f"{description} {problem}")
     return lambda: token
 
 
-def _names_file(token: str) -> bool:
+def _is_path(token: str) -> bool:
     """Return whether a token looks like the path of a file with a token."""
     try:
         path = pathlib.Path(token).expanduser()
@@ -122,7 +122,7 @@ def _names_file(token: str) -> bool:
         return False
 
 
-def _in_file(path: pathlib.Path) -> str:
+def _read_file(path: pathlib.Path) -> str:
     warn_if_public(path, "the token in")
     try:
         token = path.read_text().strip()
@@ -131,20 +131,20 @@ def _in_file(path: pathlib.Path) -> str:
         raise errors.InvalidArgumentError(
             f"cannot read the token in {path}: {reason}"
         ) from None
-    return _checked(token, f"the token in {path}")()
+    return _make_constant(token, f"the token in {path}")()
 
 
-def _of_this_machine(address: str) -> str | None:
+def _left_on_this_machine(address: str) -> str | None:
     """Return the token that a center on this machine has left; None if none."""
     if not _address.is_local(address):
         return None
-    addresses = [address]
+    candidates = [address]
     if not address.startswith("unix:"):
         port = address.rpartition(":")[2]
-        addresses += [f"{host}:{port}" for host in _address.EVERYWHERE]
-    for each in addresses:
+        candidates += [f"{host}:{port}" for host in _address.EVERYWHERE]
+    for candidate in candidates:
         with contextlib.suppress(OSError):
-            return (_folder() / _name(each)).read_text()
+            return (_folder() / _file_name(candidate)).read_text()
     return None
 
 
@@ -154,7 +154,7 @@ def _folder() -> pathlib.Path:
     return pathlib.Path.home() / ".local/state/agn-optax"
 
 
-def _name(address: str) -> str:
+def _file_name(address: str) -> str:
     """Return the name of the token file of a center at an address."""
     if address.startswith("unix:"):
         address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"

@@ -77,6 +77,6 @@ def _text(tag: int, value: bytes) -> str:
 
 
 def _time(tag: int, value: bytes) -> datetime.datetime:
-    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-    made = datetime.datetime.strptime(value.decode("ascii"), form)
-    return made.replace(tzinfo=datetime.UTC)
+    format_ = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    time = datetime.datetime.strptime(value.decode("ascii"), format_)
+    return time.replace(tzinfo=datetime.UTC)

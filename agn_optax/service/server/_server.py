@@ -19,17 +19,23 @@ from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
 from agn_optax.service.security import _tls
-from agn_optax.service.security._access import Door
-from agn_optax.service.server._servicer import LONGEST_GRACE, Servicer
+from agn_optax.service.security._access import Authenticator
+from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.server._settings import Limits, Parent, Security
-from agn_optax.service.transports import HealthListener, Listener, ListenSettings, named
+from agn_optax.service.transports import (
+    HealthListener,
+    Listener,
+    ListenSettings,
+    transports_named,
+)
 from agn_optax.worker import Uplink
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_LOOK = 0.2  # seconds between two checks of whether something still runs
-_UNREAD = 2.0  # seconds without progress after which a worker is cut off at the end
-_LAST = 0.8  # seconds after the grace within which all connections are closed
+DEFAULT_GRACE = 30.0  # s for exchanges to be finished when the server stops
+_CHECK_INTERVAL = 0.2  # s between two checks of whether something still runs
+_STALL_TIMEOUT = 2.0  # s without progress after which a worker is disconnected then
+_CLOSE_TIMEOUT = 0.8  # s after the grace within which all connections are closed
 
 
 class Server(contextlib.AbstractContextManager["Server"]):
@@ -86,7 +92,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         # main thread waits for a lock would only be handled after that wait.
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._stopped.is_set() and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK))
+            time.sleep(min(left, _CHECK_INTERVAL))
         return self._stopped.is_set()
 
     def stop(self, grace: float | None = None) -> None:
@@ -111,7 +117,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
                 return
             self._is_stopping = True
             try:
-                self._stop(LONGEST_GRACE if grace is None else grace)
+                self._stop(DEFAULT_GRACE if grace is None else grace)
             finally:  # if it raises, as by Ctrl-C, the next call starts over
                 self._is_stopping = False
 
@@ -120,12 +126,16 @@ class Server(contextlib.AbstractContextManager["Server"]):
         for listener in self._listeners.values():
             listener.drain()
         self.center.close(f"the center at {self.address} is going down")
-        while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
-            self._servicer.transfers.cut(_UNREAD)
+        exchanges, transfers = (
+            self._servicer.exchanges,
+            self._servicer.call_limits.transfers,
+        )
+        while not exchanges.wait_until_idle(_CHECK_INTERVAL) and time.monotonic() < end:
+            transfers.cancel_stalled(_STALL_TIMEOUT)
         if self.uplink is not None:
             self.uplink.stop(max(0.0, end - time.monotonic()))
         for listener in self._listeners.values():
-            listener.close(timeout=max(0.0, end + _LAST - time.monotonic()))
+            listener.close(timeout=max(0.0, end + _CLOSE_TIMEOUT - time.monotonic()))
         self._stopped.set()
         atexit.unregister(self.stop)
 
@@ -133,9 +143,10 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.stop()
 
 
-def _stop(server: weakref.ref[Server]) -> None:
-    if (known := server()) is not None:
-        known.stop()
+def _stop(reference: weakref.ref[Server]) -> None:
+    server = reference()
+    if server is not None:
+        server.stop()
 
 
 def serve(
@@ -215,11 +226,11 @@ def serve(
     check_rule(rule)
     limits = Limits() if limits is None else limits
     security = Security() if security is None else security
-    what = "must be agn_optax.service"
-    check.instance(limits, Limits, f"limits {what}.Limits(...)")
-    check.instance(security, Security, f"security {what}.Security(...)")
+    module = "must be agn_optax.service"
+    check.instance(limits, Limits, f"limits {module}.Limits(...)")
+    check.instance(security, Security, f"security {module}.Security(...)")
     if parent is not None:
-        check.instance(parent, Parent, f"parent {what}.Parent(...)")
+        check.instance(parent, Parent, f"parent {module}.Parent(...)")
         if durability is not None:
             combinations.reject("durability", "a center with a parent", f"{durability}")
     direct = direct_address is not False
@@ -231,7 +242,7 @@ def serve(
         health=health_address,
     )
     is_local = _check_settings(settings, security)
-    door = Door(security.admitted(is_local=is_local))
+    authenticator = Authenticator(security.access_of_server(is_local=is_local))
     center = PackedCenter(
         rule,
         params,
@@ -242,25 +253,25 @@ def serve(
         device=device,
         limits=limits.of_center,
     )
-    kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
-    upwards = ""
+    center_dtype = "" if dtype is None else check.float_dtype(dtype, "dtype").name
+    parent_address = ""
     if parent is not None:
-        upwards = getattr(parent.center, "address", "this process")
-    with contextlib.ExitStack() as undone:
-        undone.callback(center.close, "the server could not be started")
-        servicer = Servicer(center.core, door, kept, upwards, limits)
+        parent_address = getattr(parent.center, "address", "this process")
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(center.close, "the server could not be started")
+        servicer = Servicer(
+            center.core, authenticator, center_dtype, parent_address, limits
+        )
         server = Server(center, servicer, _listeners(servicer, settings, direct=direct))
-        undone.callback(server.stop)
+        on_error.callback(server.stop)
         if parent is not None:
             name = parent.name
             if name is None:  # centers of several hosts may have the same address
                 name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-            if hasattr(parent.center, "announce"):  # the parent is remote
-                parent.center.announce(server.address)
             server.uplink = Uplink(
                 center.core, parent.center, period=parent.period, name=name
             )
-        undone.pop_all()
+        on_error.pop_all()
     return server
 
 
@@ -272,18 +283,19 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
         machine.
       InvalidTypeError: an address is not a string.
     """
-    others = {
+    ports = {
         "direct_address": settings.direct_address,
         "page": settings.page,
         "health_address": settings.health,
     }
-    for name, address in others.items():
+    for name, address in ports.items():
         if address is not None and _address.check(address).startswith("unix:"):
             raise errors.InvalidArgumentError(
                 f'{name} must be "host:port", got {address!r}'
             )
-    called = [_address.check(settings.address), settings.direct_address, settings.page]
-    addresses = [address for address in called if address is not None]
+    _address.check(settings.address)
+    listening = (settings.address, settings.direct_address, settings.page)
+    addresses = [address for address in listening if address is not None]
     _tls.check(security.tls, security.insecure, *addresses)
     return all(map(_address.is_local, addresses))
 
@@ -292,31 +304,31 @@ def _listeners(
     servicer: Servicer, settings: ListenSettings, *, direct: bool
 ) -> dict[str, Listener]:
     """Start the service's listeners of all transports, the page and health checks."""
-    made: dict[str, Listener] = {}
-    with contextlib.ExitStack() as stack:
-        for transport in named(None if direct else ["grpc"]):
+    listeners: dict[str, Listener] = {}
+    with contextlib.ExitStack() as on_error:
+        for transport in transports_named(None if direct else ["grpc"]):
             try:
                 listener = transport.listen(servicer, settings)
             except OSError as error:  # workers can still use gRPC
                 _log.warning("no connections by %s: %s", transport.name, error)
                 continue
             if listener is not None:
-                made[transport.name] = listener
-                stack.callback(listener.close, timeout=5.0)
+                listeners[transport.name] = listener
+                on_error.callback(listener.close, timeout=5.0)
         if settings.page is not None:
             from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
 
-            page = made["page"] = Page(servicer, settings.page, settings.tls)
+            page = listeners["page"] = Page(servicer, settings.page, settings.tls)
             servicer.on_event = page.monitor.record
-            stack.callback(made["page"].close, timeout=5.0)
+            on_error.callback(page.close, timeout=5.0)
         if settings.health is not None:
-            made["health"] = HealthListener(servicer, settings.health)
-            stack.callback(made["health"].close, timeout=5.0)
-        servicer.offers = [each.offer for each in made.values() if each.offer]
-        servicer.listens_at = made["grpc"].address
-        if "socket" in made:
-            servicer.direct_address = made["socket"].address
-        for listener in made.values():
+            listeners["health"] = HealthListener(servicer, settings.health)
+            on_error.callback(listeners["health"].close, timeout=5.0)
+        servicer.offers = [x.offer for x in listeners.values() if x.offer is not None]
+        servicer.listens_at = listeners["grpc"].address
+        if "socket" in listeners:
+            servicer.direct_address = listeners["socket"].address
+        for listener in listeners.values():
             listener.start()
-        stack.pop_all()
-    return made
+        on_error.pop_all()
+    return listeners

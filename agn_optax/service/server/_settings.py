@@ -97,7 +97,7 @@ class Security:
                 f"access must be an Access, got {self.access!r}"
             )
 
-    def admitted(self, *, is_local: bool) -> Access | None:
+    def access_of_server(self, *, is_local: bool) -> Access | None:
         """Return the access control of a server; None to admit everybody.
 
         Args:
@@ -153,6 +153,6 @@ class Parent:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        such_as = "a center, such as connect(address, rule)"
-        check.instance(self.center, Center, f"center must be {such_as}")
+        expected = "center must be a center, such as connect(address, rule)"
+        check.instance(self.center, Center, expected)
         check.positive_int(self.period, "period")

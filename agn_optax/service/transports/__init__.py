@@ -24,23 +24,23 @@ from agn_optax.service.transports._transport import Transport as Transport
 TRANSPORTS: list[Transport] = [MEMORY, SOCKET, GRPC]
 
 
-def named(given: Any) -> list[Transport]:
-    """Return the transports with the ``given`` names, in any order; all for None.
+def transports_named(names: Any) -> list[Transport]:
+    """Return the transports with these names, in their order; all for None.
 
     Raises:
-      InvalidTypeError: ``given`` is not a list of names.
+      InvalidTypeError: ``names`` is not a list of names.
       InvalidArgumentError: a name is unknown or repeated, or there are none.
     """
-    known = {transport.name: transport for transport in TRANSPORTS}
-    if given is None:
+    by_name = {transport.name: transport for transport in TRANSPORTS}
+    if names is None:
         return TRANSPORTS
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         raise errors.InvalidTypeError(
-            f"transports must be a list of names such as {list(known)}, got {given!r}"
+            f"transports must be a list of names such as {list(by_name)}, got {names!r}"
         )
-    given = tuple(given)
-    if not given or not set(given) <= set(known) or len(set(given)) < len(given):
+    names = tuple(names)
+    if not names or not set(names) <= set(by_name) or len(set(names)) < len(names):
         raise errors.InvalidArgumentError(
-            f"transports must be some of {', '.join(known)}, each once, got {given}"
+            f"transports must be some of {', '.join(by_name)}, each once, got {names}"
         )
-    return [known[name] for name in given]
+    return [by_name[name] for name in names]

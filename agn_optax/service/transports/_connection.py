@@ -23,12 +23,12 @@ from agn_optax import errors
 from agn_optax._internal import Backoff
 from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._watchdog import LEAST_RATE, watchdog
+from agn_optax.service._watchdog import MIN_RATE, watchdog
 from agn_optax.service.security import _handshake, _tls, _token
 from agn_optax.service.security._files import Reread
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.wire import _status
-from agn_optax.service.wire._packets import nothing
+from agn_optax.service.wire import _errors
+from agn_optax.service.wire._frames import do_nothing
 
 if TYPE_CHECKING:
     from agn_optax.service.transports import Link
@@ -38,18 +38,18 @@ T = TypeVar("T")
 _log = logging.getLogger("agn_optax")
 
 # Seconds for which a call is retried if the center is known to be unreachable, or if
-# the caller can go on without the center for a while.
-SOON = 2.0
+# the caller can continue without the center for a while.
+SHORT_TIMEOUT = 2.0
 # Timeout in seconds for the first response to Describe or Join; a center that lets a
 # worker wait responds every two seconds. With the pause between two attempts, a worker
 # reconnects within five seconds after an outage, even if its old connections hang.
-FIRST_WORD = 3.5
+FIRST_RESPONSE_TIMEOUT = 3.5
 
 _BACKOFF = Backoff(first=0.1, longest=1.0)
-_MOST_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
+_MAX_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
 # gRPC's text for a connection that cannot be made, and its reasons if no host answers.
-_CONNECTING = "failed to connect to all addresses"
-_NOBODY = ("connect to remote host", "timed out", "DNS")
+_CANNOT_CONNECT = "failed to connect to all addresses"
+_NO_HOST = ("connect to remote host", "timed out", "DNS")
 
 
 class Connection:
@@ -60,7 +60,7 @@ class Connection:
       timeout: seconds without any response after which a call gives up.
       tls: the TLS settings; None for plain text.
       insecure: allows plain text beyond this machine.
-      token: the token of this end, see `_token.of`.
+      token: the token of this end, see `_token.source`.
 
     Attributes:
       address: the last known address of the center.
@@ -87,14 +87,14 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self._token = _token.of(token, lambda: self.address)
+        self._token = _token.source(token, lambda: self.address)
         self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
-        self._shown: Any = None  # the credentials of that channel
-        self._answers = False  # whether the center has ever answered
+        self._channel_credentials: Any = None  # the credentials of that channel
+        self._has_answered = False  # whether the center has ever answered
         self._closed = threading.Event()
-        self._heard = -math.inf  # when a frame came last; monotonic seconds
-        self._served = -math.inf  # when a frame came last that was not an error
+        self._last_received = -math.inf  # when a frame came last; monotonic seconds
+        self._last_served = -math.inf  # when a frame came last that was not an error
 
     @property
     def closed(self) -> bool:
@@ -111,7 +111,8 @@ class Connection:
         Args:
           attempt: makes a call.
           within: seconds after which to give up, if this is less than the timeout.
-            While the center is known to be unreachable, a call gives up after `SOON`.
+            While the center is known to be unreachable, a call gives up after
+            `SHORT_TIMEOUT`.
 
         Raises:
           CenterUnreachableError: the center does not answer; the message says since
@@ -122,36 +123,36 @@ class Connection:
         """
         begin = time.monotonic()
         if self.unreachable_since is not None:
-            within = SOON
+            within = SHORT_TIMEOUT
         end = begin + min(self.timeout, within)
-        attempts, is_told, pauses = 0, False, _BACKOFF.pauses()
+        attempts, is_logged, pauses = 0, False, _BACKOFF.pauses()
         while True:
             attempts += 1
             began = time.monotonic()
             try:
                 result = attempt()
             except errors.CenterUnreachableError as error:
-                is_for_good = isinstance(error, errors.EncryptionError)
-                if self.closed or (is_for_good and not self._answers):
+                is_permanent = isinstance(error, errors.EncryptionError)
+                if self.closed or (is_permanent and not self._has_answered):
                     raise
                 reason, is_busy = str(error), isinstance(error, errors.CenterBusyError)
             else:
-                self._answered()
+                self._record_answer()
                 return result
             now = time.monotonic()
             # The center responded during this attempt, so the timeout begins again. A
             # center that only responds that it is closed does not restart the timeout.
-            if self._served > began:
-                begin, attempts, pauses = self._heard, 1, _BACKOFF.pauses()
-                end = max(begin + self.timeout, now + SOON)
+            if self._last_served > began:
+                begin, attempts, pauses = self._last_received, 1, _BACKOFF.pauses()
+                end = max(begin + self.timeout, now + SHORT_TIMEOUT)
                 end = min(end, now + within)
             if is_busy:
-                self._answered()
-            if not is_told if is_busy else self.unreachable_since is None:
+                self._record_answer()
+            if not is_logged if is_busy else self.unreachable_since is None:
                 state = "is busy" if is_busy else "does not answer"
                 text = "the center at %s %s (%s); trying for %.0f s"
                 _log.warning(text, self.address, state, reason, end - begin)
-                is_told = True
+                is_logged = True
             if not is_busy and self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
             pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
@@ -169,9 +170,9 @@ class Connection:
                 f"({attempts} attempts in this call): {reason}"
             )
 
-    def _answered(self) -> None:
+    def _record_answer(self) -> None:
         """Record that the center has answered."""
-        self._answers = True
+        self._has_answered = True
         if self.unreachable_since is not None:
             _log.warning("the center at %s answers again", self.address)
             self.unreachable_since = None
@@ -184,7 +185,7 @@ class Connection:
           CenterUnreachableError: the address file has no address yet.
         """
         while True:
-            self._find()
+            self._update_address()
             with self._lock:
                 self.check_open()
                 channel = self._channel = self._channel or self._new_channel()
@@ -197,9 +198,9 @@ class Connection:
     def stream(self, name: str, messages: Iterator[bytes]) -> Any:
         """Begin a call with a stream of bytes in each direction."""
         path = f"/{_address.SERVICE}/{name}"
-        said = self._metadata()
+        metadata = self._metadata()
         return self.begin(
-            lambda channel: channel.stream_stream(path)(messages, metadata=said)
+            lambda channel: channel.stream_stream(path)(messages, metadata=metadata)
         )
 
     def unary(
@@ -208,7 +209,7 @@ class Connection:
         request: Any,
         reply: Any,
         timeout: float | None = None,
-        patience: float = math.inf,
+        response_timeout: float = math.inf,
     ) -> Any:
         """Make a call without streams, and return its reply.
 
@@ -218,29 +219,34 @@ class Connection:
           reply: type of the reply.
           timeout: timeout in seconds of a call that may fail; the channel is kept then.
             None for any other call.
-          patience: timeout in seconds of any other call, if this is less than the
-            connection's timeout. The next call then begins on a new channel.
+          response_timeout: timeout in seconds of any other call, if this is less than
+            the connection's timeout. The next call then begins on a new channel.
         """
-        patience = min(self.timeout, patience)
+        response_timeout = min(self.timeout, response_timeout)
         path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
 
         def call(channel: Any) -> Any:
-            return channel.unary_unary(
+            method = channel.unary_unary(
                 path, type(request).SerializeToString, reply.FromString
-            )(request, timeout=timeout or patience, metadata=self._metadata())
+            )
+            return method(
+                request, timeout=timeout or response_timeout, metadata=self._metadata()
+            )
 
         try:
             return self.begin(call)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and timeout is None:
-                self._renew(patience)
-            raise self._failure(_status.exception_of(error, self.address)) from None
+                self._close_silent_channel(response_timeout)
+            raise self._failure(_errors.exception_of(error, self.address)) from None
 
     def describe(self) -> pb.Description:
         """Return the center's description, in one attempt."""
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        said = self.unary("Describe", request, pb.Described, patience=FIRST_WORD)
-        return description_in(said)
+        described = self.unary(
+            "Describe", request, pb.Described, response_timeout=FIRST_RESPONSE_TIMEOUT
+        )
+        return description_in(described)
 
     def status(self) -> dict[str, Any]:
         """Return the center's status as JSON values, in one attempt."""
@@ -265,40 +271,40 @@ class Connection:
         token = self._token()
         return [] if token is None else [("authorization", f"Bearer {token}")]
 
-    def _find(self) -> None:
+    def _update_address(self) -> None:
         """Read the address file, if there is one, and follow a center that moved."""
         if self._file is None:
             return
         try:
-            found = _published.read(self._file)
+            address = _published.read(self._file)
         except errors.CenterUnreachableError:
             if self._channel is None:
                 raise
             return  # the center may still be at its last address
-        if found != self.address:
-            self._check(found)
-            self._let_go()
-            self.address = found
-            _log.info("the center is at %s, as %s says", found, self._file)
+        if address != self.address:
+            self._check(address)
+            self._close_channel()
+            self.address = address
+            _log.info("the center is at %s, as %s says", address, self._file)
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        self._shown = self._credentials()
-        if self._shown is None:
+        self._channel_credentials = self._credentials()
+        if self._channel_credentials is None:
             return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(self.address, self._shown, options)
+        return grpc.secure_channel(self.address, self._channel_credentials, options)
 
-    def _renew(self, silence: float) -> None:
+    def _close_silent_channel(self, silence: float) -> None:
         """Drop the channel if no link has received anything for ``silence`` seconds.
 
         The next call then begins on a new channel. gRPC itself would keep a connection
         whose other end has vanished for up to a minute. Other calls on the old channel
         are as lost, and are retried.
         """
-        if time.monotonic() - self._heard >= silence:
-            self._let_go()
+        if time.monotonic() - self._last_received >= silence:
+            self._close_channel()
 
-    def _let_go(self) -> None:
+    def _close_channel(self) -> None:
         """Close the channel; the next call opens another one."""
         with self._lock:
             channel, self._channel = self._channel, None
@@ -307,66 +313,70 @@ class Connection:
 
     @contextlib.contextmanager
     def watching(
-        self, link: Link, until: float = math.inf, patience: float = math.inf
+        self, link: Link, until: float = math.inf, response_timeout: float = math.inf
     ) -> Iterator[None]:
         """Use a link within the block, with timeouts; cancel the link on any error.
 
         Args:
           link: the link.
           until: when to give up in any case; monotonic seconds.
-          patience: seconds without any traffic after which to give up, if this is less
-            than the timeout.
+          response_timeout: seconds without any traffic after which to give up, if this
+            is less than the connection's timeout.
 
         Raises:
           TimeoutError: the block was not left by ``until``.
           CenterUnreachableError: nothing was received, or could be sent, in time.
           AgnOptaxError: the error with which the center ended the call.
         """
-        patience = min(self.timeout, patience)
-        over_by = math.inf  # deadline of the frame that is being transferred
+        silence_timeout = min(self.timeout, response_timeout)
+        frame_deadline = math.inf  # deadline of the frame that is being transferred
 
         def sent() -> None:
-            link.deadline = min(until, over_by, time.monotonic() + patience)
+            link.deadline = min(
+                until, frame_deadline, time.monotonic() + silence_timeout
+            )
 
         def received() -> None:
-            self._heard = time.monotonic()
+            self._last_received = time.monotonic()
             sent()
 
         @contextlib.contextmanager
-        def pace(size: int) -> Iterator[None]:
-            nonlocal over_by
-            over_by = time.monotonic() + self.timeout + size / LEAST_RATE
+        def timed(size: int) -> Iterator[None]:
+            nonlocal frame_deadline
+            frame_deadline = time.monotonic() + self.timeout + size / MIN_RATE
             try:
                 yield
             finally:
-                over_by = math.inf
+                frame_deadline = math.inf
 
         def served() -> None:
-            self._served = time.monotonic()
+            self._last_served = time.monotonic()
 
         sent()
-        link.sent, link.received, link.pace, link.served = sent, received, pace, served
+        link.on_sent, link.on_received = sent, received
+        link.timed, link.on_served = timed, served
         try:
             with watchdog.watching(link):
                 yield
         except BaseException as error:  # also of Ctrl-C: no link is left running
             link.cancel()
             is_ours = isinstance(error, errors.AgnOptaxError)
-            if not is_ours and not isinstance(error, link.ended):
+            if not is_ours and not isinstance(error, link.end_errors):
                 raise
             if link.is_late:
                 if time.monotonic() >= until:
                     raise TimeoutError from None
-                self._renew(patience)
-                silence = f"no data came for {patience:.3g} s, or far too slowly"
-                raise errors.CenterUnreachableError(silence) from None
+                self._close_silent_channel(silence_timeout)
+                raise errors.CenterUnreachableError(
+                    f"no data came for {silence_timeout:.3g} s, or far too slowly"
+                ) from None
             # The ended call knows the reason best.
-            raise self._failure(error if is_ours else link.why_it_ended()) from None
+            raise self._failure(error if is_ours else link.end_reason()) from None
         finally:
             # These closures refer to the link. Without the reference cycle, its memory
             # is freed at once instead of by the garbage collector.
-            link.sent = link.received = link.served = nothing
-            link.pace = contextlib.nullcontext
+            link.on_sent = link.on_received = link.on_served = do_nothing
+            link.timed = contextlib.nullcontext
 
     def stop(self) -> None:
         """Accept no further calls, and end retries."""
@@ -375,7 +385,7 @@ class Connection:
     def close(self) -> None:
         """Stop, and end all calls that are under way."""
         self.stop()
-        self._let_go()
+        self._close_channel()
 
     def _failure(self, error: BaseException) -> BaseException:
         """Return the error to raise instead of ``error``, with the real cause.
@@ -388,49 +398,51 @@ class Connection:
         if not isinstance(error, errors.CenterUnreachableError):
             return error
         self.check_open()
-        said = str(error)
-        if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
+        text = str(error)
+        if _CANNOT_CONNECT not in text or any(reason in text for reason in _NO_HOST):
             return error
-        if self._credentials() is not self._shown:  # the certificates have changed
-            self._let_go()
+        if (
+            self._credentials() is not self._channel_credentials
+        ):  # the certificates have changed
+            self._close_channel()
             return error
-        reason = _handshake.why_not(self.address, self.tls)
+        reason = _handshake.failure_reason(self.address, self.tls)
         if not reason:
             return error
         return errors.EncryptionError(f"no connection to {self.address}: {reason}")
 
 
-def description_in(said: pb.Described) -> pb.Description:
+def description_in(described: pb.Described) -> pb.Description:
     """Return the description of a center from a reply, its schema still as bytes.
 
     Raises:
       ProtocolError: the description is not valid, or too large.
     """
-    size = len(said.description)
-    if size > _MOST_DESCRIPTION:
+    size = len(described.description)
+    if size > _MAX_DESCRIPTION:
         raise errors.ProtocolError(
-            f"a description must have at most {_MOST_DESCRIPTION} bytes beside its "
+            f"a description must have at most {_MAX_DESCRIPTION} bytes beside its "
             f"schema, got {size}"
         )
     try:
-        description = pb.Description.FromString(said.description)
+        description = pb.Description.FromString(described.description)
     except DecodeError as error:
         raise errors.ProtocolError(f"not a description: {error}") from None
-    if said.HasField("schema"):
-        description.schema = said.schema
+    if described.HasField("schema"):
+        description.schema = described.schema
     return description
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
     """Return a protobuf message as JSON values; an absent field is None."""
-    said = {}
+    values = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             value = dict(value)
         elif field.message_type is not None:
-            value = [_as_dict(each) for each in value]
+            value = [_as_dict(item) for item in value]
         elif field.has_presence and not message.HasField(field.name):
             value = None
-        said[field.name] = value
-    return said
+        values[field.name] = value
+    return values

@@ -27,18 +27,18 @@ from agn_optax.service.security._access import Caller
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire import _status
+from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader, joined
+from agn_optax.service.wire._frames import Frame, FrameReader, join_pieces
 
 T = TypeVar("T")
 
 _serialized = operator.methodcaller("SerializeToString")
 
-_MOST_CALLS = 4096
-_MOST_PROBES = 256
+_MAX_CALLS = 4096
+_MAX_HEALTH_CHECKS = 256
 # Calls that the servicer charges to the rate limit once it knows their worker.
-_PAID_APART = ("Alive", "Exchange")
+_ADMITTED_LATER = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
 
 
@@ -55,7 +55,7 @@ class GrpcLink(_transport.Link):
       messages: messages to send; None for those of the frames passed to `send`.
     """
 
-    ended = (grpc.RpcError, EOFError)
+    end_errors = (grpc.RpcError, EOFError)
 
     def __init__(
         self,
@@ -64,26 +64,26 @@ class GrpcLink(_transport.Link):
         buffers: Buffers,
         messages: Iterator[bytes] | None = None,
     ) -> None:
-        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._call = connection.stream(name, messages or self._outgoing())
-        self._call.add_done_callback(lambda _: self._parcels.put(None))
+        self._call.add_done_callback(lambda _: self._frames.put(None))
         self._address = connection.address
-        super().__init__(_Messages(self._call), buffers)
+        super().__init__(JoinedMessages(self._call), buffers)
 
-    def send(self, parcel: Parcel) -> None:
-        self._parcels.put(parcel)
+    def send(self, frame: Frame) -> None:
+        self._frames.put(frame)
 
     def end(self) -> None:
         """Send nothing more, and wait until the service has ended the call."""
-        self._parcels.put(None)
+        self._frames.put(None)
         for _ in self._call:
             pass
 
-    def why_it_ended(self) -> errors.AgnOptaxError:
+    def end_reason(self) -> errors.AgnOptaxError:
         self._call.cancel()  # without effect if the call has ended
-        return _status.exception_of(self._call, self._address)
+        return _errors.exception_of(self._call, self._address)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self._call.done())
 
     def cancel(self) -> None:
@@ -91,17 +91,17 @@ class GrpcLink(_transport.Link):
 
     def _outgoing(self) -> Iterator[bytes]:
         """Yield messages to send, on a thread of gRPC."""
-        while (parcel := self._parcels.get()) is not None:
-            with parcel, self.pace(parcel.nbytes):
-                for message in joined(parcel.pieces(), MESSAGE_SIZE):
+        while (frame := self._frames.get()) is not None:
+            with frame, self.timed(frame.nbytes):
+                for message in join_pieces(frame.pieces(), MESSAGE_SIZE):
                     yield message
-                    self.sent()
+                    self.on_sent()
 
 
 # The service's end.
 
 
-class _OfServer(_transport.Listener):
+class _GrpcServer(_transport.Listener):
     """A gRPC server with health checking.
 
     Only `Check` is served: `Watch` would remember every name that it was asked for, and
@@ -109,9 +109,9 @@ class _OfServer(_transport.Listener):
 
     Args:
       servicer: the servicer of the center.
-      place: listening settings.
-      let_in: admits a health check by its context, and returns its caller.
-      most_calls: maximum number of concurrent calls.
+      settings: listening settings.
+      admit: admits a health check by its context, and returns its caller.
+      max_calls: maximum number of concurrent calls.
       options: options of the server.
       handlers: handlers of other calls.
     """
@@ -119,19 +119,19 @@ class _OfServer(_transport.Listener):
     def __init__(
         self,
         servicer: Servicer,
-        place: _transport.ListenSettings,
-        let_in: Callable[[Any], Hashable],
-        most_calls: int,
+        settings: _transport.ListenSettings,
+        admit: Callable[[Any], Hashable],
+        max_calls: int,
         options: list[tuple[str, Any]],
         handlers: Sequence[Any] = (),
     ) -> None:
         super().__init__()
         self._health = health.HealthServicer()
 
-        def check(said: Iterator[bytes], context: Any) -> Any:
+        def check(messages: Iterator[bytes], context: Any) -> Any:
             with _errors_to(context):
-                message = _only(servicer, said, context, let_in(context))
-                request = _parsed(health_pb2.HealthCheckRequest, message)
+                message = _read_one(servicer, messages, context, admit(context))
+                request = _parse(health_pb2.HealthCheckRequest, message)
             return self._health.Check(request, context)
 
         checks: dict[str, Any] = {
@@ -151,9 +151,9 @@ class _OfServer(_transport.Listener):
                 ("grpc.max_connection_idle_ms", 60_000),
                 *options,
             ],
-            maximum_concurrent_rpcs=most_calls,
+            maximum_concurrent_rpcs=max_calls,
         )
-        self.address = _listening(self._server, place)
+        self.address = _listen_at(self._server, settings)
 
     def start(self) -> None:
         self._server.start()
@@ -169,18 +169,18 @@ class _OfServer(_transport.Listener):
         self._threads.wait(max(0.0, end - time.monotonic()))
 
 
-class GrpcListener(_OfServer):
+class GrpcListener(_GrpcServer):
     """A gRPC server with the calls of a servicer.
 
     Args:
       servicer: the servicer.
-      place: listening settings.
+      settings: listening settings.
     """
 
-    def __init__(self, servicer: Servicer, place: _transport.ListenSettings) -> None:
-        def let_in(context: Any) -> Hashable:
+    def __init__(self, servicer: Servicer, settings: _transport.ListenSettings) -> None:
+        def admit(context: Any) -> Hashable:
             caller = _caller(servicer, context)
-            servicer.admit(caller, "Health")
+            servicer.call_limits.admit(caller, "Health")
             caller.check("Health")
             return caller.key
 
@@ -190,17 +190,17 @@ class GrpcListener(_OfServer):
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.server_handshake_timeout_ms", 5_000),
             # Per connection, which one center object of a process uses.
-            ("grpc.max_concurrent_streams", 64 + 4 * servicer.workers),
+            ("grpc.max_concurrent_streams", 64 + 4 * servicer.max_workers),
         ]
         # The limits of callers admit fewer calls, with very few exceptions.
-        most_calls = _MOST_CALLS + 16 * servicer.workers
+        max_calls = _MAX_CALLS + 16 * servicer.max_workers
         handlers = [_handlers(servicer)]
-        super().__init__(servicer, place, let_in, most_calls, options, handlers)
-        if self.address.startswith("unix:") and servicer.door.access is None:
+        super().__init__(servicer, settings, admit, max_calls, options, handlers)
+        if self.address.startswith("unix:") and servicer.authenticator.access is None:
             os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 this user only
 
 
-class HealthListener(_OfServer):
+class HealthListener(_GrpcServer):
     """Health checks in plain text without authentication, and no other calls.
 
     They are for clients that can neither use TLS nor send a token, such as the probes
@@ -213,31 +213,31 @@ class HealthListener(_OfServer):
     """
 
     def __init__(self, servicer: Servicer, address: str) -> None:
-        def let_in(context: Any) -> Hashable:
+        def admit(context: Any) -> Hashable:
             host = _host(context)
-            servicer.admit_host(host, "probe")
+            servicer.call_limits.admit_host(host, "probe")
             return host
 
-        place = _transport.ListenSettings(address)
+        settings = _transport.ListenSettings(address)
         # A check has only a service's name.
         options = [("grpc.max_receive_message_length", 1024)]
-        super().__init__(servicer, place, let_in, _MOST_PROBES, options)
+        super().__init__(servicer, settings, admit, _MAX_HEALTH_CHECKS, options)
 
 
-def _listening(server: grpc.Server, place: _transport.ListenSettings) -> str:
+def _listen_at(server: grpc.Server, settings: _transport.ListenSettings) -> str:
     """Let a server listen; return its address with the assigned port."""
-    address = place.address
+    address = settings.address
     _check_free(address)
     try:
-        if place.tls is None:
+        if settings.tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, place.tls.server_credentials())
+            port = server.add_secure_port(address, settings.tls.server_credentials())
     except RuntimeError as error:
         reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(
-            f"cannot listen at {address}: {reason}. Perhaps another process does; port "
-            "0 takes a free port"
+            f"cannot listen at {address}: {reason}. Another process may use that port; "
+            "port 0 picks a free one"
         ) from None
     if address.startswith("unix:"):
         return address
@@ -248,75 +248,82 @@ def _check_free(address: str) -> None:
     """Raise if a server uses the address: gRPC would silently replace a socket file."""
     if not address.startswith("unix:"):
         return
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-        probe.connect(_address.path(address))
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.connect(_address.path(address))
         raise errors.InvalidArgumentError(
-            f"cannot listen at {address}: another server does"
+            f"cannot listen at {address}: another server uses it"
         )
 
 
 def _handlers(servicer: Servicer) -> Any:
     """Return the handlers of the calls in center.proto."""
 
-    def reader(messages: Iterator[bytes]) -> Reader:
-        return Reader(_Messages(messages), servicer.buffers)
+    def reader(messages: Iterator[bytes]) -> FrameReader:
+        return FrameReader(JoinedMessages(messages), servicer.buffers)
 
     def admitted(name: str, context: Any) -> Caller:
         """Return the caller of a call that the rate limit admits."""
         caller = _caller(servicer, context)
-        if name not in _PAID_APART:
-            servicer.admit(caller, name)
+        if name not in _ADMITTED_LATER:
+            servicer.call_limits.admit(caller, name)
         return caller
 
-    def replied(name: str, call: Callable[..., Any]) -> Any:
+    def with_reply(name: str, call: Callable[..., Any]) -> Any:
         """Return a handler that answers with one reply."""
 
-        def answer(said: Iterator[bytes], context: Any) -> Any:
+        def answer(messages: Iterator[bytes], context: Any) -> Any:
             with _errors_to(context):
-                return call(said, context, admitted(name, context))
+                return call(messages, context, admitted(name, context))
 
         return grpc.stream_unary_rpc_method_handler(
             answer, response_serializer=_serialized
         )
 
-    def streamed(name: str, call: Callable[..., Iterator[Parcel]]) -> Any:
+    def with_frames(name: str, call: Callable[..., Iterator[Frame]]) -> Any:
         """Return a handler that answers with a stream of frames."""
 
-        def answer(said: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        def answer(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            time_sending = servicer.call_limits.time_sending
             with _errors_to(context):
-                for parcel in call(said, context, admitted(name, context)):
-                    with parcel, servicer.sending(context.cancel, parcel) as moved:
-                        for message in joined(parcel.pieces(), MESSAGE_SIZE):
+                for frame in call(messages, context, admitted(name, context)):
+                    with frame, time_sending(context.cancel, frame.nbytes) as on_sent:
+                        for message in join_pieces(frame.pieces(), MESSAGE_SIZE):
                             yield message
-                            moved()
+                            on_sent()
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    def parsed(name: str) -> Callable[..., Any]:
+    def with_request(name: str) -> Callable[..., Any]:
         """Return the method for a call with one request, with the request parsed."""
         call, request = getattr(servicer, name.lower()), getattr(pb, f"{name}Request")
 
-        def answer(said: Iterator[bytes], context: Any, caller: Caller) -> Any:
-            message = _only(servicer, said, context, caller.key)
-            return call(_parsed(request, message), caller)
+        def answer(messages: Iterator[bytes], context: Any, caller: Caller) -> Any:
+            message = _read_one(servicer, messages, context, caller.key)
+            return call(_parse(request, message), caller)
 
         return answer
 
     names = ("Describe", "Alive", "Leave", "Status", "Save", "Drain")
-    handlers = {name: replied(name, parsed(name)) for name in names}
-    handlers["Pull"] = streamed("Pull", parsed("Pull"))
-    handlers["Initialize"] = replied(
+    handlers = {name: with_reply(name, with_request(name)) for name in names}
+    handlers["Pull"] = with_frames("Pull", with_request("Pull"))
+    handlers["Initialize"] = with_reply(
         "Initialize",
-        lambda said, call, by: servicer.initialize(reader(said), call, by),
+        lambda messages, context, caller: servicer.initialize(
+            reader(messages), context, caller
+        ),
     )
-    handlers["Exchange"] = streamed(
+    handlers["Exchange"] = with_frames(
         "Exchange",
-        lambda said, call, by: servicer.exchange(reader(said), call, by, "grpc"),
+        lambda messages, context, caller: servicer.exchange(
+            reader(messages), context, caller, "grpc"
+        ),
     )
     return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
 
 
-def _only(servicer: Servicer, said: Iterator[T], context: Any, caller: Hashable) -> T:
+def _read_one(
+    servicer: Servicer, messages: Iterator[T], context: Any, caller: Hashable
+) -> T:
     """Return the only message of a call, which must arrive within a timeout.
 
     Calls of one message are served as streams. Otherwise gRPC would wait for the
@@ -326,21 +333,21 @@ def _only(servicer: Servicer, said: Iterator[T], context: Any, caller: Hashable)
     Raises:
       EOFError: the call ends without a message.
     """
-    with servicer.hearing(context.cancel, caller):
-        message = next(said, None)
+    with servicer.call_limits.time_first_frame(context.cancel, caller):
+        message = next(messages, None)
     if message is None:
         raise EOFError("a call must have a message, got none")
     return message
 
 
-def _parsed(request: Any, said: bytes) -> Any:
+def _parse(request: Any, message: bytes) -> Any:
     """Decode a request here, because gRPC keeps calls that it cannot decode.
 
     Raises:
       ProtocolError: the request is malformed.
     """
     try:
-        return request.FromString(said)
+        return request.FromString(message)
     except DecodeError as error:
         raise errors.ProtocolError(f"not a request: {error}") from None
 
@@ -351,16 +358,16 @@ def _caller(servicer: Servicer, context: Any) -> Caller:
     Raises:
       NotAllowedError: the caller is unknown.
     """
-    said = dict(context.invocation_metadata()).get("authorization", "")
+    authorization = dict(context.invocation_metadata()).get("authorization", "")
     (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
     certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
-    return servicer.known(said, certificate, _host(context))
+    return servicer.authenticate(authorization, certificate, _host(context))
 
 
 def _host(context: Any) -> str:
     """Return the host from which a call comes."""
-    kind, _, where = urllib.parse.unquote(context.peer()).partition(":")
-    return _address.network("" if kind.startswith("unix") else _address.host(where))
+    kind, _, address = urllib.parse.unquote(context.peer()).partition(":")
+    return _address.network("" if kind.startswith("unix") else _address.host(address))
 
 
 @contextlib.contextmanager
@@ -369,29 +376,29 @@ def _errors_to(context: Any) -> Iterator[None]:
     try:
         yield
     except (errors.AgnOptaxError, EOFError, MemoryError) as error:
-        _status.abort(context, error)
+        _errors.abort(context, error)
 
 
 # Both ends.
 
 
-class _Messages:
+class JoinedMessages:
     """A reader of messages of any number and size as one sequence of bytes."""
 
     def __init__(self, messages: Iterator[bytes]) -> None:
         self._messages = messages
-        self._left = memoryview(b"")
+        self._rest = memoryview(b"")
 
     def __call__(self, view: memoryview) -> int:
         """Write the next bytes to a view; return their number, and 0 at the end."""
-        while not self._left:
+        while not self._rest:
             message = next(self._messages, None)
             if message is None:
                 return 0
-            self._left = memoryview(message)
-        size = min(len(view), len(self._left))
-        view[:size] = self._left[:size]
-        self._left = self._left[size:]
+            self._rest = memoryview(message)
+        size = min(len(view), len(self._rest))
+        view[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
         return size
 
 

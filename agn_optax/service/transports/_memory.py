@@ -26,12 +26,12 @@ from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _socket, _transport
 from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._frames import Frame
 from agn_optax.service.wire._schema import Schema
 
 # Smaller buffers are faster through the socket than through shared memory.
-LEAST_SHARED = 64 << 10  # bytes
-MOST_SEGMENTS = 16  # of one connection
+MIN_SHARED = 64 << 10  # bytes
+MAX_SEGMENTS = 16  # of one connection
 _DESCRIPTOR = struct.Struct("i")
 
 try:
@@ -51,31 +51,31 @@ class MemoryLink(_socket.SocketLink):
     """A connection whose large buffers are in segments, which the worker creates.
 
     Args:
-      end: the socket, after the handshake.
+      sock: the socket, after the handshake.
       buffers: buffers for frames that are received over the socket.
     """
 
-    def __init__(self, end: socket.socket, buffers: Buffers) -> None:
-        super().__init__(end, buffers)
-        self._made = 0  # number of segments
+    def __init__(self, sock: socket.socket, buffers: Buffers) -> None:
+        super().__init__(sock, buffers)
+        self._created = 0  # number of created segments
         self._free: deque[tuple[int, np.ndarray]] = deque()  # segments without views
         # The segment of all messages, and that of the next answer.
         self._message: tuple[int, np.ndarray] | None = None
         self._answer: np.ndarray | None = None
-        self._lies_there = False  # whether the last frame's buffer is in a segment
+        self._is_shared = False  # whether the last frame's buffer is in a segment
 
-    def send(self, parcel: Parcel) -> None:
-        if parcel.nbytes < LEAST_SHARED or not self._share(parcel):
-            super().send(parcel)
+    def send(self, frame: Frame) -> None:
+        if frame.nbytes < MIN_SHARED or not self._share(frame):
+            super().send(frame)
 
-    def control(self) -> pb.Frame:
-        frame = super().control()
-        self._lies_there = bool(frame.segment)
-        return frame
+    def read_header(self) -> pb.Header:
+        header = super().read_header()
+        self._is_shared = bool(header.segment)
+        return header
 
-    def buffer(self, schema: Schema, what: str) -> np.ndarray:
-        if not self._lies_there:
-            return super().buffer(schema, what)
+    def read_buffer(self, schema: Schema, what: str) -> np.ndarray:
+        if not self._is_shared:
+            return super().read_buffer(schema, what)
         answer, self._answer = self._answer, None
         if answer is None or answer.size < schema.size:
             raise errors.ProtocolError(
@@ -83,22 +83,24 @@ class MemoryLink(_socket.SocketLink):
             )
         return answer[: schema.size]
 
-    def _share(self, parcel: Parcel) -> bool:
+    def _share(self, frame: Frame) -> bool:
         """Send a frame through segments; return False if none are available."""
-        assert parcel.schema is not None
-        if self._message is None or self._message[1].size != parcel.nbytes:
+        assert frame.schema is not None
+        if self._message is None or self._message[1].size != frame.nbytes:
             self._message = None  # first, so that its segment may be reused
-            self._message = self._take(parcel.nbytes)
-        wanted = self._take(parcel.wanted) if self._message is not None else None
-        if self._message is None or wanted is None:
+            self._message = self._take(frame.nbytes)
+        if self._message is None:
             return False
-        parcel.control.segment, buffer = self._message
-        parcel.control.answer_segment, self._answer = wanted
-        with parcel:
-            _buffers.write(parcel.schema, parcel.arrays, buffer)
-            self.sent()
-            with self.pace(0):
-                _socket.send(self._end, parcel.pieces(in_memory=True), self.sent)
+        answer = self._take(frame.answer_size)
+        if answer is None:
+            return False
+        frame.header.segment, buffer = self._message
+        frame.header.answer_segment, self._answer = answer
+        with frame:
+            _buffers.write(frame.schema, frame.arrays, buffer)
+            self.on_sent()
+            with self.timed(0):
+                _socket.send(self._sock, frame.pieces(in_memory=True), self.on_sent)
         return True
 
     def _take(self, size: int) -> tuple[int, np.ndarray] | None:
@@ -106,137 +108,137 @@ class MemoryLink(_socket.SocketLink):
 
         The segment is reused once no view of its bytes is left.
         """
-        number, raw = self._free[0] if self._free else (self._made + 1, None)
-        if number > MOST_SEGMENTS:
+        number, raw = self._free[0] if self._free else (self._created + 1, None)
+        if number > MAX_SEGMENTS:
             return None
         if raw is None or raw.size != size:
-            raw = self._attached(number, size)
+            raw = self._create_segment(number, size)
         if raw is None:
             return None
-        if number > self._made:
-            self._made = number
+        if number > self._created:
+            self._created = number
         else:
             self._free.popleft()
         free = self._free  # not `self`, which the segment may outlive
-        return number, _buffers.lent(raw, size, lambda raw: free.append((number, raw)))
+        return number, _buffers.lend(raw, size, lambda raw: free.append((number, raw)))
 
-    def _attached(self, number: int, size: int) -> np.ndarray | None:
+    def _create_segment(self, number: int, size: int) -> np.ndarray | None:
         """Create a segment; None if an end cannot map it, to use the socket instead."""
         try:
             descriptor, raw = create(size)
         except (OSError, ValueError):  # too many files, or too little memory
             return None
         try:
-            attach = pb.Frame(attach=pb.Segment(number=number, size=size))
-            (packet,) = Parcel(attach).pieces()
+            attach = pb.Header(attach=pb.Segment(number=number, size=size))
+            (frame_bytes,) = Frame(attach).pieces()
             # The socket sends it whole, because it is short and begins a frame.
-            socket.send_fds(self._end, [packet], [descriptor])
+            socket.send_fds(self._sock, [frame_bytes], [descriptor])
         finally:
             os.close(descriptor)
-        said = super().control()
-        if not said.HasField("attached"):
+        header = super().read_header()
+        if not header.HasField("attached"):
             raise errors.ProtocolError("an answer to a segment was expected")
-        return None if said.attached.error else raw
+        return None if header.attached.error else raw
 
 
 # The service's end.
 
 
-class MemoryAccepted(_socket.Accepted):
+class MemoryConnection(_socket.SocketConnection):
     """The service's end of a connection with segments.
 
     Args:
-      end: the socket.
+      sock: the socket.
       servicer: the servicer, with buffers to receive messages in.
     """
 
-    def __init__(self, end: socket.socket, servicer: Servicer) -> None:
-        super().__init__(end, servicer)
-        self._came: list[int] = []  # received file descriptors
+    def __init__(self, sock: socket.socket, servicer: Servicer) -> None:
+        super().__init__(sock, servicer)
+        self._descriptors: list[int] = []  # received and still open
         self._segments: dict[int, np.ndarray] = {}
         self._segment = 0  # number of the segment with the last frame's buffer
         self._answer_segment = 0  # number of the segment for the next answer
 
-    def control(self) -> pb.Frame | None:
-        """Read the control message of the next frame; None if the worker has left."""
+    def read_header(self) -> pb.Header | None:
+        """Read the header of the next frame; None if the worker has left."""
         while True:
-            with self._descriptors() as descriptors:
-                frame = super().control()
-                if frame is None or not frame.HasField("attach"):
+            with self._closing_descriptors():
+                header = super().read_header()
+                if header is None or not header.HasField("attach"):
                     break
-                error = self._attach(frame.attach, descriptors)
-            self.send(Parcel(pb.Frame(attached=pb.Attached(error=error))))
-        if frame is None:
+                error = self._attach(header.attach)
+            self.send(Frame(pb.Header(attached=pb.Attached(error=error))))
+        if header is None:
             return None
-        for number in (frame.segment, frame.answer_segment):
+        for number in (header.segment, header.answer_segment):
             if number and number not in self._segments:
                 raise errors.ProtocolError(f"segment {number} was never attached")
-        if frame.segment and frame.segment == frame.answer_segment:
+        if header.segment and header.segment == header.answer_segment:
             raise errors.ProtocolError(
                 "an answer must have another segment than its message"
             )
-        self._segment, self._answer_segment = frame.segment, frame.answer_segment
-        return frame
+        self._segment, self._answer_segment = header.segment, header.answer_segment
+        return header
 
-    def buffer(self, schema: Schema, what: str) -> np.ndarray:
+    def read_buffer(self, schema: Schema, what: str) -> np.ndarray:
         """Read the buffer of that frame, into memory that the worker cannot write."""
         if not self._segment:
-            with self._descriptors():  # closes those that a worker sends here
-                return super().buffer(schema, what)
-        there = self._segments[self._segment]
-        if there.size < schema.size:
+            with self._closing_descriptors():  # closes those that a worker sends here
+                return super().read_buffer(schema, what)
+        segment_bytes = self._segments[self._segment]
+        if segment_bytes.size < schema.size:
             raise errors.ProtocolError(
-                f"{what} has {schema.size} bytes, but its segment {there.size}"
+                f"{what} has {schema.size} bytes, but its segment {segment_bytes.size}"
             )
         buffer = self._buffers.take(schema.size)
-        _buffers.copy([(buffer, there[: schema.size])], schema.size)
+        _buffers.copy([(buffer, segment_bytes[: schema.size])], schema.size)
         return buffer
 
-    def _attach(self, segment: pb.Segment, descriptors: list[int]) -> str:
+    def _attach(self, segment: pb.Segment) -> str:
         """Map a segment; return why it cannot be mapped, or ""."""
-        if not 0 < segment.number <= MOST_SEGMENTS:
+        if not 0 < segment.number <= MAX_SEGMENTS:
             raise errors.ProtocolError(f"no segment has number {segment.number}")
-        if not descriptors:
+        if not self._descriptors:
             return "its file descriptor did not arrive: too many open files, perhaps"
         try:
-            there = attach(descriptors[0], segment.size)
+            self._segments[segment.number] = attach(self._descriptors[0], segment.size)
         except (OSError, ValueError) as error:  # too many files, or too little memory
             return str(error)
-        self._segments[segment.number] = there
         return ""
 
-    def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
+    def pieces(self, frame: Frame) -> Iterator[memoryview]:
         """Yield the pieces for the socket, after writing the buffer to its segment."""
-        if parcel.schema is None or not self._answer_segment:
-            return super().pieces(parcel)
-        there = self._segments[self._answer_segment]
-        if there.size < parcel.nbytes:
+        if frame.schema is None or not self._answer_segment:
+            return super().pieces(frame)
+        segment_bytes = self._segments[self._answer_segment]
+        if segment_bytes.size < frame.nbytes:
             raise errors.ProtocolError(
-                f"an answer has {parcel.nbytes} bytes, but its segment {there.size}"
+                f"an answer has {frame.nbytes} bytes, but its segment "
+                f"{segment_bytes.size}"
             )
-        _buffers.write(parcel.schema, parcel.arrays, there)
-        parcel.control.segment = self._answer_segment
-        return parcel.pieces(in_memory=True)
+        _buffers.write(frame.schema, frame.arrays, segment_bytes)
+        frame.header.segment = self._answer_segment
+        return frame.pieces(in_memory=True)
 
     @contextlib.contextmanager
-    def _descriptors(self) -> Iterator[list[int]]:
-        """Yield the file descriptor received within the context, then close it."""
+    def _closing_descriptors(self) -> Iterator[None]:
+        """Close the file descriptor that is received within the block at its end."""
         try:
-            yield self._came
+            yield
         finally:
-            self._forget()
+            self._close_all()
 
-    def _some(self, view: memoryview) -> int:
-        room_for_one = socket.CMSG_LEN(_DESCRIPTOR.size)
-        got, said, _, _ = self._end.recvmsg_into([view], room_for_one)
-        for _, _, data in said:
-            self._forget()  # a worker sends one at a time
-            self._came += _DESCRIPTOR.unpack(data)
-        return got
+    def _receive_some(self, view: memoryview) -> int:
+        size_of_one = socket.CMSG_LEN(_DESCRIPTOR.size)
+        received, controls, _, _ = self._sock.recvmsg_into([view], size_of_one)
+        for _, _, data in controls:
+            self._close_all()  # a worker sends one at a time
+            self._descriptors += _DESCRIPTOR.unpack(data)
+        return received
 
-    def _forget(self) -> None:
-        while self._came:
-            os.close(self._came.pop())
+    def _close_all(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 # Both ends.
@@ -262,17 +264,17 @@ def attach(descriptor: int, size: int) -> np.ndarray:
     """Return the bytes of a segment that another process has created.
 
     Raises:
-      ProtocolError: the file is no sealed segment, or is too small.
+      ProtocolError: the file is not a sealed segment, or is too small.
       OSError: the segment cannot be mapped.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
         raise errors.ProtocolError(f"not a memory segment: {error}") from None
-    there = os.fstat(descriptor).st_size
-    if seals & _SEALS != _SEALS or not there >= size > 0:
+    file_size = os.fstat(descriptor).st_size
+    if seals & _SEALS != _SEALS or not file_size >= size > 0:
         raise errors.ProtocolError(
-            f"a sealed segment of {size} bytes was expected, got one of {there}"
+            f"a sealed segment of {size} bytes was expected, got one of {file_size}"
         )
     return _mapped(descriptor, size)
 
@@ -291,14 +293,17 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
 
 
 def _listen(
-    servicer: Servicer, place: _transport.ListenSettings
+    servicer: Servicer, settings: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen for processes of the same user."""
-    del place
+    del settings
     if not IS_SUPPORTED:
         return None
     return _socket.SocketListener(
-        servicer, _socket.listening_by_name(), name="memory", accepted=MemoryAccepted
+        servicer,
+        _socket.listen_abstract(),
+        name="memory",
+        connection_type=MemoryConnection,
     )
 
 
@@ -306,7 +311,7 @@ def _dial(target: _transport.Target) -> _transport.Link:
     """Connect to the center, with a handshake."""
     if not IS_SUPPORTED:
         raise OSError("this system cannot share memory")
-    return MemoryLink(_socket.dialled(target), target.buffers)
+    return MemoryLink(_socket.dial_socket(target), target.buffers)
 
 
 MEMORY = _transport.Transport("memory", _listen, _dial)

@@ -1,7 +1,8 @@
 """Direct sockets: frames over TCP or a Unix socket, with or without TLS.
 
 A connection begins with a handshake: the worker sends a greeting and its caller's key,
-which it has received over gRPC, and the center answers with a line.
+which it has received over gRPC. The center answers with the greeting, or with a line
+that says why it rejects the worker.
 """
 
 from __future__ import annotations
@@ -26,28 +27,27 @@ from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import KEY_SIZE, Caller
+from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
-from agn_optax.service.wire import _status
+from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader
+from agn_optax.service.wire._frames import Frame, FrameReader
 
 GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
-_LONGEST_LINE = 256  # maximum size of the center's line, bytes
-_DIALLING = 1.0  # s, for connecting; gRPC is used after that
-_BACKLOG = (
-    128  # connections waiting to be accepted: as many as arrive in under a second
-)
-_SILENT = 5  # s, for which the system holds a connection without data
-_PATIENCE = 5.0  # s, timeout of the handshake, and of sending a rejection
-_MOST_PIECES = 512  # per call of sendmsg; systems accept 1,024
-_ENOUGH = 1 << 20  # bytes per call of sendmsg
-_RECORD = 1 << 14  # size of a TLS record, bytes
-_BUFFER = 4 << 20  # bytes; a larger buffer does not speed up copies by the kernel
-_SILENCE = 15  # s without a response after which a host is gone, as with gRPC
-_PEER = struct.Struct("iII")  # ids of process, user and group, from the kernel
+_MAX_LINE = 256  # bytes of the center's answer to a greeting
+_CONNECT_TIMEOUT = 1.0  # s; then the worker uses gRPC
+_BACKLOG = 128  # connections waiting to be accepted, which arrive in under a second
+_DEFER_ACCEPT = 5  # s for which the system holds a connection without data
+_HANDSHAKE_TIMEOUT = 5.0  # s, also of sending a rejection
+_SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
+_SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg
+_TLS_RECORD = 1 << 14  # size of a TLS record, bytes
+_SOCKET_BUFFER = 4 << 20  # bytes; a larger one does not speed up the kernel's copies
+_PEER_TIMEOUT = 15  # s without any response; then a peer is disconnected, as by gRPC
+_CREDENTIALS = struct.Struct("iII")  # ids of process, user and group, from the kernel
 
 _log = logging.getLogger("agn_optax")
 
@@ -55,7 +55,7 @@ _log = logging.getLogger("agn_optax")
 # The worker's end.
 
 
-def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
+def dial_socket(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     """Return a socket connected to the address of an offer, after the handshake.
 
     Raises:
@@ -63,88 +63,88 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         program answers.
     """
     if target.offer is None:
-        raise OSError("the center does not offer it")
-    where, center = target.offer.address, target.connection.address
-    if where.startswith("unix:"):
-        there = f"unix:\0{where.removeprefix('unix:')}"
+        raise OSError("the center does not offer direct connections")
+    offered, center = target.offer.address, target.connection.address
+    if offered.startswith("unix:"):
+        address = f"unix:\0{offered.removeprefix('unix:')}"
     else:  # the host name under which this worker knows the center
-        there = f"{_address.host(center)}:{where.rpartition(':')[2]}"
-    with contextlib.ExitStack() as closing:
-        end = closing.enter_context(_handshake.connected(there, _DIALLING))
-        tune(end)
+        address = f"{_address.host(center)}:{offered.rpartition(':')[2]}"
+    with contextlib.ExitStack() as on_error:
+        sock = on_error.enter_context(_handshake.connect(address, _CONNECT_TIMEOUT))
+        tune(sock)
         if tls is not None:
             try:
                 context = tls.context(serves=False)
             except errors.InvalidArgumentError as error:  # files have changed meanwhile
                 raise OSError(str(error)) from None
-            host = _handshake.host_named(center)
-            end = context.wrap_socket(end, server_hostname=host)
-            closing.enter_context(end)
-        end.sendall(GREETING + target.offer.key)
-        with end.makefile("rb", buffering=0) as lines:
-            line = lines.readline(_LONGEST_LINE)
+            host = _handshake.host_name(center)
+            sock = context.wrap_socket(sock, server_hostname=host)
+            on_error.enter_context(sock)
+        sock.sendall(GREETING + target.offer.key)
+        with sock.makefile("rb", buffering=0) as lines:
+            line = lines.readline(_MAX_LINE)
         if line != GREETING:
-            said = line.decode("ascii", "replace").strip()
+            text = line.decode("ascii", "replace").strip()
             raise ConnectionError(
-                f"the other end is no center, or rejects the handshake: {said}"
+                f"the other end is not a center, or it rejected the handshake: {text}"
             )
-        end.settimeout(None)  # the watchdog has the timeouts from now on
-        closing.pop_all()
-        return end
+        sock.settimeout(None)  # from now on the watchdog enforces the timeouts
+        on_error.pop_all()
+        return sock
 
 
 class SocketLink(_transport.Link):
     """A direct connection.
 
     Args:
-      end: the socket, after the handshake.
+      sock: the socket, after the handshake.
       buffers: buffers to receive in.
     """
 
-    ended = (OSError, EOFError)
+    end_errors = (OSError, EOFError)
 
-    def __init__(self, end: socket.socket, buffers: Buffers) -> None:
-        super().__init__(end.recv_into, buffers)
-        self._end = end
-        self._done = False
+    def __init__(self, sock: socket.socket, buffers: Buffers) -> None:
+        super().__init__(sock.recv_into, buffers)
+        self._sock = sock
+        self._is_done = False
         # `cancel` only shuts the socket down, so that a waiting thread finds it ended.
         # A closed descriptor's number might already be that of another file.
-        weakref.finalize(self, end.close)
+        weakref.finalize(self, sock.close)
 
-    def send(self, parcel: Parcel) -> None:
-        with parcel, self.pace(parcel.nbytes):
-            send(self._end, parcel.pieces(), self.sent)
+    def send(self, frame: Frame) -> None:
+        with frame, self.timed(frame.nbytes):
+            send(self._sock, frame.pieces(), self.on_sent)
 
-    def why_it_ended(self) -> errors.AgnOptaxError:
+    def end_reason(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")
 
-    def done(self) -> bool:
-        return self._done
+    def is_done(self) -> bool:
+        return self._is_done
 
     def cancel(self) -> None:
-        self._done = True
-        shut(self._end)
+        self._is_done = True
+        shut(self._sock)
 
 
 # The service's end.
 
 
-def listening_at(address: str) -> socket.socket:
+def listen_at(address: str) -> socket.socket:
     """Return a socket that listens at "host:port".
 
     Raises:
       InvalidArgumentError: the address cannot be used.
     """
     try:
-        return bound_to(address)
+        return bind(address)
     except OSError as error:
         raise errors.InvalidArgumentError(
-            f"cannot listen at {address}: {error}. Perhaps another process does; port "
-            "0 takes a free port"
+            f"cannot listen at {address}: {error}. Another process may use that port; "
+            "port 0 picks a free one"
         ) from None
 
 
-def bound_to(address: str) -> socket.socket:
+def bind(address: str) -> socket.socket:
     """Return a socket that listens at "host:port".
 
     Raises:
@@ -153,49 +153,50 @@ def bound_to(address: str) -> socket.socket:
     host, port = _address.host(address), int(address.rpartition(":")[2])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    made = socket.create_server(
+    listening = socket.create_server(
         (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
     )
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
         # The client sends first, and a silent connection costs this process nothing.
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
-    return made
+        level, option = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT
+        listening.setsockopt(level, option, _DEFER_ACCEPT)
+    return listening
 
 
-def connections(
-    listening: socket.socket, is_closed: Callable[[], bool], servicer: Servicer
+def accept_connections(
+    listening: socket.socket, is_closed: Callable[[], bool], limits: CallLimits
 ) -> Iterator[tuple[socket.socket, Hashable]]:
     """Yield accepted connections and their origins, until the listener is closed.
 
-    They are accepted no faster than the servicer's rate limiter permits; further
-    connections wait in the system at no cost.
+    They are accepted no faster than the rate limit permits; further connections wait in
+    the system at no cost.
     """
-    fails, where = False, listening.getsockname()
+    is_failing, address = False, listening.getsockname()
     while not is_closed():
-        servicer.pace(where)
+        limits.wait_to_accept(address)
         try:
-            end, _ = listening.accept()
+            sock, _ = listening.accept()
         except OSError as error:
             if not is_closed():
-                if not fails:
+                if not is_failing:
                     _log.warning("connections cannot be accepted for now: %s", error)
-                fails = True
+                is_failing = True
                 time.sleep(0.1)  # too many open files, perhaps only for a short time
             continue
-        fails = False
+        is_failing = False
         try:
-            whence = _whence(end)
+            origin = _rate_limit_key(sock)
         except OSError:  # disconnected already
-            end.close()
+            sock.close()
         else:
-            yield end, whence
+            yield sock, origin
 
 
-# Linux has names of Unix sockets that are no files, and end with the socket.
-HAS_NAMES = sys.platform == "linux"
+# Linux has abstract Unix sockets: their names are not files, and vanish with them.
+HAS_ABSTRACT_SOCKETS = sys.platform == "linux"
 
 
-def listening_by_name() -> socket.socket:
+def listen_abstract() -> socket.socket:
     """Return a listening Unix socket in Linux's abstract namespace."""
     name = f"\0agn-optax-{secrets.token_hex(8)}"
     return socket.create_server(name, family=socket.AF_UNIX, backlog=socket.SOMAXCONN)
@@ -209,7 +210,7 @@ class SocketListener(_transport.Listener):
       listening: a listening socket.
       context: makes the TLS context of a connection; None for plain text.
       name: name of the transport.
-      accepted: makes the service's end of a connection.
+      connection_type: makes the service's end of a connection.
     """
 
     def __init__(
@@ -218,233 +219,249 @@ class SocketListener(_transport.Listener):
         listening: socket.socket,
         context: Callable[[], ssl.SSLContext] | None = None,
         name: str = "socket",
-        accepted: type[Accepted] | None = None,
+        connection_type: type[SocketConnection] | None = None,
     ) -> None:
         super().__init__()
         self._servicer = servicer
         self._listening = listening
         self._context = context
-        self._kind = accepted or Accepted
-        self._accepted: dict[int, Accepted] = {}  # by file descriptor
+        self._connection_type = connection_type or SocketConnection
+        self._connections: dict[int, SocketConnection] = {}  # by file descriptor
         self._lock = threading.Lock()
         self._closed = False
-        bound = listening.getsockname()
-        if listening.family == getattr(socket, "AF_UNIX", None):
-            where = "unix:" + bytes(bound)[1:].decode()
+        name_or_host = listening.getsockname()
+        if _is_unix(listening):
+            address = "unix:" + bytes(name_or_host)[1:].decode()
         else:
-            where = f":{bound[1]}"
-            host = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-            self.address = f"{host}:{bound[1]}"
+            host, port = name_or_host[:2]
+            address = f":{port}"
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._transport = name
-        self.offer = pb.Offer(transport=name, address=where)
+        self.offer = pb.Offer(transport=name, address=address)
         self._threads.keep_running(self._accept, f"agn-optax {name}")
         # Detects a disconnected worker even while its thread waits for the center.
-        self._watch = select.epoll() if hasattr(select, "epoll") else None
-        if self._watch is not None:
-            self._watch.register(listening, select.EPOLLHUP)  # when it is shut down
-            self._threads.keep_running(self._look, f"agn-optax {name} watch")
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        if self._epoll is not None:
+            self._epoll.register(listening, select.EPOLLHUP)  # when it is shut down
+            self._threads.keep_running(
+                self._watch_disconnects, f"agn-optax {name} watch"
+            )
 
     def close(self, timeout: float) -> None:
         with self._lock:
             self._closed = True
-            accepted = list(self._accepted.values())
+            connections = list(self._connections.values())
         shut(self._listening)
-        for each in accepted:
-            each.cancel()
-        self._threads.wait(timeout)  # a running thread still refers to the center
+        for connection in connections:
+            connection.cancel()
+        self._threads.wait(timeout)  # until then the threads keep the center alive
         self._listening.close()
 
-    def why_not(self, end: socket.socket) -> str:
+    def rejection_reason(self, sock: socket.socket) -> str:
         """Return why a connection is rejected; "" if it is accepted.
 
         All users of the machine can connect to a Unix socket by its name.
         """
-        if end.family != getattr(socket, "AF_UNIX", None):
+        if not _is_unix(sock):
             return ""
-        user, own = _user(end), os.geteuid()
-        if user in (own, 0):
+        user, own_user = _user(sock), os.geteuid()
+        if user in (own_user, 0):
             return ""
-        return f"it is for processes of user {own}, got one of user {user}"
+        return f"this center accepts processes of user {own_user} only, got user {user}"
 
     def _accept(self) -> None:
-        ends = connections(self._listening, lambda: self._closed, self._servicer)
-        for end, whence in ends:
-            lets_in = self._servicer.lets_in(whence)
-            if not (lets_in or self._shows_key(end)):
-                end.close()
+        limits = self._servicer.call_limits
+        accepted = accept_connections(self._listening, lambda: self._closed, limits)
+        for sock, origin in accepted:
+            has_token = limits.take_handshake_token(origin)
+            if not (has_token or self._has_sent_valid_key(sock)):
+                sock.close()
                 continue
             try:
-                self._threads.submit(self._serve, end, whence if lets_in else None)
+                self._threads.submit(self._serve, sock, origin if has_token else None)
             except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is rejected: %s", error)
-                end.close()
+                sock.close()
 
-    def _shows_key(self, end: socket.socket) -> bool:
-        """Return whether a connection has already sent a known key.
+    def _has_sent_valid_key(self, sock: socket.socket) -> bool:
+        """Return whether a connection has already sent a valid key.
 
         This lets workers connect while other processes of their host make too many
         connections. With TLS the key cannot be read here; such workers fall back to
         gRPC.
         """
         try:
-            seen = end.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return self._servicer.door.knows(_key_in(seen))
+            greeting = sock.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return self._servicer.authenticator.has_key(_key_in(greeting))
         except (AttributeError, OSError):  # no data, or not supported by the system
             return False
 
-    def _serve(self, end: socket.socket, whence: Hashable) -> None:
+    def _serve(self, sock: socket.socket, origin: Hashable) -> None:
         with contextlib.ExitStack() as stack:
-            # Disconnected or unknown clients are not errors.
+            # Disconnects and rejected clients are expected, and not logged.
             stack.enter_context(contextlib.suppress(OSError, EOFError))
-            stack.callback(lambda: end.close())
-            end.settimeout(_PATIENCE)
-            tune(end)
+            stack.callback(lambda: sock.close())
+            sock.settimeout(_HANDSHAKE_TIMEOUT)
+            tune(sock)
             if self._context is not None:
-                end = self._context().wrap_socket(
-                    end, server_side=True, do_handshake_on_connect=False
+                sock = self._context().wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
                 )
-            with self._servicer.introduced(lambda: shut(end)):
-                if isinstance(end, ssl.SSLSocket):
-                    end.do_handshake()
-                caller = self._greeted(end)
+            limits = self._servicer.call_limits
+            with limits.time_handshake(lambda: shut(sock)):
+                if isinstance(sock, ssl.SSLSocket):
+                    sock.do_handshake()
+                caller = self._authenticate(sock)
             if caller is None:
                 return
-            if whence is not None:
-                self._servicer.came_in(whence)
-            end.settimeout(None)
-            accepted, number = self._kind(end, self._servicer), end.fileno()
+            if origin is not None:
+                limits.return_handshake_token(origin)
+            sock.settimeout(None)
+            connection = self._connection_type(sock, self._servicer)
+            descriptor = sock.fileno()
             with self._lock:
                 if self._closed:
                     return
-                self._accepted[number] = accepted
-            stack.callback(self._forget, number)
-            stack.callback(accepted.finish)
-            if self._watch is not None:
+                self._connections[descriptor] = connection
+            stack.callback(self._forget, descriptor)
+            stack.callback(connection.mark_ended)
+            if self._epoll is not None:
                 events = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLONESHOT
-                self._watch.register(number, events)
-            self._talk(accepted, caller)
+                self._epoll.register(descriptor, events)
+            self._serve_session(connection, caller)
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, descriptor: int) -> None:
         with self._lock:
-            self._accepted.pop(number, None)
+            self._connections.pop(descriptor, None)
 
-    def _greeted(self, end: socket.socket) -> Caller | None:
+    def _authenticate(self, sock: socket.socket) -> Caller | None:
         """Return the caller by its key, after the handshake; None to reject it."""
         greeting = bytearray(_GREETING_SIZE)
-        Reader(end.recv_into, self._servicer.buffers).fill(memoryview(greeting))
+        FrameReader(sock.recv_into, self._servicer.buffers).fill(memoryview(greeting))
         if (key := _key_in(bytes(greeting))) is None:
             return None
         certificate = None
-        if isinstance(end, ssl.SSLSocket):
-            certificate = end.getpeercert(binary_form=True) or b""
+        if isinstance(sock, ssl.SSLSocket):
+            certificate = sock.getpeercert(binary_form=True) or b""
         try:
-            caller = self._servicer.door.holder(key, certificate, _host(end))
+            caller = self._servicer.authenticator.caller_of_key(
+                key, certificate, _host(sock)
+            )
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
-        if reason := self.why_not(end):
+        if reason := self.rejection_reason(sock):
             _log.warning("a worker is rejected: %s", reason)
-            end.sendall(reason.encode("ascii", "replace")[: _LONGEST_LINE - 1] + b"\n")
+            sock.sendall(reason.encode("ascii", "replace")[: _MAX_LINE - 1] + b"\n")
             return None
-        end.sendall(GREETING)
+        sock.sendall(GREETING)
         return caller
 
-    def _talk(self, accepted: Accepted, caller: Caller) -> None:
+    def _serve_session(self, connection: SocketConnection, caller: Caller) -> None:
         try:
-            for parcel in self._servicer.exchange(
-                accepted, accepted, caller, self._transport
-            ):
-                accepted.send(parcel)
+            frames = self._servicer.exchange(
+                connection, connection, caller, self._transport
+            )
+            for frame in frames:
+                connection.send(frame)
             return
         except (errors.AgnOptaxError, MemoryError) as error:
-            failure = _status.failure_of(error)
+            failure = _errors.failure_of(error)
         except (OSError, EOFError):
             raise
         except Exception as error:
             _log.exception("a worker's call failed")
-            failure = _status.failure_of(error)
-        with self._servicer.introduced(accepted.cancel):
-            accepted.send_failure(failure)
+            failure = _errors.failure_of(error)
+        with self._servicer.call_limits.time_handshake(connection.cancel):
+            connection.send_failure(failure)
 
-    def _look(self) -> None:
-        assert self._watch is not None
+    def _watch_disconnects(self) -> None:
+        assert self._epoll is not None
         while not self._closed:
-            for number, _ in self._watch.poll():
-                self._finish(number)
+            for descriptor, _ in self._epoll.poll():
+                self._mark_ended(descriptor)
 
-    def _finish(self, number: int) -> None:
-        """Mark a connection as ended; in a function, to keep no reference to it."""
+    def _mark_ended(self, descriptor: int) -> None:
+        """Mark a connection as ended.
+
+        This is a method of its own, because a local variable of the loop would keep the
+        connection alive.
+        """
         with self._lock:  # another connection may already have the same number
-            accepted = self._accepted.get(number)
-            if accepted is None or not accepted.is_cut():
+            connection = self._connections.get(descriptor)
+            if connection is None or not connection.is_disconnected():
                 return
-        accepted.finish()
+        connection.mark_ended()
 
 
-class Accepted(Reader):
+class SocketConnection(FrameReader):
     """The service's end of one direct connection.
 
-    It also replaces the context of a gRPC call.
+    It has the methods of a gRPC call's context that the servicer uses.
 
     Args:
-      end: the socket.
+      sock: the socket.
       servicer: the servicer, with buffers to receive in, and timeouts of transfers.
     """
 
-    def __init__(self, end: socket.socket, servicer: Servicer) -> None:
-        super().__init__(end.recv_into, servicer.buffers)
-        self._end = end
-        self._sending = servicer.sending
-        self._gone: Future[None] = Future()  # canceled when the worker disconnects
+    def __init__(self, sock: socket.socket, servicer: Servicer) -> None:
+        super().__init__(sock.recv_into, servicer.buffers)
+        self._sock = sock
+        self._limits = servicer.call_limits
+        # Canceled when the worker disconnects.
+        self._disconnected: Future[None] = Future()
 
     # The interface of a gRPC call's context.
 
     def is_active(self) -> bool:
         """Return whether the worker is connected."""
-        return not self._gone.done()
+        return not self._disconnected.done()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Call ``callback`` when the worker is gone; return False if it already is."""
-        self._gone.add_done_callback(lambda _: callback())
+        self._disconnected.add_done_callback(lambda _: callback())
         return self.is_active()
 
     # For the listener.
 
-    def is_cut(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Return whether the worker's end is closed."""
         poll = select.poll()
-        poll.register(self._end, select.POLLRDHUP)
+        poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, frame: Frame) -> None:
         """Send a frame."""
-        with parcel, self._sending(self.cancel, parcel) as moved:
-            pieces = self.pieces(parcel)
+        limits = self._limits
+        with frame, limits.time_sending(self.cancel, frame.nbytes) as on_sent:
+            pieces = self.pieces(frame)
             try:
-                send(self._end, pieces, moved)
-            except errors.AgnOptaxError as error:  # raised by `parcel.until`
-                # No rejection fits into an open frame; the next connection reports it.
+                send(self._sock, pieces, on_sent)
+            except errors.AgnOptaxError as error:  # raised by `frame.before_last_byte`
+                # The frame is only partly sent, so the error cannot follow on this
+                # connection; the next connection reports it.
                 raise ConnectionAbortedError from error
 
-    def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
+    def pieces(self, frame: Frame) -> Iterator[memoryview]:
         """Yield the pieces of a frame for the socket."""
-        return parcel.pieces()
+        return frame.pieces()
 
     def send_failure(self, failure: pb.Failure) -> None:
         """Send the reason for ending the connection, and end it."""
-        self.send(Parcel(pb.Frame(failure=failure)))
-        socket.socket.shutdown(self._end, socket.SHUT_WR)
-        # Read on: a worker that is still sending would lose the reason otherwise.
-        self._end.settimeout(_PATIENCE)
-        while self._end.recv(1 << 20):
+        self.send(Frame(pb.Header(failure=failure)))
+        socket.socket.shutdown(self._sock, socket.SHUT_WR)
+        # Closing with unread data would reset the connection before the worker has
+        # read the reason.
+        self._sock.settimeout(_HANDSHAKE_TIMEOUT)
+        while self._sock.recv(1 << 20):
             pass
 
     def cancel(self) -> None:
         """End the connection, from any thread."""
-        shut(self._end)
+        shut(self._sock)
 
-    def finish(self) -> None:
+    def mark_ended(self) -> None:
         """Mark the connection as ended; may be called by several threads."""
-        self._gone.cancel()
+        self._disconnected.cancel()
 
 
 def _key_in(greeting: bytes) -> bytes | None:
@@ -454,91 +471,92 @@ def _key_in(greeting: bytes) -> bytes | None:
     return bytes(greeting[len(GREETING) :])
 
 
-def _user(end: socket.socket) -> int:
+def _user(sock: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket."""
-    said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return int(_PEER.unpack(said)[1])
+    option, size = socket.SO_PEERCRED, _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, option, size))
+    return int(user)
 
 
-def _whence(end: socket.socket) -> Hashable:
+def _rate_limit_key(sock: socket.socket) -> Hashable:
     """Return the key of the handshake limit: a host, or a user of this machine."""
-    if end.family == getattr(socket, "AF_UNIX", None):
-        return _user(end)
-    return _host(end)
+    return _user(sock) if _is_unix(sock) else _host(sock)
 
 
-def _host(end: socket.socket) -> str:
+def _host(sock: socket.socket) -> str:
     """Return the host from which a connection comes."""
-    if end.family == getattr(socket, "AF_UNIX", None):
-        return _address.network("")
-    return _address.network(end.getpeername()[0])
+    return _address.network("" if _is_unix(sock) else sock.getpeername()[0])
 
 
 # Both ends.
 
 
-def tune(end: socket.socket) -> None:
+def _is_unix(sock: socket.socket) -> bool:
+    return sock.family == getattr(socket, "AF_UNIX", None)
+
+
+def tune(sock: socket.socket) -> None:
     """Set the options of a socket, at either end."""
-    if end.family == getattr(socket, "AF_UNIX", None):
-        # Unlike these, the buffers of TCP grow automatically.
+    if _is_unix(sock):
+        # Their buffers have a fixed size; those of TCP grow automatically.
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
         return
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 5),
         ("TCP_KEEPALIVE", 5),  # the name of TCP_KEEPIDLE on macOS
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 5),
-        ("TCP_USER_TIMEOUT", 1000 * _SILENCE),
+        ("TCP_USER_TIMEOUT", 1000 * _PEER_TIMEOUT),
     ):
         with contextlib.suppress(OSError):
             if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     with contextlib.suppress(OSError):  # disconnected, or reno is not allowed
-        within = end.getsockname()[0] == end.getpeername()[0]
-        if within and hasattr(socket, "TCP_CONGESTION"):
+        is_same_host = sock.getsockname()[0] == sock.getpeername()[0]
+        if is_same_host and hasattr(socket, "TCP_CONGESTION"):
             # A connection within a host needs no congestion control. BBR would pace it,
             # and stop for a fifth of a second every ten seconds to measure round trips.
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def shut(end: socket.socket) -> None:
-    """Shut a socket down, so that all threads that use it find it ended.
+def shut(sock: socket.socket) -> None:
+    """Shut a socket down, which ends the reads and writes of all threads.
 
-    `SSLSocket.shutdown` would turn it into a plain socket for its other thread.
+    `SSLSocket.shutdown` would drop the TLS layer while another thread uses it.
     """
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(end, socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def send(
-    end: socket.socket, pieces: Iterator[memoryview], sent: Callable[[], None]
+    sock: socket.socket, pieces: Iterator[memoryview], on_sent: Callable[[], None]
 ) -> None:
-    """Send the pieces of a frame; call ``sent`` whenever some bytes were sent."""
-    if isinstance(end, ssl.SSLSocket):
+    """Send the pieces of a frame; call ``on_sent`` whenever some bytes were sent."""
+    if isinstance(sock, ssl.SSLSocket):
         for record in _records(pieces):
             while record:
-                record = record[end.send(record) :]
-                sent()
+                record = record[sock.send(record) :]
+                on_sent()
         return
     for batch in _batches(pieces):
         while batch:
-            batch = _after(_send_some(end, batch), batch)
-            sent()
+            batch = _unsent(batch, _send_some(sock, batch))
+            on_sent()
 
 
 def _records(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
     """Yield ``pieces`` with small ones joined, because TLS sends one at a time."""
     small: list[memoryview] = []
     for piece in pieces:
-        if len(piece) < _RECORD:
+        if len(piece) < _TLS_RECORD:
             small.append(piece)
-        if small and (len(piece) >= _RECORD or sum(map(len, small)) >= _RECORD):
+        if small and (len(piece) >= _TLS_RECORD or sum(map(len, small)) >= _TLS_RECORD):
             yield memoryview(b"".join(small))
             small = []
-        if len(piece) >= _RECORD:
+        if len(piece) >= _TLS_RECORD:
             yield piece
     if small:
         yield memoryview(b"".join(small))
@@ -550,31 +568,31 @@ def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece)
-        if len(batch) == _MOST_PIECES or size >= _ENOUGH:
+        if len(batch) == _SENDMSG_PIECES or size >= _SENDMSG_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _send_some(end: socket.socket, batch: list[memoryview]) -> int:
-    # A blocking call wakes up for a little space in the socket's buffer. A poll waits
-    # for more space, and takes three quarters of the time.
+def _send_some(sock: socket.socket, batch: list[memoryview]) -> int:
+    # A blocking sendmsg wakes up for a little free space. A poll waits for more, and a
+    # transfer then takes three quarters of the time.
     while hasattr(select, "poll"):
         try:
-            return end.sendmsg(batch, [], socket.MSG_DONTWAIT)
+            return sock.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
-            room = select.poll()
-            room.register(end, select.POLLOUT)
-            room.poll()
-    return end.sendmsg(batch)  # on systems without poll
+            poller = select.poll()
+            poller.register(sock, select.POLLOUT)
+            poller.poll()
+    return sock.sendmsg(batch)  # on systems without poll
 
 
-def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
-    """Return what is left of pieces whose first ``sent`` bytes were sent."""
-    for i, piece in enumerate(of):
+def _unsent(pieces: list[memoryview], sent: int) -> list[memoryview]:
+    """Return the rest of pieces whose first ``sent`` bytes were sent."""
+    for i, piece in enumerate(pieces):
         if sent < len(piece):
-            return [piece[sent:], *of[i + 1 :]]
+            return [piece[sent:], *pieces[i + 1 :]]
         sent -= len(piece)
     return []
 
@@ -583,29 +601,29 @@ def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
 
 
 def _listen(
-    servicer: Servicer, place: _transport.ListenSettings
+    servicer: Servicer, settings: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
-    context = None if place.tls is None else place.tls.serving_context()
-    if not place.address.startswith("unix:"):
-        if place.direct_address is None:
-            listening = bound_to(f"{place.address.rpartition(':')[0]}:0")
+    context = None if settings.tls is None else settings.tls.serving_context()
+    if not settings.address.startswith("unix:"):
+        if settings.direct_address is None:
+            listening = bind(f"{settings.address.rpartition(':')[0]}:0")
         else:
-            listening = listening_at(place.direct_address)
+            listening = listen_at(settings.direct_address)
         return SocketListener(servicer, listening, context)
-    if place.direct_address is not None:
+    if settings.direct_address is not None:
         raise errors.InvalidArgumentError(
             "direct_address is for a center at a port, and this one is at "
-            f"{place.address}"
+            f"{settings.address}"
         )
-    if not HAS_NAMES:
+    if not HAS_ABSTRACT_SOCKETS:
         return None
-    return SocketListener(servicer, listening_by_name(), context)
+    return SocketListener(servicer, listen_abstract(), context)
 
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connect to the center, with a handshake."""
-    return SocketLink(dialled(target, target.connection.tls), target.buffers)
+    return SocketLink(dial_socket(target, target.connection.tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)

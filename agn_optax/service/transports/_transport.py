@@ -22,9 +22,9 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports._connection import Connection
-from agn_optax.service.wire import _status
+from agn_optax.service.wire import _errors
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader, nothing
+from agn_optax.service.wire._frames import Frame, FrameReader, do_nothing
 
 
 class ListenSettings(NamedTuple):
@@ -102,29 +102,29 @@ class Threads(ThreadPoolExecutor):
 
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(call, *args, **kwargs)
-        return self._owned(in_background(bound, "agn-optax center", lasting=True))
+        return self._tracked(in_background(bound, "agn-optax center", lasting=True))
 
     def keep_running(self, loop: Callable[[], object], name: str) -> Future[None]:
         """Run a loop on a thread until it returns, restarting it after exceptions."""
-        return self._owned(keep_running(loop, name))
+        return self._tracked(keep_running(loop, name))
 
-    def _owned(self, future: Future[Any]) -> Future[Any]:
+    def _tracked(self, future: Future[Any]) -> Future[Any]:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
 
-class Link(Reader, abc.ABC):
+class Link(FrameReader, abc.ABC):
     """The worker's end of its call, in both directions; for one thread at a time.
 
     Args:
-      receive, buffers: see `Reader`.
+      receive, buffers: see `FrameReader`.
 
     Attributes:
-      ended: exceptions that its methods raise if the call has ended; see
-        `why_it_ended` for the reason.
-      sent: called when bytes were sent, as ``heard`` is when bytes were received.
-      served: called when a frame was received that is no rejection.
+      end_errors: exceptions that its methods raise if the call has ended; see
+        `end_reason` for the reason.
+      on_sent: called when bytes were sent.
+      on_served: called when a frame was received that is not an error.
       deadline: time at which the watchdog cancels the call; monotonic seconds.
       is_late: whether the watchdog has canceled the call.
       transport: name of the transport, once the link was dialed for a worker.
@@ -132,34 +132,34 @@ class Link(Reader, abc.ABC):
 
     transport = ""
 
-    ended: tuple[type[Exception], ...]
+    end_errors: tuple[type[Exception], ...]
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
         super().__init__(receive, buffers)
-        self.sent = self.served = nothing
+        self.on_sent = self.on_served = do_nothing
         self.deadline = math.inf
         self.is_late = False
 
     @abc.abstractmethod
-    def send(self, parcel: Parcel) -> None:
+    def send(self, frame: Frame) -> None:
         """Send a frame; its arrays may be read until the answer has been received."""
 
-    def control(self) -> pb.Frame:
-        """Read the control message of the next frame."""
-        frame = super().control()
-        if frame is None:
+    def read_header(self) -> pb.Header:
+        """Read the header of the next frame."""
+        header = super().read_header()
+        if header is None:
             raise EOFError("the call has ended")
-        if frame.HasField("failure"):
-            raise _status.exception_in(frame.failure)
-        self.served()
-        return frame
+        if header.HasField("failure"):
+            raise _errors.exception_in(header.failure)
+        self.on_served()
+        return header
 
     @abc.abstractmethod
-    def why_it_ended(self) -> errors.AgnOptaxError:
+    def end_reason(self) -> errors.AgnOptaxError:
         """Return the exception that ended the call."""
 
     @abc.abstractmethod
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the call is known to have ended."""
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from agn_optax.service.wire import _schema
 
 # Numbers that one call of a program casts: few enough for a cache, and so many that the
 # call itself takes little of the time.
-_AT_A_TIME = 1 << 19
+_CAST_NUMBERS = 1 << 19
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -25,12 +25,12 @@ def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
         and flat.dtype.isnative
         and jax.default_backend() == "cpu"
     ):
-        end = flat.size - flat.size % _AT_A_TIME
-    for begin in range(0, end, _AT_A_TIME):
-        part = flat[begin : begin + _AT_A_TIME]
+        end = flat.size - flat.size % _CAST_NUMBERS
+    for begin in range(0, end, _CAST_NUMBERS):
+        part = flat[begin : begin + _CAST_NUMBERS]
         with jax.transfer_guard_host_to_device("allow"):
-            made = _cast(part, dtype)
-        yield np.asarray(made)
+            cast = _cast(part, dtype)
+        yield np.asarray(cast)
     # XLA would compile a program for each length of the rest.
     yield from _schema.in_dtype(flat[end:], dtype)
 

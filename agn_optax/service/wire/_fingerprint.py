@@ -19,23 +19,25 @@ def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
     )
 
 
-def compare(theirs: Any, rule: Rule, address: str) -> None:
+def compare(prints: Any, rule: Rule, address: str) -> None:
     """Check that the rule of a center is ``rule``.
 
     Args:
-      theirs: the fingerprint of the center's rule.
+      prints: the fingerprint of the center's rule.
       rule: the rule of this process.
       address: the center's address, for the error message.
 
     Raises:
       RuleMismatchError: the rules differ; the message names the parts that differ.
     """
-    others = {
-        each.part: each.setting if each.part in rules.SETTINGS else tuple(each.numbers)
-        for each in theirs
+    received = {
+        print_.part: print_.setting
+        if print_.part in rules.SETTINGS
+        else tuple(print_.numbers)
+        for print_ in prints
     }
-    if other := rules.difference(others, rule):
+    if difference := rules.difference(received, rule):
         raise errors.RuleMismatchError(
-            f"the center at {address} runs another rule: {other}. Give both the same "
-            "optimizers and settings"
+            f"the center at {address} runs another rule: {difference}. Give both the "
+            "same optimizers and settings"
         )

@@ -18,7 +18,7 @@ from agn_optax import errors
 from agn_optax._internal import Description, Leaf, layout
 
 _ALIGNMENT = 64  # bytes, of a buffer: XLA's CPU backend needs no copy then
-_CAST_SIZE = 1 << 16  # numbers to cast at a time, which fit into a cache
+_CAST_NUMBERS = 1 << 16  # numbers to cast at a time, which fit into a cache
 _GAP = bytes(layout.ALIGNMENT * 8)
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
@@ -30,22 +30,22 @@ _DTYPES = {*_FLOATS, *_INTEGERS, "bool"}
 Cast = Callable[[np.ndarray, Any], Iterator[np.ndarray]]
 
 
-def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def assign(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy each second array to the first one, cast to its dtype.
 
     The cast rounds to nearest, ties to even; numbers that overflow become infinite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        for place, array in places:
-            place[...] = array
+        for destination, array in copies:
+            destination[...] = array
 
 
 def in_dtype(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
     """Yield a flat array in another dtype, in pieces that are cast on demand."""
-    for begin in range(0, flat.size, _CAST_SIZE):
-        part = flat[begin : begin + _CAST_SIZE]
-        assign([(made := np.empty(part.shape, dtype), part)])
-        yield made
+    for begin in range(0, flat.size, _CAST_NUMBERS):
+        part = flat[begin : begin + _CAST_NUMBERS]
+        assign([(cast := np.empty(part.shape, dtype), part)])
+        yield cast
 
 
 class Schema(Description):
@@ -153,7 +153,7 @@ class Schema(Description):
                     yield part.view(np.uint8).data
             end = offset + flat.size * dtype.itemsize
 
-    def places(
+    def copies(
         self, arrays: Sequence[np.ndarray], buffer: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each array with its place in a buffer, as a view that it is copied to.

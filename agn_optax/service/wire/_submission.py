@@ -41,10 +41,10 @@ def _fields(
     Raises:
       KeyError: center.proto, or the code generated from it, lacks one of them.
     """
-    found = [message.DESCRIPTOR.fields_by_name[name] for name in plain_fields(record)]
+    fields = [message.DESCRIPTOR.fields_by_name[name] for name in plain_fields(record)]
     return [
-        _Field(each.name, each.has_presence, each.type == FieldDescriptor.TYPE_FLOAT)
-        for each in found
+        _Field(field.name, field.has_presence, field.type == FieldDescriptor.TYPE_FLOAT)
+        for field in fields
     ]
 
 
@@ -52,16 +52,16 @@ _SUBMITTED = _fields(Submission, pb.Message)
 _ANSWERED = _fields(Answer, pb.Snapshot)
 
 
-def message_of(submission: Submission, **more: Any) -> pb.Message:
+def message_of(submission: Submission, **others: Any) -> pb.Message:
     """Return a submission as it is sent, without its contribution.
 
     Args:
       submission: the submission, which was `Submission.checked`.
-      **more: the fields of the message that a submission does not have.
+      **others: the fields of the message that a submission does not have.
     """
     reported = {k: float(v) for k, v in (submission.reported or {}).items()}
-    more["has_anchor"] = submission.anchor is not None
-    return pb.Message(**plain(submission), reported=reported, **more)
+    others["has_anchor"] = submission.anchor is not None
+    return pb.Message(**plain(submission), reported=reported, **others)
 
 
 def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
@@ -74,19 +74,19 @@ def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
     )
 
 
-def snapshot_of(record: Answer | Snapshot, **more: Any) -> pb.Snapshot:
+def snapshot_of(record: Answer | Snapshot, **others: Any) -> pb.Snapshot:
     """Return an answer, or the result of a pull, as it is sent without its parameters.
 
     Args:
       record: the answer, whose norm is a Python float, or the snapshot.
-      **more: the fields of the message that the record does not have.
+      **others: the fields of the message that the record does not have.
     """
-    return pb.Snapshot(**plain(record), **more)
+    return pb.Snapshot(**plain(record), **others)
 
 
-def answer_of(said: pb.Snapshot, params: PyTree, received: int) -> Answer:
+def answer_of(snapshot: pb.Snapshot, params: PyTree, received: int) -> Answer:
     """Return a received answer with its parameters and its size in bytes."""
-    return Answer(params=params, received=received, **_present(said, _ANSWERED))
+    return Answer(params=params, received=received, **_present(snapshot, _ANSWERED))
 
 
 def _present(message: Message, fields: Sequence[_Field]) -> dict[str, Any]:

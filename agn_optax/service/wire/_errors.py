@@ -35,7 +35,7 @@ _TRANSIENT = {
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 # Codes of other servers, the second one of their health service.
-_NO_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
+_NOT_A_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
@@ -51,10 +51,10 @@ def abort(context: grpc.ServicerContext, error: Exception) -> None:
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     """Return the library's exception for a failed gRPC call."""
-    named = dict(error.trailing_metadata() or ()).get(_KIND)
+    kind = dict(error.trailing_metadata() or ()).get(_KIND)
     code, details = error.code(), error.details() or ""
-    if named in errors.__all__:
-        return getattr(errors, named)(details)
+    if kind in errors.__all__:
+        return getattr(errors, kind)(details)
     # gRPC's error if the server has reached its maximum number of concurrent calls.
     is_full = code == grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent" in details
     if code in _TRANSIENT or is_full:
@@ -63,9 +63,9 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         )
     if code in _NOT_ALLOWED:  # not from a center, so perhaps from a proxy
         return errors.NotAllowedError(f"{code.name}: {details}")
-    if code in _NO_CENTER:
+    if code in _NOT_A_CENTER:
         return errors.ProtocolError(
-            f"the server at {address} is no center of agn_optax ({details})"
+            f"the server at {address} is not a center of agn_optax ({details})"
         )
     return errors.CenterError(f"the center at {address} failed: {code.name}: {details}")
 
@@ -82,8 +82,8 @@ def failure_of(error: Exception) -> pb.Failure:
     return pb.Failure(kind=type(error).__name__, details=details)
 
 
-def exception_in(said: pb.Failure) -> errors.AgnOptaxError:
+def exception_in(failure: pb.Failure) -> errors.AgnOptaxError:
     """Return the exception in a protobuf message from a center."""
-    if said.kind in errors.__all__:
-        return getattr(errors, said.kind)(said.details)
-    return errors.CenterError(f"{said.kind}: {said.details}")
+    if failure.kind in errors.__all__:
+        return getattr(errors, failure.kind)(failure.details)
+    return errors.CenterError(f"{failure.kind}: {failure.details}")

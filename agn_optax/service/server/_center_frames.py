@@ -1,0 +1,175 @@
+"""A center's parameters as frames, and received buffers as contributions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.center import (
+    Answer,
+    Core,
+    KeptAnswer,
+    LocalSession,
+    Packed,
+    Snapshot,
+    Version,
+)
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.wire import _buffers, _trees
+from agn_optax.service.wire._frames import Frame
+from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._submission import snapshot_of
+
+PyTree = Any
+
+
+class CenterFrames:
+    """Conversion between the trees of a center and frames.
+
+    Args:
+      core: the core of the center.
+
+    Raises:
+      InvalidArgumentError: the center's tree is too large to be sent.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        if core.is_initialized:
+            _ = self.schema_bytes  # raises now if the tree has no valid schema
+
+    @functools.cached_property
+    def schemas(self) -> _trees.WireSchemas:
+        """The schemas of the center, messages and answers.
+
+        Raises:
+          NotInitializedError: the center has no parameters.
+        """
+        return _trees.wire_schemas(self._core.rule, self._core.store.like)
+
+    @functools.cached_property
+    def schema_bytes(self) -> bytes:
+        """The schema of the center as it is sent."""
+        return _trees.to_bytes(self.schemas.center)
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema of the center; None if it has no parameters yet."""
+        return self.schemas.center if self._core.is_initialized else None
+
+    @property
+    def size(self) -> int:
+        """Size of the center's buffer in bytes; 0 without parameters."""
+        schema = self.schema
+        return 0 if schema is None else schema.size
+
+    @functools.cached_property
+    def parameters(self) -> tuple[int, int]:
+        """The number of the center's parameters, and their size in bytes."""
+        leaves = self.schemas.center.leaves
+        numbers = sum(math.prod(leaf.shape) for leaf in leaves)
+        return numbers, sum(leaf.nbytes for leaf in leaves)
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """True if the center's arrays have the layout of the buffer on the wire."""
+        store = self._core.store
+        return store.packing is not None and _trees.has_schema_order(store.like)
+
+    def message_schema(self, message: pb.Message) -> Schema:
+        """Return the schema of a message's contribution.
+
+        Raises:
+          InvalidArgumentError: JAX does not support its dtype with these settings.
+          TreeMismatchError: it does not match the center's tree.
+        """
+        if message.dtype and not _trees.is_representable(message.dtype):
+            raise errors.InvalidArgumentError(
+                f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
+                "environment"
+            )
+        schema = self.schemas.message.cast(message.dtype)
+        if message.schema_hash != schema.hash:
+            raise errors.TreeMismatchError(
+                "the message does not match the center's tree; the worker must ask for "
+                "the center's description again"
+            )
+        return schema
+
+    def contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
+        """Return a received buffer as a contribution for the center."""
+        if self.is_flat:
+            return Packed(*schema.packed.views(buffer))
+        like = self._core.store.contribution_like
+        return _trees.build(schema, schema.views(buffer), like)
+
+    def copy_over_message(
+        self,
+        session: LocalSession,
+        kept: KeptAnswer,
+        schema: Schema,
+        buffer: np.ndarray,
+    ) -> KeptAnswer:
+        """Return an answer that is copied over its message, if it has the same schema.
+
+        The version itself, while it was being sent, would prevent other messages from
+        updating the center in place. The copy takes less time than the allocation of
+        another version.
+        """
+        if schema.hash != self.schemas.center.hash or kept.recorded:
+            return kept  # the journal may still read a recorded message
+        with self._core.reading(kept.version) as version, self._core.reading() as now:
+            # Wait until the message is no longer read. Later versions depend on it, but
+            # the answer's version does not if the rule adopts the version before.
+            jax.block_until_ready(
+                (version.params, now.params, kept.answer.norm, kept.read)
+            )
+            flat = schema.packed
+            _buffers.write(flat, _trees.host_arrays(version.params, flat), buffer)
+        return session.replace(kept, Packed(*flat.views(buffer)))
+
+    def answer(self, version: Version, answer: Answer, message: pb.Message) -> Frame:
+        """Return the frame with an answer to a message.
+
+        It has the differences from the worker's anchor if these are known and smaller.
+        """
+        schemas = self.schemas
+        if schemas.deltas is not None and message.has_anchor:
+            deltas = self._core.differences(message.anchor_version, version)
+            count = 0 if deltas is None else len(deltas)
+            schema = schemas.deltas(count)
+            if deltas is not None and schema.size < schemas.answer.size:
+                snapshot = snapshot_of(
+                    answer, schema_hash=schema.hash, differences=count
+                )
+                arrays = _trees.host_arrays(deltas, schema)
+                return Frame(pb.Header(snapshot=snapshot), schema, arrays)
+        return self._whole(version, answer, schemas.answer, broadcast=True)
+
+    def snapshot(self, version: Version, *, broadcast: bool) -> Frame:
+        """Return the frame with a version that was pulled."""
+        pulled = Snapshot(None, version.number)
+        return self._whole(version, pulled, self.schemas.center, broadcast=broadcast)
+
+    def _whole(
+        self,
+        version: Version,
+        record: Answer | Snapshot,
+        schema: Schema,
+        *,
+        broadcast: bool,
+    ) -> Frame:
+        """Return the frame with a version, with views of its arrays if possible."""
+        snapshot = snapshot_of(record, schema_hash=schema.hash)
+        if self.is_flat:
+            params, schema = version.params, schema.packed
+        else:
+            store = self._core.store
+            params = store.broadcast(version) if broadcast else store.tree(version)
+        arrays = _trees.host_arrays(params, schema)
+        return Frame(pb.Header(snapshot=snapshot), schema, arrays)

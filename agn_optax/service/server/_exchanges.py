@@ -1,0 +1,150 @@
+"""One exchange of a worker: its message is received, applied and answered."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+
+from agn_optax._internal import in_background
+from agn_optax.center import Core, KeptAnswer, LocalSession
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._address import WAITING_INTERVAL
+from agn_optax.service.server._center_frames import CenterFrames
+from agn_optax.service.server._status import Traffic, WorkerTraffic
+from agn_optax.service.wire._frames import Frame, FrameReader
+from agn_optax.service.wire._submission import submission_of
+
+WAITING = Frame(pb.Header(waiting=pb.Waiting()))
+_MIN_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
+
+
+class Exchanges:
+    """All exchanges of a center that are under way.
+
+    Args:
+      core: the core of the center.
+      frames: the center as frames.
+      traffic: the traffic of all workers.
+
+    Attributes:
+      answering: number of exchanges that are being applied and answered.
+      running: number of these, and of those whose message is still being received.
+    """
+
+    def __init__(
+        self, core: Core, frames: CenterFrames, traffic: WorkerTraffic
+    ) -> None:
+        self._core = core
+        self._frames = frames
+        self._traffic = traffic
+        self._changed = threading.Condition()
+        self.answering = 0
+        self.running = 0
+        # It is held while a large message is applied and its answer copied, because the
+        # next in-place update must wait for the copy. No I/O happens while it is held.
+        self._applying = threading.Lock()
+        # Hashes of the schemas whose programs are compiled.
+        self._compiled: set[bytes] = set()
+
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Wait until no exchange is being applied or answered; False if one still is.
+
+        Args:
+          timeout: seconds to wait at most.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.answering, timeout)
+
+    def run(
+        self,
+        session: LocalSession,
+        message: pb.Message,
+        reader: FrameReader,
+        on_event: Callable[..., object],
+    ) -> Iterator[Frame]:
+        """Receive and apply a message, and yield its answer.
+
+        Args:
+          session: the worker's session.
+          message: the message without its buffer.
+          reader: reader of the buffer.
+          on_event: reports an exchange to the monitor.
+        """
+        traffic = self._traffic.get(session.worker)
+        with self.counting("running"), ExitStack() as stack:
+            kept = yield from self._apply(session, message, reader, stack, traffic)
+            answer = kept.answer
+            if answer.norm is not None:
+                traffic.norm = float(answer.norm)
+                answer = answer._replace(norm=traffic.norm)
+            worker, session_id = session.worker, session.session_id
+            on_event("exchange", worker, session_id, message.steps, answer)
+            with self._core.reading(kept.version) as version:
+                frame = self._frames.answer(version, answer, message)
+                if kept.recorded:
+                    # Only the last part of the answer waits for the disk: an answer
+                    # without it cannot be used, so the rest may be sent before.
+                    until_kept = functools.partial(session.wait_until_kept, kept)
+                    frame.before_last_byte = until_kept
+                self._traffic.count(traffic, sent=frame.nbytes)
+                yield frame
+
+    def _apply(
+        self,
+        session: LocalSession,
+        message: pb.Message,
+        reader: FrameReader,
+        stack: ExitStack,
+        traffic: Traffic,
+    ) -> Generator[Frame, None, KeptAnswer]:
+        """Receive and apply a message; return its answer.
+
+        The message's memory is not referenced any more when this returns.
+
+        Yields:
+          Waiting frames, until the answer is known.
+        """
+        schema = self._frames.message_schema(message)
+        buffer = reader.read_buffer(schema, "a message")
+        stack.enter_context(self.counting("answering"))
+        self._traffic.count(traffic, received=schema.size)
+        submission = submission_of(message, self._frames.contribution(schema, buffer))
+        traffic.period = submission.steps
+        traffic.reported = dict(submission.reported or {})  # each message has them all
+        submit = functools.partial(session.submit, submission)
+        if schema.hash not in self._compiled:  # its programs may take minutes
+            submitted = in_background(submit, "agn-optax first exchange")
+            while wait([submitted], WAITING_INTERVAL).not_done:
+                yield WAITING
+            submitted.result()
+            self._compiled.add(schema.hash)
+        elif self._frames.is_flat and schema.size >= _MIN_COPIED:
+            while not self._applying.acquire(timeout=WAITING_INTERVAL):
+                yield WAITING
+            try:
+                submit()
+                kept = session.answer(message.sequence, timeout=0.0)
+                if kept is not None and self.running > 1:
+                    return self._frames.copy_over_message(session, kept, schema, buffer)
+            finally:
+                self._applying.release()
+        else:
+            submit()
+        while (kept := session.answer(message.sequence, WAITING_INTERVAL)) is None:
+            yield WAITING
+        return kept
+
+    @contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """Increase the counter ``name`` within the block."""
+        with self._changed:
+            setattr(self, name, getattr(self, name) + 1)
+        try:
+            yield
+        finally:
+            with self._changed:
+                setattr(self, name, getattr(self, name) - 1)
+                self._changed.notify_all()

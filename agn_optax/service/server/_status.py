@@ -1,0 +1,100 @@
+"""Traffic of a center's workers, and their status."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from agn_optax.center import Member
+from agn_optax.service import center_pb2 as pb
+
+
+@dataclasses.dataclass
+class Traffic:
+    """The traffic and the reported numbers of one worker, for its status."""
+
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    period: int = 0  # local steps
+    norm: float | None = None
+    transport: str = ""
+    reported: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class WorkerTraffic:
+    """The traffic of all workers.
+
+    Args:
+      max_workers: maximum number of workers.
+      present: returns the names of the workers that have a session.
+
+    Attributes:
+      total: traffic of all workers since the start.
+    """
+
+    def __init__(
+        self, max_workers: int, present: Callable[[], Collection[str]]
+    ) -> None:
+        self.total = Traffic()
+        self._max_workers = max_workers
+        self._present = present
+        self._lock = threading.Lock()
+        self._workers: dict[str, Traffic] = {}
+
+    def get(self, worker: str) -> Traffic:
+        """Return a worker's traffic; drop that of absent workers if there are many."""
+        are_many = len(self._workers) > 2 * self._max_workers
+        present = self._present() if are_many else ()
+        with self._lock:
+            if are_many:
+                workers = self._workers.items()
+                self._workers = {name: t for name, t in workers if name in present}
+            return self._workers.setdefault(worker, Traffic())
+
+    def count(self, traffic: Traffic, *, received: int = 0, sent: int = 0) -> None:
+        """Add bytes to the traffic of a worker and to the total."""
+        with self._lock:
+            for counted in (traffic, self.total):
+                counted.bytes_received += received
+                counted.bytes_sent += sent
+
+    def statuses(
+        self, members: dict[str, Member], waiting: Collection[str]
+    ) -> list[pb.WorkerStatus]:
+        """Return the statuses of workers, in the order of their names.
+
+        Args:
+          members: the workers by their names.
+          waiting: names of workers whose message waits to be applied.
+        """
+        workers = dict(self._workers)
+        return [
+            _status_of(name, member, name in waiting, workers.get(name))
+            for name, member in sorted(members.items())
+        ]
+
+
+def _status_of(
+    name: str, member: Member, waits: bool, traffic: Traffic | None
+) -> pb.WorkerStatus:
+    """Return the status of a worker; it has not stalled while the center waits."""
+    now = time.monotonic()
+    exchanges, steps = member.recent.rates(now) or (None, None)
+    is_awaited = member.connected and not waits
+    return pb.WorkerStatus(
+        name=name,
+        connected=member.connected,
+        exchanges=member.exchanges,
+        dropped=member.dropped,
+        staleness=member.staleness,
+        joined=now - member.joined,
+        seen=now - member.seen,
+        waits=waits,
+        rejected=member.rejected,
+        exchanges_per_second=exchanges,
+        steps_per_second=steps,
+        stalled=member.recent.overdue(now) if is_awaited else None,
+        **({} if traffic is None else dataclasses.asdict(traffic)),
+    )

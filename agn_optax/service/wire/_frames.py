@@ -1,0 +1,217 @@
+"""Frames, which all transports carry: two sizes, a header, and a buffer.
+
+The sizes are those of the header, a protobuf `Header`, and of the buffer, which holds
+the leaves of a tree. See center.proto.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from agn_optax import errors
+from agn_optax._internal import Leaf
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.wire import _casting
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._schema import Schema
+
+SIZES = struct.Struct("<IQ")  # begin of a frame: sizes of its header and its buffer
+MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
+MAX_PROBE = 4 << 20  # bytes in each direction
+_RANDOM = 1 << 16  # bytes to repeat in a probe: longer than the window of compression
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """A frame to be sent.
+
+    At its end as a context manager it releases its arrays, even if the frame itself is
+    still referred to.
+
+    Args:
+      header: the header.
+      schema: schema of the arrays; None if the frame has no buffer.
+      arrays: the leaves, in the order of the schema, read while the frame is sent.
+      before_last_byte: called before the last byte is sent, without which the frame
+        is not received.
+      answer_size: size in bytes of the buffer expected in the answer.
+    """
+
+    header: pb.Header
+    schema: Schema | None = None
+    arrays: Sequence[np.ndarray] = ()
+    before_last_byte: Callable[[], None] | None = None
+    answer_size: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return 0 if self.schema is None else self.schema.size
+
+    def __enter__(self) -> Frame:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.arrays = ()
+
+    def copy(self) -> Frame:
+        """Return a copy of the frame to send, which a transport may change."""
+        header = pb.Header()
+        header.CopyFrom(self.header)
+        return dataclasses.replace(self, header=header)
+
+    def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
+        """Yield the frame in nonempty pieces, most of which are views of the arrays.
+
+        Args:
+          in_memory: whether the buffer is in shared memory, and is left out here.
+        """
+        header = self.header.SerializeToString()
+        sizes = SIZES.pack(len(header), 0 if in_memory else self.nbytes)
+        last = memoryview(sizes + header)
+        if self.schema is not None and not in_memory:
+            for piece in self.schema.pieces(self.arrays, _casting.pieces):
+                if len(piece):
+                    yield last
+                    last = piece
+        if self.before_last_byte is not None:
+            if len(last) > 1:
+                yield last[:-1]
+            self.before_last_byte()
+            last = last[-1:]
+        yield last
+
+
+def bytes_schema(size: int) -> Schema:
+    """Return the schema of ``size`` plain bytes."""
+    return Schema([Leaf("", "uint8", (size,))])
+
+
+def random_frame(header: pb.Header, size: int, answer_size: int = 0) -> Frame:
+    """Return a frame of incompressible bytes, to measure the speed of a connection.
+
+    Args:
+      header: the header.
+      size: number of bytes; 0 for no buffer.
+      answer_size: see `Frame`.
+    """
+    if not size:
+        return Frame(header, answer_size=answer_size)
+    block = np.frombuffer(os.urandom(_RANDOM), np.uint8)
+    schema, arrays = bytes_schema(size), [np.resize(block, size)]
+    return Frame(header, schema, arrays, answer_size=answer_size)
+
+
+def join_pieces(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """Join ``pieces`` to as few objects as possible, each of at most ``size`` bytes."""
+    joined: list[memoryview] = []
+    free = size
+    for piece in pieces:
+        while len(piece) > free:
+            yield b"".join([*joined, piece[:free]])
+            joined, free, piece = [], size, piece[free:]
+        joined.append(piece)
+        free -= len(piece)
+    if free < size:
+        yield b"".join(joined)
+
+
+class FrameReader:
+    """Reads frames one after another.
+
+    Args:
+      receive: writes the next received bytes to a view, and returns their number; 0 at
+        the end.
+      buffers: buffers to receive in.
+
+    Attributes:
+      on_received: called when bytes were received.
+      timed: ``timed(size)`` is a context with a timeout, around receiving ``size``
+        bytes without a pause; for a link, also around sending.
+    """
+
+    def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
+        self.on_received = do_nothing
+        self.timed: Callable[[int], contextlib.AbstractContextManager[Any]]
+        self.timed = contextlib.nullcontext
+        self._receive = receive
+        self._buffers = buffers
+        self._unread = 0  # size of a frame's buffer that is not read yet
+
+    def read_header(self) -> pb.Header | None:
+        """Read the header of the next frame; None if there is no more frame.
+
+        Raises:
+          ProtocolError: the received bytes are no header, or one too large.
+          EOFError: the connection ended within a frame.
+        """
+        if self._unread:
+            raise errors.ProtocolError(
+                f"a buffer of {self._unread} bytes came with a frame that has none"
+            )
+        sizes = bytearray(SIZES.size)
+        received = self._receive_some(memoryview(sizes))
+        if not received:
+            return None
+        with self.timed(MAX_HEADER):
+            self.fill(memoryview(sizes)[received:])
+            header_size, buffer_size = SIZES.unpack(sizes)
+            if header_size > MAX_HEADER:  # checked before memory is allocated
+                raise errors.ProtocolError(
+                    f"a header must have at most {MAX_HEADER} bytes, got {header_size}"
+                )
+            header_bytes = bytearray(header_size)
+            self.fill(memoryview(header_bytes))
+        try:
+            header = pb.Header.FromString(bytes(header_bytes))
+        except DecodeError as error:
+            raise errors.ProtocolError(f"not a header: {error}") from None
+        self._unread = buffer_size
+        return header
+
+    def read_buffer(self, schema: Schema, what: str) -> np.ndarray:
+        """Read the buffer of that frame, into memory that is not shared.
+
+        Raises:
+          ProtocolError: the buffer's size is not that of the schema.
+          EOFError: the connection ended within the buffer.
+        """
+        if self._unread != schema.size:
+            raise errors.ProtocolError(
+                f"{what} of {schema.size} bytes was expected, got {self._unread} bytes"
+            )
+        buffer = self._buffers.take(schema.size)
+        with self.timed(schema.size):
+            self.fill(buffer.data)
+        self._unread = 0
+        return buffer
+
+    def fill(self, view: memoryview) -> None:
+        """Read bytes into all of a view.
+
+        Raises:
+          EOFError: the connection ended before that.
+        """
+        while view:
+            received = self._receive_some(view)
+            if not received:
+                raise EOFError("the stream ends within a frame")
+            view = view[received:]
+
+    def _receive_some(self, view: memoryview) -> int:
+        received = self._receive(view)
+        if received:
+            self.on_received()
+        return received
+
+
+def do_nothing() -> None:
+    """Do nothing; the default of callbacks."""
