@@ -1,4 +1,4 @@
-"""Whether a rule may move parts of a center, or all its leaves as one array.
+"""Checks that a rule may move parts of a center, or all its leaves as one array.
 
 The rule says so: its functions by `Rule.elementwise`, its codec by `Codec.reads`, and
 its transformations by the table in `agn_optax.rules._declared`. Nothing is run.

@@ -1,4 +1,4 @@
-"""How much of a tree each optax transformation reads, as one table.
+"""A table of optax transformations, and how much of a tree each one reads.
 
 A transformation is known by the function that made its ``update``. One that is not in
 the table counts as one that reads the whole tree, unless its author declares it by
@@ -24,7 +24,7 @@ WIDTHS: tuple[Reads, ...] = ("element", "leaf", "tree")
 
 
 class Entry(NamedTuple):
-    """What is known of the transformations that one function makes."""
+    """The declared properties of the transformations that one function makes."""
 
     # What an element of the result depends on: that element of the arguments, its leaf,
     # or the whole tree. All may depend on scalars, such as counts.

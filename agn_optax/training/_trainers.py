@@ -1,4 +1,4 @@
-"""What `fit` does as a worker of a center, and on towers."""
+"""Training by `fit`, as a worker of a center or on towers."""
 
 from __future__ import annotations
 

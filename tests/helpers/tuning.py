@@ -67,7 +67,7 @@ def set_parent_pauses(monkeypatch, first, longest=None):
     """Set the first and the longest pause of a site that has lost its parent."""
     monkeypatch.setattr(_tree, "_POLL", first)
     if longest is not None:
-        monkeypatch.setattr(_tree, "_LONGEST", longest)
+        monkeypatch.setattr(_tree, "_MAX_PAUSE", longest)
 
 
 def set_broadcast_pause(monkeypatch, seconds):

@@ -714,7 +714,7 @@ def test_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
         (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
-        (lambda: two_way(codecs.low_rank(2)), "alike only up to rounding"),
+        (lambda: two_way(codecs.low_rank(2)), "equally only up to rounding"),
         (lambda: two_way(two_way(codecs.sign())), "Give the codec without error_fee"),
         (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
         (lambda: two_way("int8"), "must be a floating dtype, got int8"),

@@ -213,7 +213,7 @@ def test_leave_of_an_unknown_name_is_not_remembered(server, center):
     for i in range(20):
         request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="life")
         center._connection.unary("Leave", request, pb.LeaveReply)
-    assert not ledger._gone
+    assert not ledger._ended
     assert not server._servicer._traffic._workers
     assert not center.status()["workers"]
 
