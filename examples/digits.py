@@ -233,6 +233,10 @@ class Trainer:
             job.worker,
             [sys.executable, "-B", str(WORKER), json.dumps(dataclasses.asdict(job))],
             environment={
+                # For `service.environment`, as `agn-optax launch` sets them.
+                "AGN_OPTAX_CENTER": addresses[0],
+                "AGN_OPTAX_RANK": str(rank),
+                "AGN_OPTAX_WORKERS": str(args.workers),
                 # A restarted worker reuses compiled programs.
                 "JAX_COMPILATION_CACHE_DIR": os.environ.get(
                     "JAX_COMPILATION_CACHE_DIR", str(self.scratch / "compiled")

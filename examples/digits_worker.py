@@ -253,7 +253,7 @@ class Report:
 
 def work(job: Job) -> None:
     """Do all tasks in order; after a restart, do the last one only."""
-    restarts = int(os.environ["AGN_OPTAX_RESTARTS"])
+    restarts = service.environment().restarts
     with np.load(job.data) as data:
         images, labels = jnp.asarray(data["images"]), jnp.asarray(data["labels"])
     mine = share(len(labels), job.rank, job.workers)

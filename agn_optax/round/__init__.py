@@ -44,6 +44,7 @@ from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
+from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import MovedCenter as MovedCenter
 from agn_optax.round._round import add_to_record as add_to_record

@@ -1,5 +1,6 @@
 """Runs on Ray: planned, and on a cluster of several nodes some of which are killed."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -8,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,14 @@ from orbax.checkpoint import v1
 
 from agn_optax import center, errors, rules
 from agn_optax.ops.engines import Ray, Resources, Run
-from agn_optax.ops.engines._ray_actors import Supervisor
+from agn_optax.ops.engines._ray_actors import (
+    ActorLocation,
+    CenterActor,
+    NewOutput,
+    Supervisor,
+    WorkerActor,
+)
+from agn_optax.ops.launch import Outcome
 
 # A node of Ray starts within seconds, on a busy machine within a minute.
 LIMIT = 240
@@ -147,6 +156,77 @@ def test_driver_that_takes_over_gets_only_new_lines():
     assert supervisor.new_output(0).lines == ["line 0", "line 1", "line 2"]
     supervisor._emit("center", "line 3")
     assert supervisor.new_output(0).lines == ["line 3"]
+
+
+class Actor:
+    """An actor without Ray, whose program prints a line at each start and ends.
+
+    Args:
+      line: the line.
+      codes: exit codes of the starts; None for a program that runs until it is stopped.
+    """
+
+    def __init__(self, line, codes):
+        self._line, self._codes = line, iter(codes)
+        self._session, self._stopping = "", asyncio.Event()
+
+    def __getattr__(self, name):
+        return types.SimpleNamespace(remote=getattr(self, f"do_{name}"))
+
+    async def do_location(self):
+        return ActorLocation("node", "host", 1)
+
+    async def do_start(self, restarts):
+        self._session, self._code = str(restarts), next(self._codes)
+        return self._session
+
+    async def do_new_output(self, seconds):
+        outcome = None
+        if self._code is not None or self._stopping.is_set():
+            outcome = Outcome("", self._code or 0, 0, 0.0, stopped=False)
+        else:
+            await asyncio.sleep(0.01)
+        return NewOutput(self._session, [self._line], outcome)
+
+    def do_stop(self):
+        self._stopping.set()
+
+
+def test_center_that_ends_as_soon_as_it_serves_is_started_again(here, monkeypatch):
+    """One reply of its actor then has the line that it serves, and its end."""
+    serving = json.dumps({"event": "serving"})
+    ray = pytest.importorskip("ray")
+    from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 imports ray
+
+    actors = {
+        CenterActor: lambda run: Actor(serving, [1, None]),
+        WorkerActor: lambda run, rank: Actor("works", [0]),
+    }
+
+    def remote(kind):
+        made = types.SimpleNamespace(remote=actors[kind])
+        return types.SimpleNamespace(options=lambda **options: made)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    run = Run(
+        name="run",
+        program=["t.py"],
+        workers=1,
+        rule={"rule": "downpour"},
+        storage=here / "kept",
+        center_restarts=1,
+    )
+    lines = []
+    driver = Driver(
+        *(run, lambda name, line: lines.append((name, line)), Ray(run).settings),
+        center={},
+        worker={},
+    )
+    summary = driver.run()
+    assert summary["returncode"] == 0, lines
+    assert ("center", "agn-optax: starts again (1 of 1)") in lines
+    assert ("worker-0", "works") in lines
 
 
 def test_missing_ray_names_the_extra_to_install(here, monkeypatch):

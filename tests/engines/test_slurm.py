@@ -211,6 +211,27 @@ def test_missing_sbatch_is_reported(here, monkeypatch):
     assert not (here / "kept").exists()
 
 
+def test_ids_of_jobs_are_not_in_the_environment_of_jobs(here, monkeypatch):
+    """``sbatch`` gives its environment to the jobs."""
+    (here / "bin").mkdir()
+    sbatch = here / "bin/sbatch"
+    sbatch.write_text(f"""#!/bin/bash
+echo "$*" >> {here}/submitted
+env >> {here}/environment
+echo $((6 + $(wc -l < {here}/submitted)))
+""")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}/bin{os.pathsep}{os.environ['PATH']}")
+    succeeds("launch", "run.toml", "--on=slurm")
+    assert (here / "submitted").read_text().splitlines() == [
+        "--parsable center.sh",
+        f"--parsable {ARRAY} --dependency=after:7 workers.sh",
+        "--parsable --dependency=afterany:8 end.sh 7",
+    ]
+    lines = (here / "environment").read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("center=", "workers="))]
+
+
 def run_as_task(here, setup, **environment):
     """Run the script of worker 1 here, as SLURM would; its program prints one line."""
     (here / "train.py").write_text("print('it ran')\n")

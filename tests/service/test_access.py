@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -467,6 +468,44 @@ def test_token_in_two_files_is_valid_while_its_lines_agree(tmp_path, monkeypatch
     assert known(access, *"abc") == set("abc")
     with pytest.raises(errors.InvalidArgumentError, match="the same token"):
         Access(file, file)
+
+
+def test_token_that_two_files_give_different_roles_is_logged_once(
+    tmp_path, monkeypatch, caplog
+):
+    read_at_once(monkeypatch)
+    file, other = tmp_path / "tokens", tmp_path / "others"
+    file.write_text(f"reader * {token('a')}\n")
+    other.write_text(f"reader * {token('b')}\n")
+    access = Access(file, other)
+    other.write_text(f"operator * {token('a')}\nreader * {token('b')}\n")
+    for _ in range(3):
+        assert known(access, *"ab") == {"b"}
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert f"{file} (reader under any name) and {other} (operator" in message
+    assert token("a") not in message
+
+
+def test_file_that_cannot_be_read_for_a_while_is_read_again(
+    tmp_path, monkeypatch, caplog
+):
+    """``stat`` does not show the reason, such as too many open files."""
+    read_at_once(monkeypatch)
+    file = tmp_path / "tokens"
+    file.write_text(f"reader * {token('a')}\n")
+    access = Access(file)
+    file.write_text(f"reader * {token('b')}\n# changed\n")
+
+    def fail(path):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "read_bytes", fail)
+        for _ in range(3):
+            assert known(access, *"ab") == {"a"}
+    assert known(access, *"ab") == {"b"}
+    assert caplog.text.count("too many open files") == 1
 
 
 def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch, caplog):

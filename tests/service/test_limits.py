@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import logging
 import queue
 import resource
 import socket
@@ -308,6 +309,17 @@ def test_one_chief_initializes_at_a_time(monkeypatch):
             center.initialize(START, worker="c")
 
 
+def test_initialized_center_answers_a_chief_while_another_one_sends(server):
+    initializations = server._servicer.call_limits.initializations
+    busy = errors.CenterBusyError("not free")
+    with (
+        service.connect(server.address, RULE, timeout=4) as chief,
+        initializations.held("another chief", busy),
+        pytest.raises(errors.AlreadyInitializedError),
+    ):
+        chief.initialize(START, worker="chief")
+
+
 def test_stalled_chief_is_disconnected_before_others_time_out():
     timeout = inspect.signature(service.connect).parameters["timeout"].default
     waits = _call_limits.CHIEF_TIMEOUT + _servicer.WAITING_INTERVAL
@@ -557,6 +569,28 @@ def test_small_calls_do_not_use_up_the_tokens_of_large_ones():
             limiter.take("a", 0.0, max_wait=0.0)
     spent = (limiter._full_at["a"] - time.monotonic()) * 1e-9
     assert 10.0 < spent <= 11.0
+
+
+def test_delay_is_logged_without_the_lock_of_the_limiter():
+    """A log that is slow must not delay other callers."""
+    limiter = _rate_limits.RateLimiter(10.0)
+    is_waiting = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            other = threading.Thread(target=limiter.take, args=("b", 1.0), daemon=True)
+            other.start()
+            other.join(5.0)
+            is_waiting.append(other.is_alive())
+
+    log, handler = logging.getLogger("agn_optax"), Handler()
+    log.addHandler(handler)
+    try:
+        for _ in range(3):
+            limiter.take("a", 1.0)
+    finally:
+        log.removeHandler(handler)
+    assert is_waiting == [False]
 
 
 def test_callers_that_spent_most_are_remembered_longest(monkeypatch):

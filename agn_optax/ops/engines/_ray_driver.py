@@ -140,7 +140,7 @@ class Driver:
             self._center = [center]
             served = asyncio.create_task(self._serving.wait())
             await _first_done({served, center.loop})
-            if not self._serving.is_set():
+            if center.loop.done():
                 center.loop.result()  # raises its error
                 self._has_failed = True
                 return

@@ -539,7 +539,8 @@ def _output_of(
     Args:
       line: the command as a line of a shell.
       folder: the folder to run it in.
-      variables: variables that the shell expands in the line.
+      variables: variables that the shell expands in the line, and does not export:
+        sbatch gives the jobs the variables of its environment.
 
     Raises:
       InvalidArgumentError: the command fails.
@@ -547,10 +548,11 @@ def _output_of(
     inherited = {
         name: v for name, v in os.environ.items() if not _NOT_INHERITED.match(name)
     }
+    assigned = [f"{name}={shlex.quote(v)}" for name, v in (variables or {}).items()]
     result = subprocess.run(  # noqa: S603 the commands of --dry-run
-        ["/bin/bash", "-c", line],
+        ["/bin/bash", "-c", "; ".join([*assigned, line])],
         cwd=folder,
-        env={**inherited, **(variables or {})},
+        env=inherited,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509 import oid
 
 from agn_optax import errors
 from agn_optax.service import tokens
 
 _CLOCK_TOLERANCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
+_AuthorityKey = (
+    ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
+)
 
 
 def make(
@@ -88,16 +91,14 @@ class _Authority:
         pem, key = directory / "ca.pem", directory / "ca.key"
         if pem.exists() and key.exists():
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
-            found = serialization.load_pem_private_key(key.read_bytes(), None)
-            assert isinstance(found, ec.EllipticCurvePrivateKey)
-            self._key = found
+            self._key = _authority_key(key)
         else:
             self._subject = x509.Name(
                 [x509.NameAttribute(oid.NameOID.COMMON_NAME, "ca")]
             )
-            self._key = ec.generate_private_key(ec.SECP256R1())
+            own = self._key = ec.generate_private_key(ec.SECP256R1())
             # The authority must outlive the certificates that it signs.
-            self._sign("ca", self._key, self._subject, 10 * self._days, is_ca=True)
+            self._sign("ca", own, self._subject, 10 * self._days, is_ca=True)
 
     def issue(self, name: str, *, role: str = "", hosts: Sequence[str] = ()) -> None:
         """Make a certificate and its key, in two files."""
@@ -169,9 +170,30 @@ class _Authority:
             serialization.NoEncryption(),
         )
         self.write(f"{file}.key", private)
-        certificate = builder.sign(self._key, hashes.SHA256())
+        has_hash = isinstance(self._key, ed25519.Ed25519PrivateKey)  # of its own
+        certificate = builder.sign(self._key, None if has_hash else hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
+
+
+def _authority_key(path: pathlib.Path) -> _AuthorityKey:
+    """Return the private key in a file.
+
+    Raises:
+      InvalidArgumentError: the file has no key that can be used.
+    """
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (TypeError, ValueError) as error:  # TypeError: the key has a password
+        found = str(error)
+    else:
+        if isinstance(key, _AuthorityKey):
+            return key
+        found = type(key).__name__
+    raise errors.InvalidArgumentError(
+        f"{path} must have an RSA, EC or Ed25519 key in PEM, without a password, got "
+        f"{found}"
+    )
 
 
 def _host(name: str) -> x509.GeneralName:

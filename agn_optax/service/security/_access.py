@@ -11,6 +11,8 @@ import functools
 import hashlib
 import hmac
 import itertools
+import logging
+import operator
 import os
 import pathlib
 import secrets
@@ -38,6 +40,8 @@ ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _MIN_TOKEN = 16  # characters
 _MAX_KEYS = 1024
+
+_log = logging.getLogger("agn_optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +202,8 @@ class Access:
             raise errors.InvalidArgumentError(
                 f"several of the tokens files have the same token; {_ONE_LINE}"
             )
+        self._lock = threading.Lock()
+        self._compared = by_token  # grants whose differences were logged
 
     def caller(
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
@@ -230,13 +236,33 @@ class Access:
         The time that it takes to look up a hash reveals nothing about the token.
         """
         key = _hash(token)
-        by_token = [(grants(), grants.is_outdated) for grants in self._grants]
+        by_token = [grants() for grants in self._grants]
+        if any(map(operator.is_not, by_token, self._compared)):
+            self._log_differences(by_token)
         found = {
-            grants[key] for grants, is_old in by_token if key in grants and not is_old
+            grants[key]
+            for source, grants in zip(self._grants, by_token, strict=True)
+            if key in grants and not source.is_outdated
         }
         if len(found) != 1:
             raise _unknown("this center does not know that token")
         return found.pop()
+
+    def _log_differences(self, by_token: list[dict[bytes, _Grant]]) -> None:
+        """Log each token with different grants in two files, once per change."""
+        with self._lock:
+            if not any(map(operator.is_not, by_token, self._compared)):
+                return
+            self._compared = by_token
+        sources = zip(map(_name, self._tokens), by_token, strict=True)
+        for (name, grants), (other, others) in itertools.combinations(sources, 2):
+            for key in grants.keys() & others.keys():
+                if grants[key] != others[key]:
+                    _log.error(
+                        "a token is not valid, because two files differ in it: %s (%s) "
+                        "and %s (%s); %s",
+                        *(name, grants[key], other, others[key], _ONE_LINE),
+                    )
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
         names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
@@ -325,12 +351,13 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
     Raises:
       InvalidArgumentError: the source cannot be read, or is not valid.
     """
-    name = "the tokens" if isinstance(source, bytes) else str(source)
+    name = _name(source)
     try:
-        if not isinstance(source, bytes):
-            warn_if_public(source, "the tokens in")
-            source = pathlib.Path(source).read_bytes()
-        lines = source.decode().splitlines()
+        if isinstance(source, bytes):
+            content = source
+        else:
+            content = pathlib.Path(source).read_bytes()
+        lines = content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
@@ -360,7 +387,13 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
         )
+    if not isinstance(source, bytes):  # last: a broken file is read again and again
+        warn_if_public(source, "the tokens in")
     return grants
+
+
+def _name(source: bytes | Path) -> str:
+    return "the tokens" if isinstance(source, bytes) else str(source)
 
 
 def token_problem(token: str) -> str:

@@ -25,7 +25,8 @@ _log = logging.getLogger("agn_optax")
 class Reread(Generic[T]):
     """The result of ``read``, which is called again when one of the files has changed.
 
-    If changed files cannot be read, an error is logged and the old result stays.
+    If changed files cannot be read, an error is logged once, the old result stays, and
+    each check reads them again.
 
     Args:
       files: the files whose changes are noticed.
@@ -38,6 +39,7 @@ class Reread(Generic[T]):
         self._failed_since = math.inf  # when reading failed first; monotonic seconds
         self._lock = threading.Lock()
         self._stamps = self._stat_files()
+        self._failed_stamps: list[Any] | None = None  # None if the last read succeeded
         self._result = read()
         self._next_check = time.monotonic() + _CHECK_INTERVAL
 
@@ -56,19 +58,21 @@ class Reread(Generic[T]):
     def _read_if_changed(self) -> None:
         self._next_check = time.monotonic() + _CHECK_INTERVAL
         stamps, names = self._stat_files(), ", ".join(map(str, self._files))
-        if stamps == self._stamps:
+        if stamps == self._stamps and self._failed_stamps is None:
             return
-        self._stamps = stamps
         try:
             self._result = self._read()
         except errors.InvalidArgumentError as error:
             self._failed_since = min(self._failed_since, time.monotonic())
-            _log.error(
-                "%s changed, and cannot be used: %s; its previous content stays valid "
-                "(a center's tokens: for %g s)",
-                *(names, error, MAX_AGE),
-            )
+            if stamps != self._failed_stamps:
+                _log.error(
+                    "%s changed, and cannot be used: %s; its previous content stays "
+                    "valid (a center's tokens: for %g s)",
+                    *(names, error, MAX_AGE),
+                )
+            self._failed_stamps = stamps
         else:
+            self._stamps, self._failed_stamps = stamps, None
             self._failed_since = math.inf
             _log.info("%s changed, and was read again", names)
 

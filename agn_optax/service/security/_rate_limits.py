@@ -70,12 +70,15 @@ class RateLimiter:
             if wait <= 0.0:
                 return True
             is_delayed = not is_accepted and self._delayed.acquire(key, 0.0)
-            if max_wait == MAX_WAIT and now - self._last_warning > _LOG_INTERVAL:
+            is_logged = (
+                max_wait == MAX_WAIT and now - self._last_warning > _LOG_INTERVAL
+            )
+            if is_logged:
                 self._last_warning = now
-                _log.warning(
-                    "a caller is delayed: it makes more than %g calls a second",
-                    self.rate,
-                )
+        if is_logged:  # without the lock, because a log may be slow
+            _log.warning(
+                "a caller is delayed: it makes more than %g calls a second", self.rate
+            )
         if is_accepted or is_delayed:
             time.sleep(min(wait, max_wait))
         if is_delayed:

@@ -122,7 +122,12 @@ class Tls(NamedTuple):
         """Raise `InvalidArgumentError` if a certificate is not valid now."""
         text = (_read(pem) or b"").decode("ascii", "ignore")
         first = text.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
-        certificate = _x509.read(base64.b64decode(first))
+        try:
+            certificate = _x509.read(base64.b64decode(first))
+        except errors.InvalidArgumentError as error:
+            raise errors.InvalidArgumentError(
+                f"{_description(pem)} cannot be used: {error}"
+            ) from None
         now = datetime.datetime.now(datetime.UTC)
         if not certificate.begins <= now <= certificate.ends:
             raise errors.InvalidArgumentError(

@@ -123,7 +123,6 @@ def _is_path(token: str) -> bool:
 
 
 def _read_file(path: pathlib.Path) -> str:
-    warn_if_public(path, "the token in")
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,7 +130,9 @@ def _read_file(path: pathlib.Path) -> str:
         raise errors.InvalidArgumentError(
             f"cannot read the token in {path}: {reason}"
         ) from None
-    return _make_constant(token, f"the token in {path}")()
+    _make_constant(token, f"the token in {path}")
+    warn_if_public(path, "the token in")
+    return token
 
 
 def _left_on_this_machine(address: str) -> str | None:

@@ -170,11 +170,7 @@ class Servicer:
     def initialize(
         self, reader: FrameReader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        """Initialize the center with the chief's parameters.
-
-        An initialized center checks only the hash of the chief's schema, and reads
-        neither the schema nor the parameters.
-        """
+        """Initialize the center with the chief's parameters."""
         caller.check("Initialize")
         limits = self.call_limits
         with limits.time_receiving(reader, context.cancel, from_chief=True):
@@ -182,22 +178,39 @@ class Servicer:
                 start = _check_protocol(_read_header(reader).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
+            if (version := self._initialized_version(start)) is not None:
+                return pb.Initialized(version=version)
             # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
                 "another worker is initializing this center; try again"
             )
             with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
-                schema = self._frames.schema
-                params = ()
-                if schema is None:
+                version = self._initialized_version(start)
+                if version is None:
                     params = self._read_parameters(start, reader, context, caller)
-                version = self.core.initialize(params, worker=start.worker)
-        if schema is not None and start.schema_hash != schema.hash:
+                    version = self.core.initialize(params, worker=start.worker)
+        return pb.Initialized(version=version)
+
+    def _initialized_version(self, start: pb.Start) -> int | None:
+        """Return the version of an initialized center; None if it is not initialized.
+
+        An initialized center checks only the hash of the chief's schema, and reads
+        neither the schema nor the parameters.
+
+        Raises:
+          AlreadyInitializedError: another worker has initialized the center.
+          TreeMismatchError: the chief's parameters are of another model.
+        """
+        schema = self._frames.schema
+        if schema is None:
+            return None
+        version = self.core.initialize((), worker=start.worker)
+        if start.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 f"another model: the parameters of worker {start.worker!r} have other "
                 "paths, dtypes or shapes than this center's"
             )
-        return pb.Initialized(version=version)
+        return version
 
     def _read_parameters(
         self, start: pb.Start, reader: FrameReader, context: Any, caller: Caller
