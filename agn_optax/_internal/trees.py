@@ -120,7 +120,10 @@ def is_key(leaf: Any) -> bool:
 def nbytes(tree: PyTree, dtype: Any = None) -> int:
     """Return the size of all leaves in bytes, in their dtypes or all in one dtype."""
     leaves = jax.tree.leaves(tree)
-    return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in leaves)
+    if dtype is not None:
+        return sum(leaf.size for leaf in leaves) * jnp.dtype(dtype).itemsize
+    # Random keys have a size, too, but no dtype of NumPy.
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def describe(tree: PyTree, dtype: Any = None) -> Description:

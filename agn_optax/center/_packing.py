@@ -122,7 +122,9 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not elementwise.is_uniform(rule, tree):
+    if not (
+        elementwise.is_uniform(rule, tree) and elementwise.keeps_shapes(rule, parts)
+    ):
         return None
 
     def fits() -> bool:

@@ -310,7 +310,8 @@ class Store:
         norm = np.float32(norm)
         if _MIN_NORM < norm < math.inf:
             return norm
-        message = rounds.message_of(self._rule, contribution, center)
+        with np.errstate(all="ignore"):  # numbers of the message may be infinite
+            message = rounds.message_of(self._rule, contribution, center)
         return _careful_norm(jax.tree.leaves(message))
 
     def largest(self, contribution: PyTree, center: PyTree) -> jax.Array:
@@ -499,7 +500,8 @@ def _careful_norm(message: Sequence[Any]) -> np.float32:
     if not 0 < largest < math.inf:
         return np.float32(largest)
     square = sum(np.sum((block.astype(np.float64) / largest) ** 2) for block in blocks)
-    return np.float32(min(largest * np.sqrt(square), _MAX_NORM))
+    with np.errstate(over="ignore"):  # a finite norm may leave the range of float64
+        return np.float32(min(largest * np.sqrt(square), _MAX_NORM))
 
 
 def _floats(tree: PyTree) -> list[Any]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax._internal import combinations, trees
+from agn_optax.round import _round
 from agn_optax.rules import Reads, Rule, codecs, parts_of, widest
 
 PyTree = Any
@@ -36,10 +37,36 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
     is_cut = _shapes(parts) != _shapes(params)
     if len(parts) == 1 and not is_cut:
         return
-    if unfit := _wider(rule, "element" if is_cut else "leaf"):
+    unfit = _wider(rule, "element" if is_cut else "leaf")
+    if unfit is None and not all(keeps_shapes(rule, part) for part in parts):
+        unfit = f"rule {rule.name!r}, whose center optimizer does not take each part"
+    if unfit is not None:
         combinations.reject(
             "a center in shards", "a rule that is not elementwise", unfit
         )
+
+
+def keeps_shapes(rule: Rule, center: PyTree) -> bool:
+    """Return whether a center optimizer takes a tree, and keeps all shapes.
+
+    An elementwise one with arrays as settings, such as a learning rate for each
+    element, takes only trees whose leaves have the shapes of these arrays.
+
+    Args:
+      rule: the rule.
+      center: a center, or a part of it, which may be abstract.
+    """
+
+    def move(center: PyTree) -> tuple[PyTree, PyTree]:
+        state = rule.center.init(center)
+        return (center, state), _round.descend(rule, center, center, state, {})
+
+    try:
+        before, after = jax.eval_shape(move, center)
+    except Exception as error:  # an optimizer may raise anything
+        _log.debug("the center optimizer of rule %r raised %r", rule.name, error)
+        return False
+    return _shapes(before) == _shapes(after)
 
 
 def is_leafwise(rule: Rule, params: PyTree) -> bool:
@@ -48,8 +75,9 @@ def is_leafwise(rule: Rule, params: PyTree) -> bool:
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
     # Random numbers of a codec depend on the number of the leaf.
-    state = jax.eval_shape(rule.codec.init, params)
-    return rule.combines_elements and not trees.nodes(state, codecs.StochasticState)
+    used = [rule.codec, rule.codec.answer_codec]
+    states = [jax.eval_shape(codec.init, params) for codec in used if codec is not None]
+    return rule.combines_elements and not trees.nodes(states, codecs.StochasticState)
 
 
 def is_uniform(rule: Rule, params: PyTree) -> bool:

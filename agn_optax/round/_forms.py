@@ -571,11 +571,17 @@ def scan_round(
                 f"got {sorted(lengths)}"
             )
         ((period,),) = lengths
-
-        def body(carry: Any, i: jax.Array) -> Any:
-            batch = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches
+        if period == 0:
+            raise errors.InvalidArgumentError(
+                "batches must have at least one batch, got a period of 0"
             )
+
+        def body(carry: Any, batch: PyTree) -> Any:
+            if fragments is not None:
+                index = functools.partial(
+                    jax.lax.dynamic_index_in_dim, index=batch, keepdims=False
+                )
+                batch = jax.tree.map(index, batches)
             params, state, metrics = local_step(carry[0], carry[1], batch)
             return (params, state), metrics
 
@@ -585,8 +591,10 @@ def scan_round(
             if not calls and end < period:
                 continue
             in_flight, state = _fragments.remove_in_flight(state)
+            # A round of fragments is several scans, none of which copies its batches.
+            steps = batches if fragments is None else jnp.arange(begin, end)
             (params, state), scanned = jax.lax.scan(
-                body, (params, state), jnp.arange(begin, end), unroll=unroll
+                body, (params, state), steps, unroll=unroll
             )
             state, begin = _fragments.restore_in_flight(in_flight, state), end
             metrics.append(scanned)

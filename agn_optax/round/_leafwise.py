@@ -86,9 +86,10 @@ def when(
 
 def _groups(carry: PyTree, params: PyTree) -> Parts:
     """Divide the leaves of ``params`` into groups; one if they are few or small."""
-    size = trees.nbytes(jax.eval_shape(lambda: carry))
-    on_cpu = jax.default_backend() == "cpu"
-    count = min(_MOST_GROUPS, size // LEAST) if on_cpu else 1
+    count = 1
+    if jax.default_backend() == "cpu":
+        size = trees.nbytes(jax.eval_shape(lambda: carry))
+        count = min(_MOST_GROUPS, size // LEAST)
     parts = _parts.balanced(params, max(count, 1), rows=False)
     return Parts(sorted(part for part in parts if part))  # by their first leaves
 

@@ -565,6 +565,27 @@ def test_failed_snapshot_is_tried_again_without_further_exchanges(
     center.close()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
+def test_snapshot_on_request_that_fails_is_repeated_in_time(
+    error, tmp_path, monkeypatch
+):
+    """The thread that writes snapshots would otherwise wait for another exchange."""
+    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", 0.1)
+    every = Snapshots(tmp_path, seconds=1.0)
+    center = kept(every, params=jnp.zeros(2))
+    send(center)
+    with monkeypatch.context() as patch:
+
+        def save(self, *args):
+            raise error
+
+        patch.setattr(_directory.Directory, "save", save)
+        with pytest.raises((KeyboardInterrupt, errors.DurabilityError)):
+            center.write_snapshot()
+    wait_for(center, lambda: center.core.saved_version == 1)
+    center.close()
+
+
 def test_last_snapshots_are_kept(tmp_path):
     every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
     center = kept(every, params=jnp.zeros(2))

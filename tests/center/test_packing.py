@@ -140,6 +140,16 @@ def test_optimizer_that_depends_on_leaves_is_not_packed(optimizer):
     assert packing_of(shared.agn(optimizer), arrays(0)) is None
 
 
+def test_settings_of_a_shape_prevent_packing():
+    params = {"a": np.zeros(3, np.float32), "b": np.zeros((2, 3), np.float32)}
+    rule = agn_optax.rules.diloco(optax.sgd(np.array([0.1, 0.2, 0.3], np.float32)))
+    assert packing_of(rule, params) is None
+    center = PackedCenter(rule, params)
+    ones = jax.tree.map(np.ones_like, params)
+    answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
+    np.testing.assert_allclose(answer.params["b"][1], [-0.1, -0.2, -0.3], rtol=1e-6)
+
+
 def test_mask_by_path_prevents_packing():
     """The mask's paths also match the names of the two packed arrays."""
 

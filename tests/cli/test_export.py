@@ -183,7 +183,7 @@ def test_export_of_a_running_sharded_center(tmp_path, params):
             center.initialize(params, worker="chief")
             now = moved(center, params)
         to = tmp_path / "checkpoint"
-        assert "put together by its rule" in fails("export", addresses, to, code=2)
+        assert "needs its rule: give --rule" in fails("export", addresses, to, code=2)
         succeeds("export", addresses, to, *AGN)
         assert_identical(loaded(to), now.params)
 

@@ -412,9 +412,12 @@ def rejection(rule, codec, place, dtype, fragments):
             return "an answer is adopted when it arrives"
     if fragments == "eager" and rule == "median":
         return "eager"
-    # A fragment has whole leaves; a shard may have a part of a leaf.
+    # A fragment has whole leaves. A shard may have a part of a leaf, unless answers are
+    # encoded; heloco reads whole leaves.
+    has_whole_leaves = rule == "heloco" and codec == "e3m0"
     if rule in ACROSS and (
-        place == "shards of towers" or (place, fragments) == ("in shards", "whole")
+        place == "shards of towers"
+        or ((place, fragments) == ("in shards", "whole") and not has_whole_leaves)
     ):
         return "a center in shards and"
     if place == "in pairs" and codec != "identity":

@@ -9,6 +9,7 @@ import pytest
 from helpers import leaf_groups, support
 
 import agn_optax
+from agn_optax import codecs
 
 # AGN's message needs no parameters, so its updates are never kept in memory.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
@@ -50,6 +51,25 @@ def test_exchange_is_equal_by_groups_and_whole(rule, groups, monkeypatch):
     assert groups == ([[{0}, {1}, {2}]] if "easgd" in rule else [])
     leaf_groups.forbid(monkeypatch)
     support.assert_close(found, run())
+
+
+def test_center_optimizer_with_a_random_key_exchanges():
+    """Its state has a key, whose dtype is none of NumPy's."""
+    noisy = optax.chain(
+        optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.sgd(0.1)
+    )
+    _, center = trained(agn_optax.diloco(optax.sgd(0.1), 3, center=noisy))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(center))
+
+
+def test_random_numbers_of_answers_do_not_depend_on_groups(groups, monkeypatch):
+    answers = codecs.quantize(4, rounding="stochastic")
+    codec = codecs.two_way(codecs.identity(), answers)
+    tx = agn_optax.downpour(optax.sgd(0.1), 3, codec=codec)
+    found = trained(tx)
+    assert not groups
+    leaf_groups.forbid(monkeypatch)
+    support.assert_identical(found, trained(tx))
 
 
 def test_injected_moving_rate_exchanges_by_groups(groups):

@@ -463,14 +463,18 @@ class Keeper:
             attempted = self._attempted
         try:
             return self._replace_journal()
-        except Exception as error:  # of any kind: a later snapshot may succeed
+        except BaseException as error:  # also Ctrl-C: a later snapshot may succeed
+            with self._changed:
+                if not isinstance(self._durability, Journal):  # a journal has it all
+                    self._attempted = attempted  # the next attempt needs no exchange
+                self._changed.notify_all()  # the time of the next attempt has changed
+            if not isinstance(error, Exception):
+                raise
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}; the next "
                 f"attempt follows in due time: {error}"
             )
             _log.error("%s", self._snapshot_error)
-            if not isinstance(self._durability, Journal):  # a journal has it all
-                self._attempted = attempted  # the next attempt needs no exchange
             raise errors.DurabilityError(self._snapshot_error) from error
 
     def _time_left(self) -> float | None:
