@@ -127,8 +127,8 @@ def misbehave(address: str, tls: service.Tls | None, name: str, end: float) -> i
 
 
 def spare_nothing() -> None:
-    _call_limits.BURST = 0.0  # type: ignore[attr-defined]
-    _call_limits.HANDSHAKE_BURST = 2.0  # type: ignore[attr-defined]
+    _call_limits.BURST = 0.0
+    _call_limits.HANDSHAKE_BURST = 2.0
 
 
 class BadPeers(Benchmark, quick="--window 0.1"):
