@@ -120,7 +120,7 @@ _MODULES = (
     "training",
     "worker",
 )
-# The folders of other names; those that are missing here are in `towers`.
+# The folders of the other lazy names; a name that is missing here is in `towers`.
 _FOLDERS = {
     **dict.fromkeys(("Center", "LocalCenter", "Snapshot"), "center"),
     **dict.fromkeys(("Fitted", "fit"), "training"),

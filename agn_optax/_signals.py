@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-# s within which repeated signals count as one, because srun forwards them, too.
+# s within which repeated signals count as one: srun may forward a signal that the
+# process has also received directly.
 _REPEAT_TIME = 1.0
 
 
@@ -41,7 +42,7 @@ def delay_sigterm() -> Iterator[Callable[[], bool]]:
     An engine that takes a worker's resources away (``scancel``, preemption, a drained
     node) sends SIGTERM, and kills the worker some seconds later. A loop that checks for
     SIGTERM at every step can still send its contribution and leave. The exit code is
-    143, a shell's for SIGTERM, so that the engine knows why the program ended.
+    143, as shells report SIGTERM, so that the engine knows why the program ended.
 
     A blocking call, such as an exchange with a lost center, continues to wait until
     another SIGTERM comes more than a second later, which ends the program at once with

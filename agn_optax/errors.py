@@ -11,7 +11,7 @@
     ├── MissingExtraError (ImportError)       packages of an extra are not installed
     └── CenterError                           a call to a center failed
         ├── NotInitializedError               the center has no parameters yet
-        ├── AlreadyInitializedError           another worker initialized the center
+        ├── AlreadyInitializedError           the center already has parameters
         ├── WorkerStateError (RuntimeError)   calls came in an impossible order
         ├── NameTakenError                    another worker has that name
         ├── CenterFullError                   the center's limit of workers is reached
@@ -27,7 +27,8 @@
 
 Each class with a builtin exception in parentheses is also a subclass of it, so
 ``except ValueError`` keeps working. The exceptions are raised before anything changes:
-the state that the caller holds is still valid.
+the state that the caller holds is still valid. (After an exchange that raised, repeat
+the call, even if it has donated its arrays: see `Worker.exchange`.)
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class NotInitializedError(CenterError):
 
 
 class AlreadyInitializedError(CenterError):
-    """A center that another worker initialized already; its parameters are kept."""
+    """A center that already has parameters, such as another worker's; it keeps them."""
 
 
 class WorkerStateError(CenterError, RuntimeError):
@@ -124,7 +125,7 @@ class CenterBusyError(CenterUnreachableError):
 
 
 class CenterClosedError(CenterUnreachableError):
-    """A center that is shutting down; send messages again that it had not applied."""
+    """A center that is shutting down; resend the messages that it has not applied."""
 
 
 class EncryptionError(CenterUnreachableError):

@@ -88,8 +88,8 @@ def exchange(
 
     Args:
       worker: the worker.
-      state: a state or a model as for `start`, after the local step. Its ``params`` and
-        ``opt_state`` are donated.
+      state: a state or a model as for `start`, after the local step. A call
+        that makes an exchange donates its ``params`` and ``opt_state``.
       optimizer: see `start`.
       steps: see `Worker.exchange`.
       weight: see `Worker.exchange`.

@@ -2,7 +2,8 @@
 
 A callback is any function ``callback(step, values)``: the step's number, and float
 values by name. An instance of a class here is a callback; it also has a ``close``
-method and is a context manager. It writes no other values than those it is given.
+method and is a context manager. It writes the given values; `JsonLines`
+adds the time and the step, `WandB` the step.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def one_center(runs: Runs) -> list[str]:
         )
     head = (
         "parameters, workers, message, exchange, center traffic, center time, "
-        "center load, busy, bottleneck, period, with bfloat16, shards, levels, memory"
+        "center load, busy, bottleneck, shortest period, with bfloat16, shards, "
+        "levels, memory"
     )
     return table(head.split(", "), rows)
 
@@ -202,9 +203,10 @@ def page(args: argparse.Namespace) -> str:
         f"DiLoCo with {args.step_time:g} s per step{codec}; links of {args.bandwidth} "
         f"at each worker and {args.center_bandwidth}\nat each host of a center; round "
         f"trips of {1e3 * args.latency:g} ms. An empty exchange takes "
-        f"{1e3 * args.overhead:g} ms.\nEach second, both ends process "
-        f"{args.endpoint_rate}, the center's arithmetic {args.apply_rate}, and disks "
-        f"write\nor read {args.disk}; a sync takes {1e3 * args.sync:g} ms."
+        f"{1e3 * args.overhead:g} ms.\nMessages and answers pass "
+        f"through both ends at {args.endpoint_rate}/s, the center's arithmetic reads "
+        f"and\nwrites {args.apply_rate}/s, and disks {args.disk}/s; a sync takes "
+        f"{1e3 * args.sync:g} ms."
     )
     parts = [
         [assumed],

@@ -5,8 +5,8 @@
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
-- `tracing`: steps that are skipped for unfit programs, and operations of programs
 - `extras`: a check that the packages of an extra are installed
+- `attempt`: run an optional step, and skip it when it raises
 - `Backoff`: the pauses between attempts
 - `in_background`: run a function on a daemon thread
 - `keep_running`: run a loop on a daemon thread, and restart it when it raises
@@ -18,8 +18,8 @@ from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout
-from agn_optax._internal import tracing as tracing
 from agn_optax._internal import trees as trees
+from agn_optax._internal.attempts import attempt as attempt
 from agn_optax._internal.background import in_background as in_background
 from agn_optax._internal.background import keep_running as keep_running
 from agn_optax._internal.backoff import Backoff as Backoff

@@ -1,4 +1,4 @@
-"""Daemon threads that log their exceptions; the process waits for them briefly."""
+"""Daemon threads that log exceptions; at its end the process waits for short calls."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def in_background(
 def keep_running(loop: Callable[[], object], name: str) -> Future[None]:
     """Run ``loop`` on a new daemon thread until it returns.
 
-    If ``loop`` raises, the exception is logged with its traceback, and ``loop`` is
-    called again after a pause, because the process relies on it. ``loop`` must return
-    when its owner tells it to end.
+    If ``loop`` raises, the exception is logged with its traceback (repeats once a
+    minute), and ``loop`` is called again after a pause, because the process relies on
+    it. ``loop`` must return when its owner tells it to end.
 
     Args:
       loop: the function to run, and to restart after an exception.

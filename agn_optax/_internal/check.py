@@ -118,7 +118,7 @@ def _is_scalar_array(value: Any, message: str) -> bool:
 
 
 def real_scalar(value: Any, argument: str) -> None:
-    """Raise unless ``value`` is one real number; do not wait for one on a device."""
+    """Raise unless ``value`` is one real number; do not wait for a device."""
     message = f"{argument} must be a real number, got "
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number or _is_scalar_array(value, message)):
@@ -219,7 +219,7 @@ def weight(value: Any, argument: str = "weight") -> float | None:
         raise errors.InvalidTypeError(message + show(value))
     if not _LEAST_WEIGHT <= (number := float(value)) <= _MOST_WEIGHT:
         raise errors.InvalidArgumentError(
-            f"{message}{number!r}; float32 has {_LEAST_WEIGHT:.3g} to "
+            f"{message}{number!r}; the range of float32 is {_LEAST_WEIGHT:.3g} to "
             f"{_MOST_WEIGHT:.3g}"
         )
     return number
@@ -269,9 +269,9 @@ def array_leaves(tree: PyTree, what: str) -> None:
         if not isinstance(leaf, numbers.Number):
             raise errors.InvalidTypeError(
                 f"{what}{keystr(path)} is {show(leaf)}, which no device can hold; "
-                "arrays and numbers are expected. Keep the rest beside them: static "
-                "fields of a dataclass (pytree_node=False in Flax), nnx.split, or "
-                "equinox.partition(tree, equinox.is_array)"
+                "arrays and numbers are expected. Keep other values out of the tree by "
+                "static fields of a dataclass (pytree_node=False in Flax), nnx.split, "
+                "or equinox.partition(tree, equinox.is_array)"
             )
 
 

@@ -12,7 +12,7 @@ from agn_optax import errors
 
 
 class Combination(NamedTuple):
-    """Why two features do not go together."""
+    """The reason why two features do not go together, and what to do instead."""
 
     reason: str
     instead: str = "Leave out one of them"  # what to do, a sentence
@@ -36,7 +36,7 @@ COMBINATIONS = {
         "gossip sends centers along with messages, and a codec loses bits of them",
     ),
     ("gossip", "a robust combine"): Combination(
-        "two workers meet at a time, and the combine chooses among more messages",
+        "only two workers meet at a time, and the combine chooses among more messages",
         "Change `combine`: it must be `'sum'` or `'mean'`",
     ),
     ("gossip", "workers of several axes under `vmap`"): Combination(
@@ -73,7 +73,8 @@ COMBINATIONS = {
         "fragments with mixing",
         "a rule that adopts the center before its message",
     ): Combination(
-        "the rule moves both by the same force, which mixing would reduce at one",
+        "the rule moves worker and center by the same force, and mixing would reduce "
+        "the force on the worker alone",
         "Leave `mixing` out",
     ),
     ("eager updates", "mixing"): Combination(
@@ -91,8 +92,8 @@ COMBINATIONS = {
     ("eager updates", "a `Worker`"): Combination(
         "eager updates move the center by the worker's own share, and a worker outside "
         "its program has no center optimizer",
-        "Give `overlap=True`, which goes on while a message is in flight, and keeps "
-        "all local steps",
+        "Give `overlap=True`: the worker makes local steps while a message is in "
+        "flight, and keeps them all",
     ),
     ("`dynamic_period`", "fragments"): Combination(
         "the turns of fragments need the length of a period before it begins",
@@ -190,8 +191,8 @@ def reject(first: str, second: str, got: str) -> NoReturn:
     """Raise the error of two features that do not go together.
 
     Args:
-      first: a feature.
-      second: the other feature, as a row of `COMBINATIONS` has them.
+      first: the first feature of a row of `COMBINATIONS`, without backquotes.
+      second: the second feature of the same row.
       got: settings that the caller has given.
     """
     row = _BY_PLAIN_NAMES[first, second]

@@ -12,8 +12,8 @@ def write_whole(path: pathlib.Path, text: str, mode: int = 0o600) -> None:
 
     Args:
       path: path of the file, in an existing folder.
-      text: the new text; it is on the disk when this returns.
-      mode: permission bits of the file. No other user can read it at any time.
+      text: the new text; it is synced to disk before it replaces the old one.
+      mode: permission bits of the file. No other user can read it before they are set.
 
     Raises:
       OSError: the file cannot be written. No temporary file is left behind.

@@ -1,12 +1,13 @@
 """Centers outside the workers' programs.
 
 `_protocol` is the interface (`Center` and its `Session`), and `_submission` has the
-records of an exchange (`Submission` and `Answer`). `_core` is shared by every center:
-in it `_ledger` tracks the workers and decides by `_modes` which message is next,
-`_store` computes one version after another, and `durability` keeps them on disk.
-`_local` is the center in this process, and `_sharded` combines several centers into
-one. The computation of an exchange is in `agn_optax.round`, whose functions centers and
-workers call. Names that are imported `as` themselves are for the layers above.
+records of an exchange (`Submission` and `Answer`). Each center with parameters of its
+own uses `_core`: there, `_ledger` tracks the workers and decides by `_modes` which
+message is next, `_store` computes one version after another, and `durability` saves
+them on disk. `_local` is the center in this process, and `_sharded` combines several
+centers into one. The computation of an exchange is in `agn_optax.round`, whose
+functions centers and workers call. Names imported `as` themselves are not public: the
+layers above use them.
 """
 
 from agn_optax.center._core import Core as Core

@@ -52,7 +52,7 @@ class KeptAnswer:
     """An answer, kept until its worker has received it."""
 
     answer: Answer  # without its parameters, which are those of the version
-    version: Version  # the version that the rule adopts
+    version: Version  # the version that the worker adopts
     recorded: int = 0  # number of records that must be on disk before it is sent
     read: Any = None  # arrays that are ready once the contribution has been read
 
@@ -64,14 +64,15 @@ class _Message:
     submission: Submission  # with its contribution as the store takes it
     norm: Any
     size: Size | None  # None if the message limits do not need it
-    # One condition per worker, because all workers of a round would wake up for one.
+    # One condition per message: a shared one would wake up all workers every time.
     done: threading.Condition  # notified when the message no longer waits
 
     def read_until(self, version: Version) -> Any:
         """Return arrays that are ready once the contribution has been read.
 
-        Programs read NumPy arrays in place, and the owner of an array may then write to
-        it. The returned arrays are results of the programs that made ``version``.
+        Programs read NumPy arrays in place; afterwards, the owner of an array may write
+        to it. The returned arrays are results of the programs that read them, and that
+        made ``version``. None if no array is a NumPy array.
         """
         leaves = jax.tree.leaves(self.submission.contribution)
         if any(isinstance(leaf, np.ndarray) for leaf in leaves):
@@ -95,15 +96,15 @@ class _FinitenessCheck:
 
 
 class Core:
-    """The center variable as used by centers and services: see `LocalCenter`.
+    """The implementation of a center, for `LocalCenter` and for servers.
 
     Arguments and exceptions are those of `LocalCenter`; ``ledger_arguments`` are the
-    arguments of `Ledger`.
+    arguments of `Ledger`, and ``flatten`` is that of `Store`.
 
     Attributes:
       rule: the rule.
-      center_id: the center id. A center that continues from disk with no update lost
-        keeps its id.
+      center_id: the center id. A center that continues from disk keeps its id, unless
+        updates were lost.
       ledger: the ledger; read it only under `atomically`.
       observer: called under the lock with each applied submission. Must not wait for
         the device. Returns an array that is ready once the contribution has been read,
@@ -148,8 +149,8 @@ class Core:
         self.observer: Callable[[Submission], Any] | None = None
         self.detached = ""
         self._closed = ""
-        # Name of the worker that initialized the center; "" if it was created with its
-        # parameters, None if it was restored.
+        # Name of the worker that initialized the center; "" if the center was created
+        # with its parameters. None if any worker may call `initialize`.
         self._chief: str | None = None
         self._keeper: Keeper | None = None
         if durability is not None:
@@ -201,7 +202,7 @@ class Core:
 
     @property
     def restore_message(self) -> str:
-        """A message on the center that was found on disk; "" if there was none."""
+        """A message about the center that was found on disk; "" if there was none."""
         return "" if self._keeper is None else self._keeper.restore_message
 
     @property
@@ -215,7 +216,7 @@ class Core:
         return None if self._keeper is None else self._keeper.disk_space()
 
     def atomically(self) -> threading.Condition:
-        """Return the condition around the lock, which is notified of every change."""
+        """Return the condition around the lock, notified after every change."""
         return self._changed
 
     def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
@@ -312,8 +313,8 @@ class Core:
         """Set the center's first parameters: see `Center.initialize`.
 
         If ``worker`` is None, the parameters come from a parent center, and a chief
-        adopts them. The version whose number is returned has no readers yet, so the
-        first exchange may reuse its arrays.
+        that starts later adopts them. The version whose number is returned has no
+        readers yet, so the first exchange may reuse its arrays.
         """
         check.float_leaves(params, "params")
         with self._changed:
@@ -430,7 +431,7 @@ class Core:
             return member is not None and member.session_id == session_id
 
     def leave(self, worker: str, session_id: str) -> None:
-        """End a worker's session, over another connection than the session's."""
+        """End a worker's session, even if the call comes over another connection."""
         with self._changed:
             if self.ledger.leave(worker, session_id):
                 self._record(worker)
@@ -453,13 +454,13 @@ class Core:
             self.ledger.rebase()
             self._apply_due()
 
-    # For sessions. The lock is held when these are called, except for `_examine`.
+    # For sessions. Hold the lock to call these, except `_examine` and `_run_check`.
 
     def _examine(self, submission: Submission) -> _Message:
         """Place a contribution on the center's device, and measure its message."""
         store, limits, size = self.store, self.ledger.rejections.limits, None
         contribution = store.check_and_place(submission.contribution)
-        # The rest is not used: answers are always whole.
+        # The core does not use the fields `reported` and `anchor`.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
             norm: Any = store.norm(contribution, version.params, waits=limits.measures)
@@ -553,13 +554,13 @@ class Core:
                     self._finiteness = None
                     self._end_check(pending)
                     self._apply_due()
-                    # Rounds may end by time.
+                    # Waiting threads have ignored the deadlines of rounds meanwhile.
                     if self.ledger.mode.round_grace is not None:
                         for message in self._messages.values():
                             message.done.notify_all()
 
     def _end_check(self, pending: _FinitenessCheck) -> None:
-        """End the messages of a check, unless the center or its workers have changed.
+        """Apply or reject checked messages, unless center or workers have changed.
 
         The center may have been rebased or restored meanwhile, and workers may have
         left. Then the ledger decides again which messages are due.
@@ -787,7 +788,7 @@ def _with_traceback(error: Exception) -> Exception:
 
 
 def _copy_error(error: Exception) -> Exception:
-    """Return an equal error to raise; the traceback of a raised error keeps frames."""
+    """Return a copy to raise, because a raised error keeps frames and their arrays."""
     try:
         return copy.copy(error)
     except Exception:  # its constructor takes other arguments than `args`
@@ -834,9 +835,10 @@ class LocalSession(Session):
         return kept.answer._replace(params=snapshot.params)
 
     def answer(self, sequence: int, timeout: float | None = None) -> KeptAnswer | None:
-        """Return the answer to an exchange as the center keeps it; None if it waits.
+        """Return the answer to an exchange as the center keeps it.
 
-        Call `wait_until_kept` before the worker gets the answer, or its last part.
+        None if the message still waits when the timeout is over. Call
+        `wait_until_kept` before the worker gets the answer, or its last part.
         """
         core, worker = self._core, self.worker
         end = math.inf if timeout is None else time.monotonic() + timeout

@@ -4,11 +4,11 @@ The ledger holds no arrays, no lock, no socket and no clock: the time ``now``, i
 seconds, is an argument. Its owner reports events, and asks for decisions:
 
     join, leave                 register a worker, or remove it
-    disconnect, heartbeat       record the loss of its connection, or a heartbeat
+    disconnect, heartbeat       record that a worker lost its connection, or is alive
     submit                      accept a worker's message
     due -> Batch | None         return the messages to apply or drop next, as a batch
     decide_rejections -> Batch  decide which of them are rejected
-    settle, fail                record that they were applied, or that applying failed
+    settle, fail                record that a batch was applied or dropped, or failed
     acknowledge                 record that the worker has received its answer
     rebase                      record a change of the center without a message
     state_to_save, restore      save and restore the state
@@ -16,7 +16,7 @@ seconds, is an argument. Its owner reports events, and asks for decisions:
 A worker is identified by its name. Each time it starts, it starts a new session, which
 is identified by its session id. The exchanges of a session are numbered 1, 2, 3, ...
 The table `NEXT` has the allowed events for each state of a session; other events are
-rejected, or have no effect. `agn_optax.center._modes` explains how late a message is.
+rejected, or have no effect. `agn_optax.center._modes` defines how late a message is.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Member:
     state: State = State.IDLE
     connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
-    # Seconds without a heartbeat after which its session ends; None: it sends none.
+    # Seconds without a heartbeat after which its session ends; None if it sends none.
     heartbeat_timeout: float | None = None
     expires: float = math.inf  # time at which the session ends without a heartbeat
     sequence: int = 0  # number of its last completed exchange
@@ -93,7 +93,7 @@ class Member:
     applied: bool = True  # whether its last message was applied
     rejection_reason: str = ""  # "" if its last message was not rejected
     rejected: int = 0  # number of rejected messages
-    consecutive_rejections: int = 0  # number of rejections since the last applied one
+    consecutive_rejections: int = 0  # number since its last applied message
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
@@ -111,13 +111,13 @@ _NOT_SAVED |= {"heartbeat_timeout", "recent", "began", "speed"}
 _SAVED = [f.name for f in dataclasses.fields(Member) if f.name not in _NOT_SAVED]
 _SPEED_ROUNDS = 3  # rounds over which a worker's speed is measured
 # Number of ended sessions to remember, the newest ones. A remembered session can be
-# resumed with the exchange that was in flight; older ones must start again.
+# resumed with the exchange that was in flight; workers of older ones must start again.
 _MAX_ENDED_SESSIONS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Messages to be applied together as one exchange, or to be dropped."""
+    """Messages to be applied together as one update, or to be dropped."""
 
     entries: tuple[Entry, ...]  # sorted by worker
     staleness: tuple[int, ...]
@@ -142,11 +142,11 @@ class Ledger:
       mode: when messages are applied.
       limits: limits on workers and their messages.
       barrier: number of workers that must have joined before any worker may start.
-      version: number of exchanges applied in an earlier process.
+      version: number of updates of the center in an earlier process.
 
     Attributes:
       rejections: the decisions on rejections.
-      version: number of exchanges applied.
+      version: number of updates of the center.
       pending: the waiting messages, by worker.
       is_open: whether the barrier is open.
     """
@@ -163,8 +163,8 @@ class Ledger:
             limits = Limits()
         if type(limits) is not Limits:  # a subclass has limits that would be ignored
             raise errors.InvalidTypeError(
-                "limits must be agn_optax.center.Limits(...), without the calls of "
-                f"a served center, got {limits!r}"
+                "limits must be agn_optax.center.Limits(...), not those of a served "
+                f"center, got {limits!r}"
             )
         if mode is None:
             mode = Asynchronous()
@@ -193,7 +193,7 @@ class Ledger:
         self._newly_ended: dict[str, None] = {}  # names; see `take_ended`
         self._first_expiry = math.inf  # time before which no session expires
         self._last_expire = -math.inf  # time of the last call of `expire`
-        # Seconds between two calls of `expire` that show that the process slept.
+        # Seconds between two calls of `expire` that show a suspension of the process.
         self._suspension = math.inf
         self._fastest: float | None = None  # highest speed; None if to be computed
 
@@ -334,7 +334,7 @@ class Ledger:
         for worker, member in list(self._registered.items()):
             timeout = member.heartbeat_timeout
             if member.connected and timeout is not None:
-                # A suspended process receives no heartbeats, so leases start anew.
+                # If this process was suspended, it got no heartbeats: extend the lease.
                 if pause > timeout / 2:
                     member.expires = max(member.expires, now + timeout)
                 self._suspension = min(self._suspension, timeout / 2)
@@ -392,8 +392,9 @@ class Ledger:
     def due(self, now: float) -> Batch | None:
         """Return the messages to apply or drop next; None if all must wait.
 
-        They wait until `settle` or `fail` is called, which may be later, as long as
-        `is_waiting` is true. Messages that arrive meanwhile are for the next batch.
+        The messages of the batch keep waiting until `settle` or `fail` is called. If
+        that happens later, `is_waiting` must still be true. Messages that arrive
+        meanwhile are for the next batch.
         """
         self.expire(now)
         due = self.mode.due(self, now)
@@ -511,7 +512,7 @@ class Ledger:
             member.state = NEXT[member.state, "acknowledge"]
 
     def state_to_save(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return the state of some workers (None: all) to save, for JSON."""
+        """Return the state to save as JSON, with some workers or all (None)."""
         names = (*self._ended, *self._registered) if workers is None else workers
         members = {
             name: {field: getattr(member, field) for field in (*_SAVED, "has_ended")}
@@ -529,8 +530,8 @@ class Ledger:
         Args:
           state: result of `state_to_save`.
           now: time in seconds.
-          is_new_id: whether the center has a new id, so that its workers join
-            again. Then the ledger only remembers which of their exchanges it has.
+          is_new_id: whether the center has a new id, so that its workers must join
+            again. Then all sessions end, and only their last exchanges are remembered.
         """
         for name, saved in state["members"].items():
             # Missing fields keep their defaults.
@@ -550,7 +551,7 @@ class Ledger:
             self.rejections.restore_norms(state["norms"])
 
     def deadline(self, *, is_held: bool = False) -> float | None:
-        """Return when to call `due` again without an event; None if not needed.
+        """Return the time to call `due` again if no event comes first; None for never.
 
         Args:
           is_held: whether messages cannot be applied now; then only leases have

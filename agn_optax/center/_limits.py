@@ -13,7 +13,7 @@ from agn_optax.center._message_limits import MessageLimits
 class Limits:
     """Limits of a center on its workers and their messages.
 
-    A served center has more of them, `agn_optax.service.Limits`.
+    A served center has further limits: `agn_optax.service.Limits`.
 
     Args:
       max_workers: maximum number of registered workers. None for no limit.

@@ -43,7 +43,7 @@ class LocalCenter:
         continues, and the values of ``params`` are not used. None keeps the center in
         memory.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
-        parameters. float32 for workers with bfloat16 parameters is a master copy.
+        parameters. With bfloat16 parameters, float32 makes the center a master copy.
       device: the device that holds the center and runs its optimizer: a `jax.Device`,
         or the name of a platform, such as ``"gpu"``, for its first device. None leaves
         the center where its first parameters are.
@@ -64,8 +64,8 @@ class LocalCenter:
         not those of a center in this process.
       InvalidArgumentError: another argument is out of range.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
-        center on disk is of another model.
-      RuleMismatchError: the center on disk is of another rule.
+        center on disk has another model.
+      RuleMismatchError: the center on disk has another rule.
       DurabilityError: the center on disk cannot be read, or the directory cannot be
         written.
 
@@ -131,7 +131,7 @@ class LocalCenter:
         """Return a center that continues from a saved state.
 
         Args:
-          rule: the rule of the saved center; its optimizer must have the same state.
+          rule: the saved center's rule; its optimizer's state must have the same tree.
           saved: the result of `save`, or its arrays as read from a checkpoint.
           **settings: arguments of `LocalCenter`.
 
@@ -166,7 +166,7 @@ class LocalCenter:
 
     @property
     def version(self) -> int:
-        """The number of exchanges applied so far."""
+        """The number of updates so far; a round of messages is one update."""
         return self.core.store.current.number
 
     @property

@@ -17,7 +17,7 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
-_MAX_NORMS = 100  # number of norms in the median
+_MAX_NORMS = 100  # maximum number of norms in the median
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -40,8 +40,8 @@ class MessageLimits:
         in `BoundedStaleness`; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
-      in_a_row: number of rejected messages of a worker in a row at which its exchange
-        raises `MessageRejectedError`.
+      in_a_row: number of consecutive rejections of a worker's messages at which its
+        exchange raises `MessageRejectedError`.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -138,7 +138,7 @@ class Rejections:
         for kind in ("steps", "weight"):
             claimed, limit = getattr(submission, kind), getattr(limits, kind)
             if limit is not None and (claimed or 0) > limit:
-                return _exceeds(kind, f"it claims {kind} of {claimed:g}", limit)
+                return _exceeds(kind, f"it claims {kind}={claimed:g}", limit)
         limit = limits.staleness
         if limit is not None and round_staleness > limit:
             return _exceeds(
@@ -162,7 +162,8 @@ class Rejections:
                 return Rejection(
                     "times_median",
                     f"its norm is {norm:.4g}, more than {limits.times_median:g} times "
-                    f"{median:.4g}, the median of the last {len(self._norms)}",
+                    f"{median:.4g}, the median norm of the last {len(self._norms)} "
+                    "messages",
                 )
         return None
 

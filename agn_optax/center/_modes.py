@@ -7,10 +7,11 @@ Three numbers say how late a message is, or how early:
 
     staleness          versions since the message's anchor. Rules discount by it, and
                        answers report it.
-    round_staleness    versions since the worker's round began, with the last answer or
-                       with a newer anchor. Modes and message limits use it, because
-                       under some rules a worker adopts the center as it was before its
-                       own message: the staleness is 1 even if no other worker exists.
+    round_staleness    versions since the worker's round began: with its last answer, or
+                       with the message's anchor if that is newer. Modes and message
+                       limits use it, because under some rules a worker adopts the
+                       center as it was before its own message, so that the staleness is
+                       1 even if no other worker exists.
     rounds_ahead       rounds by which the worker is ahead of the slowest worker, which
                        ``BoundedStaleness(rounds=)`` bounds.
 """
@@ -63,11 +64,11 @@ class Due(NamedTuple):
 
 
 class Mode(abc.ABC):
-    """When messages are applied.
+    """The decision when messages are applied.
 
     Attributes:
-      combines: whether messages are applied in rounds: the rule combines the messages
-        of a round into one.
+      combines: whether messages are applied in rounds, in each of which the rule
+        combines the messages into one.
     """
 
     combines: ClassVar[bool] = False
@@ -80,13 +81,13 @@ class Mode(abc.ABC):
         """Return the factors of a round's messages; None if there are no rounds.
 
         Args:
-          round_staleness: of each message. It is the number of rounds that the message
-            has missed, because each round makes one version.
+          round_staleness: round staleness of each message. It is the number of rounds
+            that the message has missed, because each round makes one version.
         """
         return None
 
     def deadline(self, waiting: Waiting) -> float:
-        """Return when messages become due without an event; inf for never."""
+        """Return the time at which messages become due if none arrives; or inf."""
         return math.inf
 
     @property
@@ -150,7 +151,7 @@ class BoundedStaleness(Mode):
             check.whole_number(getattr(self, name), name, least=0)
 
     def due(self, waiting: Waiting, now: float) -> Due | None:
-        """Return the first message outside or inside the bounds: see `Mode.due`."""
+        """Return the first message to drop or to apply: see `Mode.due`."""
         for entry in waiting.pending.values():
             late = waiting.round_staleness(entry)
             if self.versions is not None and late > self.versions:
@@ -165,16 +166,17 @@ class Synchronous(Mode):
     """Rounds: the rule combines the messages of all workers into one, as on a mesh.
 
     A round ends when every registered worker has sent its message, or when a quorum has
-    sent theirs and the grace period is over. Workers that died are not waited for.
+    sent theirs and the grace period is over. A worker that died delays a round only
+    until its lease ends.
 
     Args:
       quorum: number of messages that end a round once the grace period is over; None
         waits for all registered workers.
       grace: grace period in seconds, from the first message of a round.
       late: use of a message that missed its round: ``"next"`` applies it in the next
-        round; ``"weighted"`` does too, divided by the number of missed rounds + 1
-        (unless the rule itself discounts messages by their staleness); ``"drop"`` drops
-        it, and its worker continues from the current center.
+        round; ``"weighted"`` also divides it by the number of missed rounds + 1 (unless
+        the rule itself discounts messages by their staleness); ``"drop"`` drops it, and
+        its worker continues from the current center.
 
     Raises:
       InvalidArgumentError: a value is out of range.

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from agn_optax import round as rounds
-from agn_optax._internal import layout, tracing, trees
+from agn_optax._internal import attempt, layout, trees
 from agn_optax.round import contribution_like, elementwise
 from agn_optax.rules import Rule
 
@@ -80,7 +80,7 @@ class Packing:
         return part
 
     def unpack(self, packed: Packed) -> PyTree:
-        """Return the tree of two flattened arrays, whose leaves are views of them."""
+        """Return two flattened arrays as a tree, whose leaves are views of them."""
         parts = [np.asarray(part) for part in packed]
         leaves = [
             parts[own][place].reshape(shape)
@@ -89,11 +89,11 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """Convert a state of the center optimizer for a tree to flattened arrays."""
+        """Flatten the trees of parameters in a state of the center optimizer."""
         return jax.tree.map(jnp.asarray, _map_params(rule, self.pack, state))
 
     def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """Convert a state of the center optimizer for flattened arrays to a tree."""
+        """Unpack the flattened trees in a state of the center optimizer."""
         return _map_params(rule, self.unpack, state)
 
 
@@ -104,8 +104,10 @@ class Packed(NamedTuple):
     second: Any
 
 
-def _map_params(rule: Rule, of: Callable[[PyTree], PyTree], state: PyTree) -> PyTree:
-    return optax.tree.map_params(rule.center, of, state, is_leaf=lambda _: True)
+def _map_params(
+    rule: Rule, convert: Callable[[PyTree], PyTree], state: PyTree
+) -> PyTree:
+    return optax.tree.map_params(rule.center, convert, state, is_leaf=lambda _: True)
 
 
 def packing_of(rule: Rule, params: PyTree) -> Packing | None:
@@ -142,11 +144,11 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         )
 
     what = f"a center of rule {rule.name!r} in two arrays"
-    return packing if tracing.unless_unfit(what, fits) else None
+    return packing if attempt(what, fits) else None
 
 
 def _moves_zeros_beyond(rule: Rule, dtype: Any) -> bool:
-    """Return whether a rule makes zeros infinite or NaN, as Adam without epsilon."""
+    """Return whether a rule makes zeros infinite or NaN, as Adam does without eps."""
 
     def moved() -> PyTree:
         zeros = Packed(*(jnp.zeros(1, dtype) for _ in Packed._fields))

@@ -10,7 +10,7 @@ from agn_optax.rules import Rule
 
 PyTree = Any
 
-MAX_REPORTED = 64  # most metrics of a worker, and most characters of a metric's name
+MAX_REPORTED = 64  # maximum number of metrics of a worker, and of characters of a name
 
 
 class Session(abc.ABC):
@@ -26,10 +26,10 @@ class Session(abc.ABC):
       session_id: the session id.
       resume_token: a JSON-serializable token that holds the center id and the session
         id. `Center.join` takes it to resume the session in another process.
-      previous_session: session id, and number of the last completed exchange, of the
-        worker's newest earlier session that completed an exchange. If no session did,
-        the id of the first session that the center knew, and 0; None if it knew none.
-        For a center in shards, a list of these tuples.
+      previous_session: tuple of a session id and the number of that session's last
+        completed exchange, for the worker's newest earlier session that completed one.
+        If none did, the id of the first session that the center knew, and 0; None if
+        it knew none. For a center in shards, a list with the value of each shard.
     """
 
     worker: str
@@ -48,12 +48,13 @@ class Session(abc.ABC):
             or ``steps`` or ``weight`` is out of range.
           WorkerStateError: the session is over, or ``sequence`` is neither its last
             exchange nor the next.
-          CenterUnreachableError: a remote center does not answer.
+          CenterUnreachableError: a remote center does not answer, or the center has
+            been closed.
         """
 
     @abc.abstractmethod
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        """Return the answer to an exchange: the version that the rule adopts.
+        """Return the answer to an exchange: the version that the worker adopts.
 
         Args:
           sequence: number of a submitted exchange.
@@ -68,7 +69,8 @@ class Session(abc.ABC):
           MessageRejectedError: the center has rejected too many messages of this worker
             in a row. The exchange has no effect, as if it had not been submitted.
           WorkerStateError: the session is over.
-          CenterUnreachableError: a remote center does not answer.
+          CenterUnreachableError: a remote center does not answer, or the center has
+            been closed.
         """
 
     @abc.abstractmethod
@@ -117,7 +119,8 @@ class Center(Protocol):
         Args:
           worker: the worker's name, unique at this center.
           params: the parameters that the worker will replace with the center's. Their
-            structure, shapes and dtypes are checked; None skips the check.
+            structure and shapes are checked, and a served center also checks their
+            dtypes. None skips the check.
           timeout: maximum time to wait for the other workers, in seconds; None waits
             without a limit.
           resume_token: the `Session.resume_token` of a session to resume, for a worker
@@ -144,10 +147,11 @@ class Center(Protocol):
         crash: the center then keeps its parameters.
 
         Returns:
-          The center as workers have it: see `pull`.
+          The broadcast parameters and their version: see `pull`.
 
         Raises:
-          AlreadyInitializedError: another worker initialized the center.
+          AlreadyInitializedError: another worker initialized the center, or the center
+            was created with its parameters.
           TreeMismatchError: a leaf is not a real floating array.
         """
 
@@ -158,7 +162,7 @@ class Center(Protocol):
           timeout: maximum time to wait, in seconds; None waits without a limit.
 
         Returns:
-          The center as workers have it: see `pull`.
+          The broadcast parameters and their version: see `pull`.
 
         Raises:
           NotInitializedError: the center was not initialized in time.

@@ -1,12 +1,12 @@
-"""Bounds on the center's movement, so that most messages need no check of the center.
+"""Bounds on the center's movement, so that most messages need no finiteness check.
 
 The norm of a message bounds its elements. Some transformations (`rules` has a table)
 have their largest updates and states at corners: where message, state and center each
 have their largest or smallest value, or are zero. Therefore the optimizer is run on the
-corners alone. If the state stays within its own bounds, as Adam's moments do, no
-message of at most that norm moves a number of the center further.
+corners alone, with assumed bounds on state and center. If the results are within these
+bounds, no message of at most that norm moves the center further than the corners do.
 
-Other optimizers have no bounds: the device is then asked about every message.
+With other optimizers there are no bounds, and the device checks every message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agn_optax.rules import Rule, at_corners, extra_arguments
 
 PyTree = Any
 
-_SLACK = 3.0  # for rounding, also when an update is added to a narrow center
+_SLACK = 3.0  # factor for rounding errors, including those of a center with few bits
 
 
 def is_bounded(rule: Rule) -> bool:
@@ -44,7 +44,7 @@ def bound(
     messages: int,
     largest: tuple[float, float],
 ) -> float:
-    """Return a bound on the absolute numbers of the center after some messages.
+    """Return a bound on the center's absolute values after some messages.
 
     Args:
       rule: a rule that `is_bounded`.
@@ -52,13 +52,13 @@ def bound(
       state: the state of the center optimizer.
       message: maximum norm of a message.
       messages: number of messages.
-      largest: the largest absolute numbers of the center and of the state.
+      largest: the largest absolute values in the center and in the state.
 
     Returns:
       The bound; inf if there is none.
     """
     program = _growth(rule)
-    # One number of each dtype stands for all.
+    # One leaf of each dtype stands for all leaves of that dtype.
     chosen = {leaf.dtype: i for i, leaf in enumerate(jax.tree.leaves(params))}.values()
 
     def corners(tree: PyTree, numbers: np.ndarray) -> PyTree:
@@ -74,25 +74,28 @@ def bound(
             is_leaf=lambda _: True,
         )
 
-    found = itertools.count()
-    states(lambda _: next(found))  # counts the moments
-    signs = [(-1.0, 0.0, 1.0)] * 2 + [(0.0, 1.0)] * next(found)
+    num_moments = itertools.count()
+    states(lambda _: next(num_moments))  # counts the moments
+    signs = [(-1.0, 0.0, 1.0)] * 2 + [(0.0, 1.0)] * next(num_moments)
     grid = np.meshgrid(np.arange(messages), *signs)
-    later, sent, held, *kept = (axis.reshape(-1) for axis in grid)
+    earlier, message_signs, center_signs, *moment_signs = (g.reshape(-1) for g in grid)
 
     def others(leaf: Any) -> Any:
-        """Return a count at each of the messages, or a number that does not change."""
+        """Return a count after the earlier messages, or a number that is constant."""
         is_count = jnp.issubdtype(leaf.dtype, jnp.integer)
-        return (np.asarray(leaf) + is_count * later).astype(leaf.dtype)
+        return (np.asarray(leaf) + is_count * earlier).astype(leaf.dtype)
 
     def state_within(largest: float) -> PyTree:
-        columns = iter(kept)
+        columns = iter(moment_signs)
         return states(lambda tree: corners(tree, largest * next(columns)), others)
 
     center, within = largest
     while math.isfinite(center + within):
         with np.errstate(over="ignore"):
-            both = corners(params, message * sent), corners(params, center * held)
+            both = (
+                corners(params, message * message_signs),
+                corners(params, center * center_signs),
+            )
             growth, after = map(float, program(*both, state_within(within)))
         reached = largest[0] + messages * _SLACK * growth
         if reached <= center and after <= within:
@@ -103,7 +106,11 @@ def bound(
 
 @functools.lru_cache(maxsize=32)
 def _growth(rule: Rule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a compiled program: how far numbers of the center grow, and the state."""
+    """Return a compiled program that takes corners: messages, centers and states.
+
+    It returns the largest growth of an absolute value in the center, and the largest
+    absolute value in the next state.
+    """
 
     def move(message: PyTree, center: PyTree, state: PyTree) -> PyTree:
         about = {**extra_arguments({}), "outside": True}
@@ -122,15 +129,21 @@ def _growth(rule: Rule) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 @jax.jit
 def largest_of(*trees: PyTree) -> list[jax.Array]:
-    """Return the largest absolute number of each tree; inf if one is not finite."""
+    """Return the largest absolute value of each tree; inf if a value is not finite."""
     return [_largest(tree) for tree in trees]
 
 
 def _largest(tree: PyTree) -> jax.Array:
-    # On some devices, max ignores NaN.
     sizes = [
-        jnp.where(jnp.isfinite(leaf), jnp.abs(leaf), jnp.inf).max(initial=0)
+        _largest_in(leaf)
         for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     return functools.reduce(jnp.maximum, sizes, jnp.zeros(()))
+
+
+def _largest_in(leaf: jax.Array) -> jax.Array:
+    # XLA for CPUs would write `where(isfinite(leaf), abs(leaf), inf)` to memory. It
+    # also ignores NaN in min and max, but not in sums.
+    largest = jnp.maximum(-leaf.min(initial=0), leaf.max(initial=0))
+    return jnp.where(jnp.isnan(leaf.sum()), jnp.inf, largest)

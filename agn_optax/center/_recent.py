@@ -13,11 +13,11 @@ _OVERDUE_FACTOR = 2.0  # multiple of the usual interval after which an event is 
 
 
 class Recent:
-    """Rates over the last ten seconds, and the time for which an event is overdue.
+    """Rates over the last ten seconds, and whether an event is overdue.
 
     The rate of rarer events comes from their last intervals: an event that happens once
     a minute has a constant rate of 1 / 60 per second, and is overdue after two minutes.
-    The number of stored points is small at any rate.
+    Only a few points (a time and the totals) are stored, however frequent events are.
 
     Args:
       now: time at which counting begins, in seconds.

@@ -1,7 +1,7 @@
 """A center in shards: several centers as one, each with a part of the parameters.
 
-Leaves are assigned to shards by size. Leaves above a shard's share are split along
-their first dimension (`parts.balanced`).
+Leaves are assigned to shards by size. Leaves larger than a shard's share are split
+along their first dimension (`parts.balanced`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class ShardedCenter:
-    """Several centers as one; ``agn_optax.service.connect`` makes it of addresses.
+    """Several centers as one; ``agn_optax.service.connect`` makes it from addresses.
 
     A worker pulls from all shards and exchanges with all of them in parallel. Each
     shard is atomic and counts its own versions: a version is a tuple with one int per
@@ -38,7 +38,7 @@ class ShardedCenter:
       centers: the shards, in the same order for every worker.
       like: a tree with the containers in which `pull` returns the parameters.
       fragments: the parts of the parameters, one fragment per shard; None divides them
-        by size. Pass the fragments if other workers exchange by them.
+        by size. Pass them if other workers exchange these fragments.
 
     Raises:
       InvalidArgumentError: there are no centers, their rules differ or combine whole
@@ -101,7 +101,7 @@ class ShardedCenter:
         if len(tokens) != shards:
             raise errors.WorkerStateError(
                 f"worker {worker!r} cannot resume its session at a center in "
-                f"{shards} shards, because it had joined one in {len(tokens)}; "
+                f"{shards} shards, because it had joined {len(tokens)} shards; "
                 "start() again"
             )
         shard_params: list[PyTree] = [None] * shards
@@ -212,7 +212,7 @@ class ShardedCenter:
         return self._parts.cut(center)
 
     def _check_model(self, params: PyTree) -> None:
-        """Check ``params`` against the whole center, whose leaf paths errors name."""
+        """Check ``params`` against the whole center, so that errors name its paths."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
                 self.pull()
@@ -221,7 +221,7 @@ class ShardedCenter:
             check.same_tree(params, self._model, "params", "center")
 
     def _divide(self, whole: PyTree) -> parts.Parts:
-        """Return the parts of the shards; only leaves sent as they are may be split."""
+        """Return the parts of the shards; split only leaves sent as one array each."""
         if self.fragments is not None:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
@@ -275,7 +275,7 @@ class ShardedSession(Session):
         self.session_id = sessions[0].session_id
         self._center = center
         self._sessions = sessions
-        self._must_restart = False  # a shard rejected what others may have applied
+        self._must_restart = False  # whether shards may differ about a message
 
     @property
     def resume_token(self) -> Any:
@@ -293,8 +293,8 @@ class ShardedSession(Session):
         if self._must_restart:
             raise errors.WorkerStateError(
                 f"a shard has rejected a message of worker {self.worker!r} that other "
-                "shards may have applied, which would take the next message for the "
-                "same one: start() again"
+                "shards may have applied; they would take the next message for a "
+                "repetition: start() again"
             )
         versions, contribution = submission.anchor_version, submission.contribution
         if not isinstance(versions, tuple) or len(versions) != shards:

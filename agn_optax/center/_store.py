@@ -46,7 +46,7 @@ class CenterState(NamedTuple):
 
     params: PyTree  # the current version
     center_state: PyTree  # state of the center optimizer
-    version: Any  # int: exchanges applied
+    version: Any  # int: number of updates so far
     # The broadcast parameters and the codec's state, if the rule's codec answers with
     # deltas; else None.
     broadcast: Broadcast | None = None
@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A number of messages that leave the center finite."""
+    """A number of further messages that leave the center finite."""
 
     messages: int
     norm: float  # maximum norm of each
@@ -138,7 +138,7 @@ class Store:
             broadcast = rounds.init_broadcast(rule, copied)
         self.current = Version(copied, version, broadcast=broadcast)
         self.delta_like = rounds.delta_like(rule, self.like)
-        # The last deltas by version, as long as they are smaller than the parameters.
+        # The last deltas with their versions, together smaller than the parameters.
         size, whole = map(trees.nbytes, (self.delta_like, self.like))
         count = (whole - 1) // size if 0 < size <= whole else 0
         self._differences: deque[tuple[int, PyTree]] = deque(maxlen=count)
@@ -225,7 +225,7 @@ class Store:
         return CenterState(params, jax.device_put(center_state), number, broadcast)
 
     def tree(self, version: Version) -> PyTree:
-        """Return a version's parameters as a tree; its arrays must not be reused."""
+        """Return a version's parameters as a tree; the version must have a reader."""
         if self.packing is None:
             return version.params
         return jax.device_put(self.unplace(version.params))
@@ -246,7 +246,7 @@ class Store:
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
         """Return the deltas from the broadcast parameters of ``since`` to a version.
 
-        None if they were released, or would be larger than the parameters.
+        None if the codec has no deltas, or if some were released.
         """
         if version.broadcast is None:
             return None
@@ -356,7 +356,7 @@ class Store:
             (contribution,) = contributions
             return Prepared(before, programs.move, contribution, extras[0], norm)
         count = len(submissions)
-        # A worker that claims no steps or no weight counts as 1.
+        # A message without steps or without a weight counts as 1.
         steps = sum(max(1, s.steps) for s in submissions)
         claimed = [1.0 if s.weight is None else s.weight for s in submissions]
         is_mean, mean = self._rule.combine == "mean", math.fsum(claimed) / count
@@ -436,7 +436,7 @@ class Store:
         return min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0) / 2
 
     def is_bounded(self, prepared: Prepared) -> bool:
-        """Return whether a prepared version must be finite; if so, `move` to it.
+        """Return whether a prepared version is certainly finite; if so, call `move`.
 
         The decision counts the messages since the last `check_finite`, and does not
         wait for the device.
@@ -448,7 +448,7 @@ class Store:
         return True
 
     def _find_bound(self, before: Version, norm: float) -> Bound | None:
-        """Return a bound for messages of a norm or more, if this one is within it."""
+        """Return a bound that holds after a message of a norm; None if not found."""
         if not (self._limit and norm < math.inf):
             return None
         if self._retry_countdown > 0 and norm > self._unbounded_norm / 2:
@@ -529,7 +529,7 @@ class _Extra(NamedTuple):
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
 
-_VERSIONS = 256  # parts of `since` repeat, so that transfers to the device are rare
+_VERSIONS = 256  # divisor of `since`: its parts repeat, so few need a new transfer
 
 
 def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:

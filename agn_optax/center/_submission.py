@@ -1,8 +1,7 @@
 """The records of an exchange: the submission of a worker, and the center's answer.
 
-They pass unchanged through session, wire, core, ledger, store and journal, which map
-their plain fields by name. A new field is added here, and in center.proto if it is sent
-over a network.
+Session, wire, core, ledger, store and journal pass on their plain fields by name. A new
+field is therefore added only here, and in center.proto if it is sent over a network.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Submission(NamedTuple):
     """A message of a worker: its contribution, and the numbers that go with it.
 
     Args:
-      sequence: number of the exchange: that of the session's last exchange, or one
-        more.
+      sequence: number of the exchange: one more than that of the session's last
+        exchange, or the same number to repeat that exchange.
       contribution: the result of the rule's ``contribution``, with the structure and
-        shapes of the center. It is read until the exchange is collected.
+        shapes of the center. The center may read it until the answer is collected.
       anchor_version: version of the snapshot that the worker adopted last; for a center
         in shards, a tuple with the version of each shard.
       steps: number of local steps in the message; 0 if unknown.
@@ -37,8 +36,8 @@ class Submission(NamedTuple):
         Must be positive; None counts as 1.
       reported: metrics of the worker by their names, for monitoring.
       anchor: the broadcast parameters of ``anchor_version``, as a center with the same
-        center id returned them. With them, the answer may be sent as deltas. With None
-        it is sent whole.
+        center id returned them. With them, the answer may be sent as deltas; with None,
+        the answer is sent whole.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -61,7 +60,7 @@ class Submission(NamedTuple):
     def checked(self) -> Submission:
         """Check the numbers of a submission, and return it with Python numbers.
 
-        The submission must be for one center: one in shards passes a part to each.
+        The submission must be for one center, such as one shard of a center in shards.
 
         Raises:
           InvalidArgumentError: ``anchor_version``, ``steps`` or ``weight`` is out of
@@ -95,16 +94,16 @@ class Snapshot(NamedTuple):
     """
 
     params: PyTree
-    # int: number of exchanges applied before this version. A center in shards has a
-    # tuple with one int per shard.
+    # int: number of updates up to this version; a synchronous round of messages is
+    # one update. A center in shards has a tuple with one int per shard.
     version: Any
 
 
 class Answer(NamedTuple):
     """The answer to a `Submission`: a version, and what was done with the message.
 
-    The version is the one that the rule adopts. Its arrays never change: do not donate
-    them.
+    The worker adopts this version, which is the one before or after its message,
+    depending on `Rule.adopts`. Its arrays never change: do not donate them.
     """
 
     params: PyTree  # of the version
@@ -123,7 +122,7 @@ class Answer(NamedTuple):
 
     @property
     def snapshot(self) -> Snapshot:
-        """The version that the rule adopts, before or after the message."""
+        """The version that the worker adopts, without the other fields."""
         return Snapshot(self.params, self.version)
 
 
@@ -136,10 +135,10 @@ def plain_fields(record: ExchangeRecord | type[ExchangeRecord]) -> tuple[str, ..
 
 
 def plain(record: ExchangeRecord) -> dict[str, Any]:
-    """Return the plain fields of a record by their names, as JSON can hold them."""
+    """Return the plain fields of a record by their names, without converting them."""
     return {name: getattr(record, name) for name in plain_fields(record)}
 
 
 def _as_int(number: Any) -> Any:
-    """Return an integer of NumPy as an int, and any other value as it is."""
+    """Return a NumPy integer as an int, and any other value unchanged."""
     return int(number) if isinstance(number, np.integer) else number

@@ -50,15 +50,15 @@ class WorkerPart:
         return about, {"params": saved.params, "state": saved.state, "anchors": anchors}
 
     def expected(self, about: Json, like: PyTree, source: str) -> PyTree:
-        """Check that a saved part fits, and return a tree with its containers.
+        """Check that a saved part matches, and return the abstract tree to load.
 
         Args:
           about: the saved description.
           like: parameters with the containers to use; None for the saved containers.
-          source: description of the checkpoint for messages.
+          source: description of the checkpoint for error texts.
 
         Raises:
-          RuleMismatchError, TreeMismatchError: the saved part does not fit; the message
+          RuleMismatchError, TreeMismatchError: the saved part does not match; the error
             says why.
         """
         worker, leaves = self._worker, leaves_of(about)
@@ -67,8 +67,8 @@ class WorkerPart:
         count, saved_count = len(fragments or ()), about["fragment_count"]
         if count != saved_count:
             raise errors.TreeMismatchError(
-                f"{name} exchanges by {count or 'no'} fragments, and the worker in "
-                f"{source} by {saved_count or 'none'}"
+                f"{name} has {count or 'no'} fragments, and the worker in {source} has "
+                f"{saved_count or 'none'}"
             )
         params = _params(about, like, leaves)
         split = [params] if fragments is None else fragments.divide(params).cut(params)
@@ -87,12 +87,12 @@ class WorkerPart:
 
         Args:
           about: the saved description.
-          tree: the saved arrays, in the containers of `expected`.
+          tree: the saved arrays, in the containers that `expected` returned.
         """
         return self.restore_worker(about, tree, token=None)
 
     def restore_worker(self, about: Json, tree: PyTree, token: Any) -> Any:
-        """Restore the worker, in a new session or in that of ``token``."""
+        """Restore the worker in the session of ``token``, or in a new one for None."""
         pairs = zip(about["fragments"], tree["anchors"], strict=True)
         fragments = tuple(_fragment_state(numbers, anchor) for numbers, anchor in pairs)
         saved = WorkerState(tree["params"], tree["state"], fragments, about["turn"])
@@ -182,17 +182,18 @@ class TowersPart:
         is_same = mesh == saved_mesh if has_rows else towers.workers == 1
         if not (is_same or self._elastic):
             raise errors.TreeMismatchError(
-                f"{source} has {saved_mesh[about['worker_axis']]} workers, on a mesh "
-                f"{saved_mesh}, and these towers have {towers.workers}, on {mesh}: the "
-                "workers' own states need the same number of workers. With "
-                "elastic=True all continue from the center, and from the first "
-                "worker's parameters and state"
+                f"{source} has workers={saved_mesh[about['worker_axis']]} on mesh "
+                f"{saved_mesh}, and these towers have workers={towers.workers} on mesh "
+                f"{mesh}: several workers' states need the same mesh, and the state of "
+                "one worker needs workers=1. With elastic=True all workers continue "
+                "from the center, and from the first worker's parameters and state"
             )
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
         paths = {f"['state']{path}" for path in common_leaves(self._state)}
 
         def comparable(leaves: Sequence[Leaf]) -> list[Leaf]:
-            # The shapes of other leaves, such as parts of a center, depend on the mesh.
+            # Other leaves, such as parts of a center, are compared without their
+            # shapes, which depend on the mesh.
             shapes = [
                 leaf.shape[has_rows:] if leaf.path in paths else () for leaf in leaves
             ]
@@ -231,7 +232,7 @@ def _under(path: str, leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _fragment_state(numbers: Json, anchor: PyTree) -> FragmentState:
-    """Return the state of a fragment, from its numbers as JSON has them."""
+    """Return the state of a fragment, from its numbers in JSON and its anchor."""
     state = FragmentState(**numbers | {"anchor": anchor})
     if isinstance(version := state.anchor_version, list):
         return state._replace(anchor_version=tuple(version))
@@ -240,7 +241,7 @@ def _fragment_state(numbers: Json, anchor: PyTree) -> FragmentState:
 
 def _check_rule(about: Json, rule: Rule, source: str) -> None:
     if other := difference(about["rule"], rule):
-        raise errors.RuleMismatchError(f"{source} is of another rule: {other}")
+        raise errors.RuleMismatchError(f"{source} was saved with another rule: {other}")
 
 
 def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
@@ -255,7 +256,7 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     if about["containers"] is None:
         raise errors.MissingArgumentError(
             "the saved parameters are in containers that are not dicts, lists and "
-            "tuples: give load(..., like=params) a tree of the same kind"
+            "tuples: give load(..., like=params) a tree with the same containers"
         )
     return description.rebuild(about["containers"], iter(abstract))
 
@@ -280,5 +281,5 @@ def _check_same(
     )
     if different is not None:
         raise errors.TreeMismatchError(
-            f"this is another model, or another optimizer: {different}"
+            f"the model or the optimizer differs from the saved one: {different}"
         )

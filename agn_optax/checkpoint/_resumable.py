@@ -2,9 +2,9 @@
 
 Before a message is sent, everything from which it is computed is written to disk: the
 worker's state, the position in its data, and the number of the exchange. If the process
-is killed, the next process sends the exchange of the last checkpoint again. The center
-applies it, unless it already has: it recognizes the number, and then only answers. The
-data continues after that exchange, and later local steps are repeated.
+is killed, the next process sends the exchange of the last checkpoint again. If the
+center has applied it already, it recognizes the number, and only answers. The data
+continues after that exchange: the local steps made since the checkpoint are repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agn_optax.worker import Worker
 PyTree = Any
 
 
-# Names of arguments of `load` and `Rotation.write`, and of the other parts.
+# Names of the arguments of `load` and `Rotation.write`, and of this module's own parts.
 _RESERVED = {"path", "like", "elastic", "number", "center", "worker", _save.ABOUT}
 
 
@@ -32,7 +32,7 @@ class Resumable:
     """A `Worker` that continues where it was, whenever and however its process ended.
 
     It writes a checkpoint before each exchange, and `start` continues from the last
-    one. If the data can be continued too, such as a Grain iterator, every sample counts
+    one. If the data can resume too, as a Grain iterator can, every sample counts
     in the center exactly once, even if the process is killed (SIGKILL) during an
     exchange or while a checkpoint is written.
 
@@ -48,20 +48,20 @@ class Resumable:
 
     A worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each
     fragment. Before that it adopts the answers of fragments in flight, even if their
-    delay is not over. With a ``delay``, the samples of local steps between a message
-    and its answer count only by the fraction ``mixing``, as without checkpoints. That
-    holds for rules that send displacements and adopt the center after the message, such
-    as downpour and diloco.
+    delay is not over. There is one exception to "exactly once", with and without
+    checkpoints: if a rule sends displacements and adopts the center after its message,
+    as downpour and diloco do, a ``delay`` lets the local steps between a message and
+    its answer count only by the fraction ``mixing``.
 
     A power failure may destroy the last checkpoints, because not all of their files are
     synced to disk.
 
     Use it in place of the worker: other attributes (``tx``, ``exchange``, ``flush``,
     ...) are those of the worker. At each call of ``exchange`` and ``flush``, the data
-    iterator must be right after the samples of the local steps so far. If one raises
-    because the center is unreachable (``patience`` is 0), repeat it before the next
-    local step. Writing a checkpoint takes 0.1 s, and some seconds per gigabyte: choose
-    the period accordingly.
+    iterator must be right after the samples of the local steps so far. If a call raises
+    because the center is unreachable (``patience`` is 0), repeat the call before the
+    next local step. Writing a checkpoint takes 0.1 s, and some seconds per gigabyte:
+    choose the period accordingly.
 
     Args:
       worker: the worker. Its name must be unique, and the same in all processes.
@@ -70,9 +70,9 @@ class Resumable:
       **others: objects to save with the worker, by name: either checkpointables of
         Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
         statistics, random keys). A dict is saved with its values at each checkpoint,
-        and `start` writes the restored arrays into it. Some names are reserved:
-        ``center``, and the arguments of `load` and of the function that writes
-        checkpoints.
+        and `start` writes the restored arrays into it. Reserved names are
+        ``agn_optax``, ``center``, ``center-NUMBER``, ``elastic``, ``like``, ``number``,
+        ``path`` and ``worker``.
 
     Attributes:
       worker: the worker.
@@ -143,7 +143,7 @@ class Resumable:
         chief: bool | None = None,
         timeout: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """Continue from the last checkpoint; without one, start as `Worker.start`.
+        """Continue from the last checkpoint; without one, start like `Worker.start`.
 
         It first repeats the exchange for which the checkpoint was written.
 
@@ -158,8 +158,9 @@ class Resumable:
         Raises:
           RuleMismatchError, TreeMismatchError: the checkpoint does not match this
             worker.
-          WorkerStateError: the center has lost exchanges at a restart, or has later
-            exchanges of this worker.
+          WorkerStateError: the center has lost exchanges at a restart, or has exchanges
+            that this worker made after its last checkpoint; or the worker's name has
+            changed.
 
         Also raises the errors of `Worker.start`.
         """
@@ -172,7 +173,7 @@ class Resumable:
             for name, value in self._others.items()
         }
         centers = self._center_parts
-        # A center that was saved with the worker does not know its session.
+        # A center that is restored with the worker does not know the worker's session.
         worker = _ResumablePart(self.worker, keeps_session=not centers)
         parts = {"worker": worker, **centers, **others}
         loaded = _save.load(latest[1], like=params, **parts)
@@ -225,7 +226,7 @@ class Resumable:
     def _before_send(
         self, fragments: Iterable[int], params: PyTree, state: LocalState
     ) -> None:
-        """Write a checkpoint before these fragments send messages: see `Worker`."""
+        """Write a checkpoint; the worker calls this before the fragments' messages."""
         worker, centers = self.worker, self._center_parts
         present = {name for part in centers.values() for name in part.center.workers}
         if other_workers := present - {worker.name}:
@@ -284,6 +285,6 @@ class _ResumablePart(WorkerPart):
         except errors.WorkerStateError as error:
             worker.leave()
             raise errors.WorkerStateError(
-                f"the center has later exchanges of worker {worker.name!r} than its "
-                f"last checkpoint, so it cannot resume from there: {error}"
+                f"the center has exchanges that worker {worker.name!r} made after its "
+                f"last checkpoint, so the worker cannot resume from it: {error}"
             ) from error

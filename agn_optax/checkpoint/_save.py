@@ -38,7 +38,7 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
       **parts: parts by name: ``(worker, params, state)`` for a `Worker` in the middle
         of its loop; a `LocalCenter`; ``(towers, state)`` for a state with a replica per
         tower; and anything else that Orbax saves, such as a pytree of arrays or a Grain
-        iterator. No worker may exchange with a saved center meanwhile, so that the
+        iterator. While a center is saved, no worker may exchange with it, so that the
         parts are consistent.
 
     Returns:
@@ -75,8 +75,8 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
     """Save workers, centers, towers and other objects as one checkpoint.
 
-    The checkpoint is written atomically. Orbax alone can read it: parameters are nested
-    dictionaries with the names of the model.
+    The checkpoint is written atomically. Orbax can read it without agn_optax:
+    parameters are nested dictionaries with the names in the model.
 
     Args:
       path: a directory that does not exist.
@@ -134,18 +134,18 @@ def load(
       path: see `save`; or the ``path`` of a checkpoint of Orbax's `Checkpointer`.
       like: a tree with the containers of the parameters, for models whose containers
         are not dicts, lists and tuples.
-      elastic: whether the number of towers may differ from the saved number, even if
-        each tower is a worker: all of them continue from the center, with its
-        optimizer's state, and from the first worker's parameters and inner state. (The
-        number of towers of one data-parallel worker may always differ.)
+      elastic: whether the mesh and the number of workers of towers may differ from the
+        saved ones. Then all workers continue from the center, with its optimizer's
+        state, and from the first worker's parameters and inner state. (The number of
+        towers of one data-parallel worker may always differ.)
       **parts: parts by the names under which they were saved: a `Worker`; a
         `LocalCenter` that has no parameters yet; ``(towers, state)`` with the state of
         a new run; anything else as Orbax's ``load_checkpointables`` takes it: a Grain
         iterator, a tree like the saved one, or None. Workers can only be loaded
         together: pass all saved workers, and the center that was saved with them. Other
-        parts may be left out. A worker whose center was not saved starts a new session
-        there, and adopts the current center at its next exchange. Messages that it sent
-        after the checkpoint stay applied, and the same progress is sent again;
+        parts may be left out. A worker whose center was not saved joins that center in
+        a new session, and adopts it at the next exchange. Messages that the worker sent
+        after the checkpoint stay applied, and the repeated steps are sent again;
         `Resumable` avoids that.
 
     Returns:
@@ -156,8 +156,9 @@ def load(
       RuleMismatchError: a part was saved with another rule; the message names the
         difference.
       TreeMismatchError: a part was saved with another model, or with another number of
-        workers or towers; the message names the leaf or the numbers.
-      InvalidArgumentError: the checkpoint has no such part.
+        workers or towers; the message names the leaf or the numbers. Or a saved worker
+        or its center is missing in ``parts``.
+      InvalidArgumentError: the checkpoint has no part of that name and kind.
       MissingExtraError: Orbax is not installed.
       DurabilityError: there is no checkpoint, or it cannot be read.
 
@@ -271,7 +272,7 @@ def orbax() -> Any:
 
 
 def as_part(value: Any, elastic: bool = False) -> Part | None:
-    """Return the part for a user's object; None if Orbax saves it itself."""
+    """Return the part for a user's object; None for one that Orbax saves directly."""
     if isinstance(value, Part):
         return value
     first, *rest = value if isinstance(value, tuple) and value else (value,)
@@ -310,6 +311,6 @@ def _check_names(
         if "worker" in kinds and not saved <= parts.keys():
             missing = sorted(saved - parts.keys())
             raise errors.TreeMismatchError(
-                f"{source} has {len(saved)} {kind}s, and {missing} were not given: "
-                "workers can only be loaded together, and with their center"
+                f"{missing} ({kind}) of {source} must be given as well: workers can "
+                "only be loaded together, and with their center"
             )

@@ -1,6 +1,6 @@
-"""Pytrees in the form that Orbax saves, and back.
+"""Conversion of pytrees to the form that Orbax saves, and back.
 
-Orbax itself keeps containers as dictionaries and lists, with the names of the model.
+Orbax itself stores containers as dictionaries and lists, with the names in the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _arrays(like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """Return a tree with the data of random keys, and with numbers as arrays."""
+    """Replace random keys by their data, and numbers by arrays."""
 
     def plain(leaf: Any) -> Any:
         if trees.is_key(leaf):
@@ -61,5 +61,5 @@ def _plain(tree: PyTree) -> PyTree:
 
 
 def _without_empty(tree: PyTree) -> PyTree:
-    """Leave out arrays without elements, which Orbax rejects."""
+    """Replace arrays without elements, which Orbax rejects, by None."""
     return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)

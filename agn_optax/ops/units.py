@@ -12,7 +12,7 @@ _RATE = re.compile(
     r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?) *"
     r"(?:(?P<prefix>[kmgt])(?P<binary>i?))?"
     r"(?P<unit>bits?|bytes?|b)"
-    r"(?:/s|ps)?",
+    r"(?P<per_second>/s|ps)?",
     re.IGNORECASE,
 )
 
@@ -45,19 +45,17 @@ def rate(text: str, what: str) -> float:
     if found is None or not 0 < number < math.inf:
         raise errors.InvalidArgumentError(
             f"{what} must be a positive rate with its unit, such as 1Gbit, 100Mbit or "
-            f"1.2GB (a second; b is a bit, B a byte), got {text!r}"
+            f"1.2GB (per second; b is a bit, B a byte), got {text!r}"
         )
     base = 1024 if found["binary"] else 1000
-    unit = found["unit"]
-    is_bits = unit == "b" or unit.lower().startswith("bit")
     power = _POWERS.index((found["prefix"] or " ").lower())
-    return number * base**power / (8 if is_bits else 1)
+    return number * base**power / (8 if _is_bits(found["unit"]) else 1)
 
 
 def size(text: str, what: str) -> int:
     """Parse a size, and return it in bytes.
 
-    A size is written as a rate is, in bytes and without ``/s``.
+    A size is written like a rate in bytes, but without ``/s`` or ``ps``.
 
     Raises:
       InvalidArgumentError: the text is not a size, or the size is not positive.
@@ -67,12 +65,16 @@ def size(text: str, what: str) -> int:
       (1500000000, 17179869184)
     """
     found = _RATE.fullmatch(text.strip())
-    is_size = found is not None and found["unit"] in ("B", "byte", "bytes")
-    if not is_size or (text.strip().endswith("s") and "/" in text):
+    is_size = found is not None and not (found["per_second"] or _is_bits(found["unit"]))
+    if not is_size:
         raise errors.InvalidArgumentError(
             f"{what} must be a size with its unit, such as 512MB or 16GiB, got {text!r}"
         )
     return int(rate(text, what))
+
+
+def _is_bits(unit: str) -> bool:
+    return unit == "b" or unit.lower().startswith("bit")
 
 
 def in_bytes(number: float) -> str:

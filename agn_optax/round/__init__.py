@@ -10,9 +10,9 @@
 - `_messages`: sums and stacks of several workers' messages.
 - `_parts`: division of a tree into parts.
 - `_fragments`: which part is exchanged when.
-- `_elementwise`: the check whether a rule may work on parts.
+- `_elementwise`: checks that a rule may work on parts.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
-- `_measure`: numbers about an exchange that a worker reports.
+- `_measure`: numbers that a worker reports about an exchange.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
 The public names are in `agn_optax`. The names here are for the layers above.

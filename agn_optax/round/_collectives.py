@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
-from agn_optax._internal import combinations, tracing
+from agn_optax._internal import combinations
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -70,7 +73,7 @@ def declare_workers(axes: Axes) -> Iterator[None]:
 
 
 def declared_workers_outside(axes: Axes) -> Axes:
-    """Return the declared axes of `declare_workers` that are not among ``axes``.
+    """Return the axes that `declare_workers` declared and ``axes`` does not have.
 
     Axes of one member are left out.
     """
@@ -83,7 +86,7 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: Axes) -> jax.Array:
-    """Sum a 1-D array over ``axes``; return this member's one of equal pieces."""
+    """Sum a 1-D array over ``axes``; return this member's piece of the sum."""
     axes = _axes_to_reduce(axes, x)
     if not axes:
         return x
@@ -121,7 +124,7 @@ def pieces(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def from_partner(tree: PyTree, axes: Axes, exchanges: jax.Array) -> PyTree:
-    """Return the tree of this member's partner, after a number of ``exchanges``."""
+    """Return the tree of this member's partner in exchange ``exchanges`` (from 0)."""
     axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
     if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
         combinations.reject(
@@ -145,9 +148,9 @@ def _manual_axes() -> Axes:
 
 
 def has_no_partner(axes: Axes, exchanges: jax.Array) -> jax.Array:
-    """Return whether this member has no partner, after a number of ``exchanges``.
+    """Return whether this member has no partner in exchange ``exchanges`` (from 0).
 
-    With an odd number of members, one of them has none.
+    With an odd number of members, one of them has no partner.
     """
     if size(axes) % 2 == 0:
         return jnp.zeros((), bool)
@@ -160,8 +163,8 @@ def pairings(members: int) -> list[list[int]]:
 
     With 2, 4, 8, ... members, partners are a power of two apart, so that information
     from each member has reached all others after all pairings. With other numbers,
-    partners mirror each other around points that are powers of two apart, and
-    information reaches most members. With an even number of members, all have a
+    partners are mirror images on a ring, around a point that moves by powers of two,
+    and information reaches most members. With an even number of members, all have a
     partner; with an odd number, one has none, and is its own partner in the list.
     """
     powers = [1 << k for k in range((members - 1).bit_length())]
@@ -185,7 +188,7 @@ def cut(x: jax.Array, count: int) -> jax.Array:
 
 
 def _narrow(x: jax.Array) -> jax.Array:
-    """View floats of 16 bits as integers: some backends would send them widened."""
+    """View floats of 8 or 16 bits as integers: some backends would send them wide."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits > 16:
         return x
     return x.view(f"uint{8 * x.dtype.itemsize}")
@@ -196,10 +199,10 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
-    """Return ``act(carry)`` if ``due``, else ``carry``; then no collective runs.
+    """Return ``act(carry)`` if ``due``; else run no collective, and return ``carry``.
 
-    This is a loop of zero or one iterations and not a cond, because a cond copies all
-    that passes through it, and a loop updates its carry in place.
+    This is a loop of zero or one iterations and not a cond, because a cond copies
+    everything that passes through it, and a loop updates its carry in place.
     """
 
     def body(_: Any, carry: Any) -> Any:
@@ -242,9 +245,9 @@ def check_same_params(tree: PyTree, axis_name: Any) -> None:
             if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
                 raise errors.InvalidArgumentError(
                     f"the workers of {axis_name!r} begin with different parameters, "
-                    f"first in params{keystr(path)}, so that each would keep another "
-                    "center. Begin with the same parameters, and give the workers "
-                    "different data"
+                    f"first in params{keystr(path)}, so that each would keep a "
+                    "different center. Begin with the same parameters, and give the "
+                    "workers different data"
                 )
         return tree, batched[0]
 
@@ -257,7 +260,7 @@ def axes_of_collectives(jaxpr: Any, *, ignored_scope: str | None = None) -> set[
     Operations in a name scope that contains ``ignored_scope`` do not count.
     """
     axes: set[str] = set()
-    for operation in tracing.operations(jaxpr):
+    for operation in _operations(jaxpr):
         scope = str(operation.source_info.name_stack)
         is_ignored = ignored_scope is not None and ignored_scope in scope
         if operation.primitive.name != "axis_index" and not is_ignored:
@@ -265,3 +268,13 @@ def axes_of_collectives(jaxpr: Any, *, ignored_scope: str | None = None) -> set[
                 params = names(operation.params.get(key))
                 axes.update(name for name in params if isinstance(name, str))
     return axes
+
+
+def _operations(program: Any) -> Iterator[JaxprEqn]:
+    """Yield all operations of a jaxpr, including those of programs inside it."""
+    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
+
+    for equation in program.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _operations(inner)

@@ -1,7 +1,8 @@
 """Checks that a rule may move parts of a center, or all its leaves as one array.
 
-The rule says so: its functions by `Rule.elementwise`, its codec by `Codec.reads`, and
-its transformations by the table in `agn_optax.rules._declared`. Nothing is run.
+This is declared: for the rule's functions by `Rule.elementwise`, for its codec by
+`Codec.reads`, and for its transformations by the table in `agn_optax.rules._declared`.
+Nothing is computed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
         return
     unfit = _wider(rule, "element" if is_cut else "leaf")
     if unfit is None and not all(keeps_shapes(rule, part) for part in parts):
-        unfit = f"rule {rule.name!r}, whose center optimizer does not take each part"
+        unfit = f"rule {rule.name!r}, whose center optimizer does not accept each part"
     if unfit is not None:
         combinations.reject(
             "a center in shards", "a rule that is not elementwise", unfit
@@ -47,10 +48,10 @@ def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
 
 
 def keeps_shapes(rule: Rule, center: PyTree) -> bool:
-    """Return whether a center optimizer takes a tree, and keeps all shapes.
+    """Return whether a center optimizer accepts a tree, and keeps all shapes.
 
-    An elementwise one with arrays as settings, such as a learning rate for each
-    element, takes only trees whose leaves have the shapes of these arrays.
+    An elementwise optimizer with arrays as settings, such as a learning rate for each
+    element, accepts only trees whose leaves have the shapes of these arrays.
 
     Args:
       rule: the rule.
@@ -74,7 +75,7 @@ def is_leafwise(rule: Rule, params: PyTree) -> bool:
     if unfit := _wider(rule, "leaf"):
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
-    # Random numbers of a codec depend on the number of the leaf.
+    # Random numbers of a codec depend on the index of the leaf.
     used = [rule.codec, rule.codec.answer_codec]
     states = [jax.eval_shape(codec.init, params) for codec in used if codec is not None]
     return rule.combines_elements and not trees.nodes(states, codecs.StochasticState)
@@ -89,13 +90,14 @@ def is_uniform(rule: Rule, params: PyTree) -> bool:
 
 
 def _wider(rule: Rule, allowed: Reads, *, of_center: bool = False) -> str | None:
-    """Return the first part of a rule that reads more than is allowed; None for none.
+    """Return the first part of a rule that reads more than is allowed, or None.
 
     Args:
       rule: the rule.
       allowed: how much a part may read.
       of_center: whether to look only at the parts that run at a center outside the
-        program. A declaration does not count there, because it allows masks.
+        program. For these a declaration by `elementwise` does not count, because it
+        allows masks.
     """
     reads = {f"codec {rule.codec}": rule.codec.reads}
     if rule.message is not None or not of_center:

@@ -93,11 +93,11 @@ def phases(
 
     Args:
       inner: the inner optimizer.
-      rule: a record of `agn_optax.rules`.
+      rule: a rule, such as one of `agn_optax.rules`.
       axis_name: name of the mesh axis whose members are the workers, bound by vmap,
         pmap or shard_map around ``exchange``; None for one worker.
       center_dtype: floating dtype of center and center optimizer; None keeps the
-        parameters'. float32 under bfloat16 parameters is a master copy.
+        parameters'. With bfloat16 parameters, a float32 center is a master copy.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       fragments: parts of the parameters that are exchanged in turn, a `Fragments`,
@@ -117,10 +117,10 @@ def phases(
       UnboundAxisError: ``axis_name`` is not bound around ``exchange``, or the axis of a
         sharded center is not bound around ``init``, ``update`` or ``exchange``.
       InvalidArgumentError: ``jax.vmap(tx.init)`` got workers that begin with different
-        parameters; or the rule, its center optimizer, the placement or the parameters
-        cannot be used with ``fragments``.
-      CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without an
-        `ExchangeState`, or with several.
+        parameters; or the rule, its center optimizer, the placement, the fragments and
+        the parameters cannot be used together.
+      CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without a
+        center, or with several.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -258,7 +258,7 @@ def phases(
                 state.in_flight.is_sent, lambda carry: receive(*carry), (params, state)
             )
             return (params, state) if only_receives else send(params, state)
-        if rule.adopts == "before":  # both move, from their old values
+        if rule.adopts == "before":  # worker and center move from their old values
             return _leafwise.when(
                 None,
                 lambda carry, _: exchange(*carry),
@@ -327,7 +327,7 @@ def exchange_every(
 
     Args:
       inner: the inner optimizer, which makes the local steps.
-      rule: a record of `agn_optax.rules`.
+      rule: a rule, such as one of `agn_optax.rules`.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges made so far (int32 scalar) to the length of the next round, such as
         ``lambda k: jnp.where(k < 3, 1, 10)``. A scalar array is not checked.
@@ -353,8 +353,8 @@ def exchange_every(
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or
         ``jax.vmap(tx.init)`` got workers that begin with different parameters; or the
-        rule, its center optimizer, the placement, the period or the parameters cannot
-        be used with ``fragments``.
+        rule, its center optimizer, the placement, the fragments, the period and the
+        parameters cannot be used together.
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` was called without ``params``.
       TreeMismatchError: gradients, parameters and state do not match, or have leaves
@@ -398,8 +398,8 @@ def exchange_every(
         and not mixing
         and not is_eager
     )
-    # The same for the sending of a message. (If updates outside the loop were read,
-    # XLA would compute the message before the loop, at every step.)
+    # Likewise, the loop that sends a message need not carry the updates. (If it read
+    # updates outside the loop, XLA would compute the message before it, at every step.)
     sends_from_state = not rule.needs_params and rule.adopts == "after" and not is_eager
 
     def exchange_state_only(
@@ -448,7 +448,7 @@ def exchange_every(
         params: PyTree,
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
-        """Make the halves of an exchange where due, with local steps between them."""
+        """Run the halves of an exchange where due, with local steps between them."""
         send, receive = (
             functools.partial(_on_updates, half, params=params)
             for half in _halves(rule, layout, extra_args, fragments)[1:]
@@ -630,8 +630,8 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       TreeMismatchError: ``params`` has another structure than the center.
       AmbiguousCenterError: the state has more than one center; pass the part of the
         state with the one that you want.
-      UnboundAxisError: the center is in shards, and the axis of their towers is not
-        bound here; `Towers.center_params` reads it from outside.
+      UnboundAxisError: the center is in shards, and their axis is not bound here;
+        `Towers.center_params` reads such a center outside the mesh.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -687,7 +687,7 @@ def find_state(opt_state: PyTree) -> State:
 
 
 def _is_followed(node: PyTree) -> bool:
-    """Return whether the state is of a chain with a transformation after a rule."""
+    """Return whether a chain in the state has a transformation after a rule."""
     if isinstance(node, State):
         return False
     is_chain = type(node) is tuple and all(isinstance(child, tuple) for child in node)

@@ -1,7 +1,7 @@
 """Fragments: parts of the parameters that are exchanged in turn, each at its offset.
 
-Each fragment has its own `ExchangeState`, without an inner optimizer: that is shared by
-the whole tree. The exchange itself is in `_round`, and the three forms are in
+Each fragment has its own `ExchangeState`, without an inner state: one inner optimizer
+updates the whole tree. The exchange itself is in `_round`, and the three forms are in
 `_forms`. This module only decides which leaves a fragment has, and when it is due.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, tracing, trees
+from agn_optax._internal import attempt, check, combinations, trees
 from agn_optax.round import _parts, _period, _round
 from agn_optax.round._parts import Parts
 from agn_optax.round._round import ExchangeState, LocalState
@@ -46,17 +46,17 @@ class Fragments:
             & c_p \leftarrow c_p + \text{center}(m_p), \quad
             x_p \leftarrow \alpha x_p + (1 - \alpha) \, \text{adopt}(x_p, c_p)
 
-    Every fragment is exchanged once per period, as the rule defines it, and at most one
-    fragment is sent at a time. Each fragment has its own record, anchor, codec state
-    and center optimizer state. Therefore rules, codecs and center optimizers that read
-    more than one leaf (a global norm, a schedule's count) see one fragment only. The
-    inner optimizer sees the whole tree.
+    Every fragment is exchanged once per period, as the rule defines it; fragments with
+    different offsets are sent at different steps. Each fragment has its own record,
+    anchor, codec state and center optimizer state. Therefore a global norm in a rule,
+    codec or center optimizer is that of one fragment, and a schedule counts the
+    exchanges of one fragment. The inner optimizer sees the whole tree.
 
     With a ``delay``, workers make further local steps between sending a message and
-    adopting the center that it moves. Of the progress in these steps, the share
-    :math:`1 - \alpha` is lost. With ``eager`` updates nothing is lost: the worker at
-    once adopts the center moved by its own share of the message; and when all messages
-    have moved the center, it adopts that center plus the local progress made meanwhile,
+    adopting the center that it moves. The share :math:`1 - \alpha` of the progress in
+    these steps is lost. With ``eager`` updates nothing is lost: the worker at once
+    adopts the center moved by its own share of the message; and when all messages have
+    moved the center, it adopts that center plus the local progress made meanwhile,
 
     .. math::
         x_p \leftarrow \tilde c_p = c_p + \text{center}(m_{p, \text{own}}); \qquad
@@ -78,7 +78,7 @@ class Fragments:
         and replaces ``mixing``.
 
     Raises:
-      InvalidArgumentError: an argument is out of range, or they cannot be combined.
+      InvalidArgumentError: an argument is out of range, or two cannot be combined.
       InvalidTypeError: ``parts`` is neither a number nor a sequence of strings.
 
     Example:
@@ -130,8 +130,8 @@ class Fragments:
                 check.positive_int(offset, "each of offsets")
             if len(offsets) != len(self):
                 raise errors.InvalidArgumentError(
-                    f"offsets must be {len(self)}, one for each fragment, got "
-                    f"{len(offsets)}"
+                    f"offsets must have {len(self)} numbers, one for each fragment, "
+                    f"got {len(offsets)}"
                 )
             object.__setattr__(self, "offsets", offsets)
         check.whole_number(self.delay, "delay", least=0, optional=False)
@@ -266,8 +266,8 @@ class Fragments:
         Args:
           fragment: index of the fragment.
           this_round: local steps of the round with the next exchange.
-          last_round: local steps of the round with the last exchange; None if there was
-            none, and then steps are counted from the beginning.
+          last_round: local steps of the round with the last exchange. None before the
+            first exchange: steps are counted from the beginning.
         """
         rest = 0
         if last_round is not None:
@@ -323,7 +323,7 @@ def fragments_to_exchange(
     ):
         has = f"there are {len(indices)}" if indices else "there are no fragments"
         raise errors.InvalidArgumentError(
-            f"fragment or receive must be the number of one fragment, and {has}: got "
+            f"fragment or receive must be the index of one fragment, and {has}: got "
             f"fragment={fragment!r}, receive={receive!r}"
         )
     return given or indices
@@ -350,7 +350,7 @@ def init_fragments(
     def init_part(part: PyTree) -> ExchangeState:
         return _round.with_inner(init(part, no_inner), None)
 
-    states = tracing.unless_unfit(
+    states = attempt(
         f"rule {rule.name!r} by fragments", lambda: tuple(map(init_part, parts))
     )
     if states is None:

@@ -1,10 +1,10 @@
 """Exchanges of a few leaves at a time, where that saves memory and memory traffic.
 
-A loop over the whole model carries everything that it changes: updates that would
-otherwise never be written to memory, or the difference by which two arrays move. These
-need memory of the model's size, which the operating system allocates anew at every
-call, and allocating it takes longer than filling it. With one loop for every few
-leaves, one loop after the other, only the memory for these leaves is needed at a time.
+An exchange of the whole model in one loop (`_collectives.when`) carries everything that
+it changes: updates that would otherwise never be written to memory, or the difference
+by which two arrays move. These need memory of the model's size, which the operating
+system allocates anew at every call, and allocating it takes longer than filling it.
+With a loop for each group of leaves, one after the other, only one group needs memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from agn_optax._internal import tracing, trees
+from agn_optax._internal import attempt, trees
 from agn_optax.round import _collectives, _parts
 from agn_optax.round._parts import Parts
 
@@ -40,7 +40,7 @@ def when(
     loop waits for the host, and memory allocation is cheap.
 
     Args:
-      due: whether to act; None acts always, without a loop for the whole tree.
+      due: whether to act; None means always, without a loop for the whole tree.
       act: makes a new carry, also from trees with None in place of some leaves.
       carry: the values that ``act`` changes: a tree like the parameters (if ``due`` is
         given, one that has not been written to memory yet), and a state.
@@ -52,7 +52,7 @@ def when(
 
     cut = None
     if len(groups) > 1 and is_leafwise():
-        cut = tracing.unless_unfit(
+        cut = attempt(
             "an exchange by groups of leaves",
             lambda: _pieces(act, carry, params, groups),
         )
@@ -85,13 +85,13 @@ def when(
 
 
 def _groups(carry: PyTree, params: PyTree) -> Parts:
-    """Divide the leaves of ``params`` into groups; one if they are few or small."""
+    """Divide the leaves of ``params`` into groups: one group if few or small."""
     count = 1
     if jax.default_backend() == "cpu":
         size = trees.nbytes(jax.eval_shape(lambda: carry))
         count = min(_MOST_GROUPS, size // LEAST)
     parts = _parts.balanced(params, max(count, 1), rows=False)
-    return Parts(sorted(part for part in parts if part))  # by their first leaves
+    return Parts(sorted(part for part in parts if part))  # in leaf order
 
 
 def _pieces(
@@ -106,7 +106,7 @@ def _pieces(
     group.
 
     Raises:
-      tracing.UnfitError: the new carry has other shapes or dtypes than the old one,
+      TypeError: the new carry has other shapes or dtypes than the old one,
         which a loop does not allow.
     """
     treedef: Any = jax.tree.structure(params)
@@ -123,5 +123,5 @@ def _pieces(
     cut = groups.cut((carry, params), owners)
     for each in cut:
         if trees.kinds(jax.eval_shape(act, *each)) != trees.kinds(each[0]):
-            raise tracing.UnfitError("an exchange that changes shapes or dtypes")
+            raise TypeError("an exchange that changes shapes or dtypes")
     return cut

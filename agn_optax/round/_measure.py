@@ -1,4 +1,4 @@
-"""Numbers about an exchange that a worker reports."""
+"""Numbers that a worker reports about an exchange."""
 
 from __future__ import annotations
 

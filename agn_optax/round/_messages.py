@@ -1,7 +1,8 @@
-"""Combination of messages that an all-reduce cannot sum on the way.
+"""Combination of messages that an all-reduce cannot sum.
 
-Encoded messages must be decoded before they are summed, and a robust rule must compare
-all messages. So every message is sent by itself, and the receiver combines them.
+Encoded messages must be decoded before they are summed, and a robust ``combine`` must
+compare all messages. So every message is sent separately, and the receivers combine
+them.
 """
 
 from __future__ import annotations

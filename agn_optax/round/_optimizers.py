@@ -53,7 +53,7 @@ def agn(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -104,7 +104,7 @@ def agn_window(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -135,7 +135,7 @@ def downpour(
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DOWNPOUR: every worker's displacement is added to the center whole.
+    r"""DOWNPOUR: the whole displacement of every worker is added to the center.
 
     .. math:: \text{every } \lambda \text{ steps: }
         c \leftarrow c - \sum_i (c - x_i), \; x_i \leftarrow c
@@ -149,7 +149,7 @@ def downpour(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -197,7 +197,7 @@ def dynsgd(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -236,12 +236,12 @@ def average(
     Args:
       inner: the inner optimizer.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      axis_name: mesh axis of the workers, which are averaged; None for one worker.
+      axis_name: mesh axis of the workers that are averaged; None for one worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -292,7 +292,7 @@ def diloco(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -343,13 +343,13 @@ def easgd(
         default of ``moving_rate``. None is one worker if there is no axis.
       rho: :math:`\rho \ge 0`, the elastic penalty in the local gradients. TensorFlow's
         default is ``moving_rate / learning_rate``.
-      axis_name: mesh axis of the workers, whose forces on the center are summed; None
-        for one worker.
+      axis_name: mesh axis of the workers, whose :math:`e_i` are summed; None for one
+        worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:

@@ -39,10 +39,10 @@ class Parts(tuple[tuple[Piece, ...], ...]):
         """Divide a tree into its parts.
 
         Args:
-          tree: a tree with the structure of the one that was divided.
-          owners: for a tree with another structure: for each of its arrays, the index
-            of the leaf to which it belongs, or `SHARED` for an array that all parts
-            get.
+          tree: a tree with the structure of the one that was divided, or with another
+            structure and ``owners``.
+          owners: a tree like ``tree`` that has, for each array, the index of the leaf
+            to which it belongs, or `SHARED` for an array that all parts get.
         """
         return [self.take(part, tree, owners) for part in range(len(self))]
 
@@ -106,10 +106,10 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
 
 
 def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
-    """Return ``given`` as a tuple, checked to be regular expressions, at least one.
+    """Check that ``given`` has only regular expressions, and return it as a tuple.
 
     Raises:
-      InvalidArgumentError: ``given`` is empty, or one is not a regular expression.
+      InvalidArgumentError: ``given`` is empty, or has another element.
     """
     if not given:
         raise errors.InvalidArgumentError(
@@ -139,12 +139,12 @@ def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
         if not found:
             raise errors.InvalidArgumentError(
                 f"no pattern of {list(patterns)} is found in the path {text!r}: add "
-                "one for its part, or '.' at the end for all remaining paths"
+                "a pattern for this path, or '.' at the end for all remaining paths"
             )
         parts[found[0]].append(Piece(leaf))
     if not all(parts):
         empty = [p for p, part in zip(patterns, parts, strict=True) if not part]
         raise errors.InvalidArgumentError(
-            f"no leaf is left for {empty}; the paths are such as {text!r}"
+            f"no leaf is left for {empty}; one of the paths is {text!r}"
         )
     return Parts(map(tuple, parts))

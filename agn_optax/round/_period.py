@@ -61,14 +61,14 @@ def dynamic_period(longest: int, *, first: int | None = None) -> DynamicPeriod:
     .. math:: \lambda_w = \max(1, \lfloor v_w / \max_i v_i \cdot H \rfloor)
 
     where :math:`v_w` is the speed of worker w in local steps per second. The center
-    measures it from its answer to an exchange until the next message arrives, and takes
-    the median of the last three rounds. Each answer carries the worker's speed as a
-    share of the fastest present worker's, which sets the length of the next round.
+    measures this speed between an answer and the worker's next message, and takes the
+    median of the last three rounds. Each answer carries the worker's speed as a share
+    of the fastest registered worker's, which sets the length of the next round.
 
     Args:
       longest: :math:`H`, local steps in a round of the fastest worker.
-      first: local steps in a worker's rounds (the first two) before the center knows
-        its speed; None is ``longest``.
+      first: local steps in each of a worker's first two rounds, in which the center
+        does not know its speed yet; None is ``longest``.
 
     Returns:
       A value for the argument ``period`` of a `Worker`. Optimizers do not take it,

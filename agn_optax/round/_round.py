@@ -14,10 +14,11 @@
         x  = adopt(x, c)                                                adopt
         a  = c                                                          move_anchor
 
-An optimizer state that holds its center makes both halves at once by `exchange`, or
-with local steps between them by `send` and `receive_late`. A worker and a center
-outside the program call the same pieces, with a connection between them. No other
-module knows the order (`rules` calls the functions of a rule to compare rules).
+Here p are the broadcast parameters, if the downlink codec sends deltas. With the center
+in the optimizer state, `exchange` makes both halves at once, or `send` and
+`receive_late` make them with local steps in between. A worker and a center outside the
+program call the same functions, with a connection between them. No other module knows
+the order (`rules` calls the functions of a rule only to compare rules).
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class LocalState(NamedTuple):
 class InFlight(NamedTuple):
     """A message that was sent, and is received some local steps later."""
 
-    is_sent: jax.Array  # bool scalar: whether there is one
-    steps: jax.Array  # int32 scalar: local steps that it was made of
+    is_sent: jax.Array  # bool scalar: whether a message is in flight
+    steps: jax.Array  # int32 scalar: local steps of the message's round
     weight: jax.Array  # float scalar: the mean weight of the workers' rounds
-    message: PyTree  # of all workers together, as the center
-    adopted: PyTree  # the parameters adopted when it was sent; None if it is not eager
+    message: PyTree  # the combined message of all workers, like the center
+    adopted: PyTree  # the parameters adopted at sending; None without eager updates
 
 
 class ExchangeState(NamedTuple):
@@ -134,7 +135,7 @@ def record(
     center: PyTree,
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, LocalState]:
-    """Record the gradients and apply the penalty: a local step before the inner one.
+    """Record the gradients and apply the penalty, before the inner optimizer's step.
 
     Returns:
       The gradients for the inner optimizer, and the new state.
@@ -202,7 +203,7 @@ def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTr
 
 
 def recovers(rule: Rule) -> bool:
-    """Return whether a contribution determines the parameters it was made of.
+    """Return whether a contribution determines the parameters it was made from.
 
     Only the identity codec permits this, because another codec's error remains in the
     parameters and in the next contribution.
@@ -218,7 +219,7 @@ def recover(
     center: PyTree,
     steps: jax.Array,
 ) -> PyTree:
-    """Recover the parameters of which a contribution was made.
+    """Recover the parameters from which a contribution was made.
 
     Args:
       rule: the rule.
@@ -226,7 +227,7 @@ def recover(
       params: the current parameters, for their dtypes.
       state: the current state, whose anchor is still that of the contribution.
       center: the anchor if the state keeps none.
-      steps: local steps of which the contribution was made.
+      steps: local steps of the contribution's round.
     """
     contribute: Any = rule.contribution
     return contribute.recover(
@@ -241,9 +242,9 @@ class MovedCenter(NamedTuple):
     """A center after a message."""
 
     center: PyTree
-    center_state: PyTree  # the center optimizer's
-    broadcast: Broadcast | None  # what workers adopt, where that is not the center
-    delta: PyTree  # encoded, from the broadcast before; None without a downlink codec
+    center_state: PyTree  # state of the center optimizer
+    broadcast: Broadcast | None  # None if workers adopt `center`
+    delta: PyTree  # encoded change of the broadcast; None if the rule sends no deltas
 
 
 def receive(
@@ -277,7 +278,7 @@ def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
 
 
 def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
-    """Decode a contribution, and make its message to the current ``center``."""
+    """Decode a contribution, and return its message to the current ``center``."""
     contribution = decode(rule, contribution, center)
     return rule.message(contribution, center) if rule.message else contribution
 
@@ -349,9 +350,9 @@ def publish(
 ) -> tuple[Broadcast | None, PyTree]:
     """Move the broadcast parameters to the center, as far as the codec allows.
 
-    The codec's error in one delta is part of the next delta, because each is taken from
-    the exact center. Elements that are not finite are set to zero, so that they do not
-    spoil the rest of their block.
+    The codec's error in one delta is part of the next delta, because each is a
+    difference to the exact center. Elements of a delta that are not finite are set to
+    zero, so that they do not spoil the rest of their block.
 
     Returns:
       The next broadcast parameters, and the encoded delta that leads to them.
@@ -369,7 +370,7 @@ def publish(
 
 
 def apply_delta(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
-    """Apply an encoded delta to broadcast parameters: the same bits everywhere."""
+    """Apply an encoded delta to broadcast parameters, with the same bits everywhere."""
     codec: Any = rule.codec.answer_codec
     decoded = codec.decode(encoded, params)
 
@@ -381,7 +382,7 @@ def apply_delta(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
 
 
 def delta_like(rule: Rule, center: PyTree) -> PyTree:
-    """Return the shapes and dtypes of an encoded delta; None without such a codec."""
+    """Return shapes and dtypes of an encoded delta; None if the rule sends none."""
 
     def encoded(center: PyTree) -> PyTree:
         return publish(rule, center, init_broadcast(rule, center))[1]
@@ -493,7 +494,7 @@ def exchange(
 ) -> tuple[PyTree, ExchangeState]:
     """Send a message and receive its answer at once.
 
-    The center (or this tower's part of it) is in ``state``.
+    The center (or this tower's piece of it) is in ``state``.
 
     Args:
       rule: the rule.
@@ -650,8 +651,8 @@ class _CombinedMessage(NamedTuple):
     message: PyTree  # this tower's piece
     center_args: dict[str, Any]  # extra arguments of the center optimizer
     local: LocalState  # with the codec's next state
-    contribution: PyTree  # of this worker, encoded
-    weight: jax.Array | None  # of this worker in a mean; None if all count alike
+    contribution: PyTree  # this worker's, encoded
+    weight: jax.Array | None  # this worker's, in a mean; None if all count alike
 
 
 def _combined_message(
@@ -672,7 +673,7 @@ def _combined_message(
       state: the state.
       piece: this tower's piece of the center.
       part: this tower's part of the center; None if the rule does not read it.
-      extra_args: as of `exchange`.
+      extra_args: as in `exchange`.
     """
     local = state.local
     anchor = None if local.anchor is None else layout.cut_part(local.anchor)
@@ -721,7 +722,7 @@ def _weigh_and_apply(
     broadcast: Broadcast | None,
     extra_args: dict[str, Any],
 ) -> MovedCenter:
-    """Weigh and apply a message that was made within the program."""
+    """Cast a message to the center's dtypes, weigh it and apply it."""
     message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
     return apply(rule, message, center, center_state, broadcast, extra_args)
 

@@ -37,21 +37,21 @@ class _PartName(str):
 def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     """Return the slots of an optimizer state by name.
 
-    A *slot* is a tree like the parameters, kept for each parameter: a moment, a
-    momentum, a sum of gradients, the center. It is named after its field in the state,
-    such as ``"mu"``, ``"nu"`` and ``"trace"``. The slots of a rule have a prefix that
-    names the part of the round:
+    A *slot* is a tree like the parameters, with an array for each parameter: a moment,
+    a momentum, a sum of gradients, the center. It is named after its field in the
+    state, such as ``"mu"``, ``"nu"`` and ``"trace"``. The slots of a rule have a prefix
+    that names the part of the round:
 
-    ========================  ===================================================
-    ``inner/...``             of the inner optimizer: ``inner/mu``
-    ``record/...``            of the record: AGN's gradient sum is ``record/sum``
+    ========================  ======================================================
+    ``inner/...``             slots of the inner optimizer: ``inner/mu``
+    ``record/...``            the record: AGN's gradient sum is ``record/sum``
     ``anchor``                the center as last adopted, if the state keeps it
-    ``codec/...``             of the codec: ``codec/residual``
+    ``codec/...``             slots of the codec: ``codec/residual``
     ``center``                the center
     ``broadcast``             the broadcast parameters, if workers adopt these
-    ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
-    ``in_flight/...``         of messages in flight: ``in_flight/message``
-    ========================  ===================================================
+    ``center_optimizer/...``  slots of the center optimizer: ``center_optimizer/mu``
+    ``in_flight/...``         the message in flight: ``in_flight/message``
+    ========================  ======================================================
 
     Labels of ``multi_transform`` and names of ``named_chain`` come before this prefix
     (``"decoder/inner/mu"``). Wrappers that only contain another state add nothing to
@@ -130,7 +130,7 @@ def _join_fragments(state: FragmentsState) -> ExchangeState:
         )
         for fragment in state.fragments
     ]
-    # Each fragment has its counts. Any will do, because they are no slots.
+    # Each fragment has its own counts. The first are kept: counts are not slots.
     whole: ExchangeState = jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
         *fragments,
@@ -154,9 +154,9 @@ def _structure_of(known_trees: list[PyTree]) -> PyTree:
     whole = [tree for tree in known_trees if not trees.nodes(tree, optax.MaskedNode)]
     if not whole or any(not _is_like(tree, whole[0]) for tree in whole):
         raise errors.MissingArgumentError(
-            "slots needs params to find the trees like them: the state has "
-            f"{'several trees' if whole else 'no tree'} that could be the parameters'. "
-            "Call slots(opt_state, params)"
+            "slots needs params to find the trees with their structure: the state has "
+            f"{'several trees' if whole else 'no tree'} that could have it. Call "
+            "slots(opt_state, params)"
         )
     return whole[0]
 
@@ -200,7 +200,7 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
 
 
 def _name(path: _Path, kinds: tuple[type, ...]) -> str:
-    """Join the keys of some kinds, the last field, and all keys after it."""
+    """Join the keys of these kinds, the last field, and all keys after it."""
     fields = [
         i
         for i, key in enumerate(path)

@@ -2,16 +2,16 @@
 
 - `_combinators`: the optax transformations that rules are built of
 - `_rule`: the record `Rule`, and the rules of the literature
-- `_declared`: how much of a tree each optax transformation reads
-- `codecs`: how contributions are encoded for transmission
-- `robust`: how the messages of a round are combined if some are not trusted
-- `center_optimizers`: how a center moves
-- `_weights`: how much a message counts
-- `_schedules`: the steps that the schedules of a center optimizer count
-- `_fingerprint`: how two rules are compared
-- `_named`: how a rule is found by its name and settings
+- `_declared`: a table of how much of a tree each optax transformation reads
+- `codecs`: encodings of contributions for transmission
+- `robust`: combinations of a round's messages if some are not trusted
+- `center_optimizers`: center optimizers that optax lacks
+- `_weights`: transformations that scale a message by its weight, steps or speed
+- `_schedules`: center optimizers whose schedules count local steps
+- `_fingerprint`: the comparison of two rules
+- `_named`: rules, codecs and center optimizers by their names and settings
 
-The names in ``__all__`` are rules; the drop-in optimizers of the same names are in
+``__all__`` has `Rule` and the rules; the drop-in optimizers of the rules' names are in
 `agn_optax`. The names that are imported ``as`` themselves are for other layers.
 """
 

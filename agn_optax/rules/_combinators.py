@@ -28,7 +28,7 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
 
     .. math:: s_t = s_{t-1} + u_t, \qquad s_0 = 0
 
-    The transformation never resets the sum. The owner of the state starts a new window
+    The transformation never resets the sum. The owner of the state starts a new sum
     with a fresh ``init``, as an exchange does.
 
     Args:

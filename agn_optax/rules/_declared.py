@@ -1,8 +1,8 @@
 """A table of optax transformations, and how much of a tree each one reads.
 
-A transformation is known by the function that made its ``update``. One that is not in
-the table counts as one that reads the whole tree, unless its author declares it by
-`elementwise`. tests/rules/test_declared.py proves the table by numbers.
+A transformation is identified by the function that made its ``update``. If it is not in
+the table, it counts as reading the whole tree, unless its author declares it by
+`elementwise`. tests/rules/test_declared.py verifies the table numerically.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WIDTHS: tuple[Reads, ...] = ("element", "leaf", "tree")
 class Entry(NamedTuple):
     """The declared properties of the transformations that one function makes."""
 
-    # What an element of the result depends on: that element of the arguments, its leaf,
-    # or the whole tree. All may depend on scalars, such as counts.
+    # The part of the arguments that an element of the result depends on: that element,
+    # its leaf, or the whole tree. All may depend on scalars, such as counts.
     reads: Reads | Callable[[Variables], Reads] = "element"
-    # Whether the largest updates and states are at corners: where message, state and
+    # True if the largest updates and states are at corners: where message, state and
     # center each have their largest or smallest value, or are zero.
     at_corners: bool = False
-    # The variables with inner transformations, or a function that returns these.
+    # The variable that has inner transformations, or a function that returns them.
     inner: str | Callable[[Variables], Any] | None = None
 
 
@@ -45,9 +45,10 @@ class Part(NamedTuple):
 
 
 def _made_by_factory(own: Variables) -> Any:
-    """Return the transformation of ``inject_hyperparams``, with arbitrary numbers.
+    """Return the inner transformation of ``inject_hyperparams``.
 
-    The numbers are traced at each update, so they cannot decide what is made.
+    Its hyperparameters are arbitrary: they are traced at each update, so the kind of
+    transformation cannot depend on them.
     """
     try:
         factory, fixed = own["inner_factory"], own["other_hps"]
@@ -66,7 +67,7 @@ _ELEMENT = Entry()
 _LEAF = Entry("leaf")
 
 TABLE: dict[str, Entry] = {
-    # Functions that return a transformation of other ones.
+    # Functions that combine or wrap other transformations.
     "optax.chain": Entry(inner="update_fns", at_corners=True),
     "optax.with_extra_args_support": Entry(inner="tx", at_corners=True),
     "optax.named_chain": Entry(inner="transforms"),
@@ -144,7 +145,7 @@ TABLE: dict[str, Entry] = {
     "optax.scale_by_sm3": _LEAF,
     "optax.scale_by_trust_ratio": _LEAF,
     "optax.zero_nans": _LEAF,  # its state has a flag for each leaf
-    # Of the whole tree, and here for their corners.
+    # These read the whole tree; they are listed for their corners.
     "optax.clip_by_global_norm": Entry("tree", at_corners=True),
 }
 
@@ -155,7 +156,7 @@ def widest(*reads: Reads) -> Reads:
 
 
 def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
-    """Yield the transformations that a transformation is made of, and itself.
+    """Yield a transformation, and then all transformations inside it.
 
     Args:
       update: a transformation, or its ``update`` function.
@@ -181,7 +182,7 @@ def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
 def _origin(update: Any) -> tuple[str, Variables]:
     """Return the function that made an ``update`` function, and its variables.
 
-    They are those of its code, because a decorator may copy the name of another one.
+    Both come from its code, because a decorator may copy another function's name.
     """
     code = getattr(update, "__code__", None)
     if code is None:
@@ -210,13 +211,13 @@ def elementwise(
 
     for each element :math:`i`, with one function :math:`f` of the update, the state and
     the parameter, which may also depend on scalars such as counts. Only such center
-    optimizers can move a center in shards. The transformations of optax and agn_optax
-    that work so are known, and so are chains of them. Declare others: ``MultiSteps``,
-    your own, and masks, which may depend on the path of a leaf and on its number of
+    optimizers can move a center in shards. Elementwise transformations of optax and
+    agn_optax are known, and so are chains of them. Declare others: ``MultiSteps``, your
+    own, and masks, which may depend on the path of a leaf and on its number of
     dimensions, but not on its sizes.
 
-    Nothing checks the declaration: an optimizer that reads several elements, such as
-    their norm, would get those of one shard.
+    Nothing checks the declaration: an optimizer that reads several elements at once, as
+    for a norm, would get only those of one shard.
 
     Args:
       optimizer: an optimizer whose state has scalars, and arrays with the shapes of the

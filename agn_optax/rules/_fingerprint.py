@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax._internal import tracing
+from agn_optax._internal import attempt
 from agn_optax.rules._rule import Rule, discounted, extra_arguments
 from agn_optax.rules.codecs import Codec
 
@@ -38,8 +38,8 @@ def fingerprint(rule: Rule) -> Fingerprint:
     parts = (_contribution, _encoding, _answers, _message, _adopt, _penalty, _center)
     for part in parts:
         name = part.__name__[1:]
-        what = f"the {name} of rule {rule.name!r} is compared"
-        numbers = tracing.unless_unfit(what, functools.partial(_numbers, part, rule))
+        what = f"comparison of the {name} of rule {rule.name!r}"
+        numbers = attempt(what, functools.partial(_numbers, part, rule))
         if numbers is not None:
             prints[name] = numbers
     return prints
@@ -53,8 +53,8 @@ def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
 def difference(other: Fingerprint, rule: Rule) -> str | None:
     """Return a text that names the differences of two rules; None if there are none.
 
-    The text names all parts that differ, with both values, or the first numbers that
-    differ.
+    The text names each part that differs, with both values, or with the first numbers
+    that differ. If the names of the rules differ, it has only the names.
 
     Args:
       other: the fingerprint of the other rule.
@@ -85,7 +85,7 @@ def _part_difference(part: str, other: Any, own: Any) -> str | None:
         other, own = np.asarray(other)[differing], np.asarray(own)[differing]
     what = "center optimizer" if part == "center" else part
     return (
-        f"its {what} makes {_show(other)} of the probe, and here it makes {_show(own)}"
+        f"its {what} turns test values into {_show(other)}, and here into {_show(own)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules, codecs and center optimizers by their names and settings as text."""
+"""Rules, codecs and center optimizers, made from names and settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CENTER_OPTIMIZERS = OPTIMIZERS | {
         center_optimizers.ordered_momentum,
     )
 }
-# All functions of that module that return a Rule, so that new rules are found by name.
+# All functions of `_rule` that return a Rule, so that new rules are found by name.
 RULES: dict[str, Callable[..., Rule]] = {
     name: make
     for name, make in sorted(vars(_rule).items())
@@ -63,7 +63,8 @@ CODECS = {
     "low_rank": codecs.error_feedback(codecs.low_rank(4)),
     "top_k": codecs.error_feedback(_LOSSY["top_k"], decay=0.95),
 }
-# Codecs that learn far less with momentum at the center: docs/codecs.md has numbers.
+# With these codecs, training with momentum at the center learns far less:
+# docs/codecs.md has numbers.
 _CODECS_WITHOUT_MOMENTUM = ("sign", "top_k")
 DOWNLINK_CODECS = {**{name: name for name in _DTYPES}, **_LOSSY}
 COMBINE_METHODS: dict[str, Any] = {

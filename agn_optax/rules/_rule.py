@@ -30,7 +30,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    r"""One training method: what a worker sends, and how it moves the center.
+    r"""One training method: what a worker sends, and how the center moves.
 
     .. math::
         \text{local step:}\quad & x \leftarrow x + \text{inner}(\text{penalty}(g));
@@ -62,10 +62,10 @@ class Rule:
       contribution: ``(record, params, anchor, steps) -> tree``, computed by the worker.
         ``record`` is the state of the transformation ``record``; ``steps`` is the
         number of local steps made, an int32 scalar. Returns a tree with the structure
-        and shapes of the center. It may have a method ``recover(contribution, params,
-        anchor, steps)``, which returns the parameters that the contribution was made of
-        (in the dtypes of ``params``, the current parameters); then a worker keeps no
-        copy of those parameters while an exchange is in flight.
+        and shapes of the center. The function may have a method ``recover(contribution,
+        params, anchor, steps)``, which returns the parameters that the contribution was
+        made of (in the dtypes of ``params``, the current parameters); then a worker
+        keeps no copy of those parameters while an exchange is in flight.
       message: ``(contribution, center) -> message``, computed by the center, for rules
         that need the current center. None if the contribution is the message.
       discount: a stateless optax transformation of every message, applied before the
@@ -73,7 +73,7 @@ class Rule:
         extra arguments that the center optimizer gets, with the values of the message
         itself. None for no discount.
       record: an optax transformation that gets the gradients of every local step; its
-        state is the record. A fresh ``init`` begins the next window.
+        state is the record. A fresh ``init`` begins the next round.
       penalty: a stateless optax transformation of every local gradient, applied before
         the inner optimizer. It gets the anchor as the extra argument ``center``. None
         for no penalty.
@@ -83,7 +83,8 @@ class Rule:
         `agn_optax.robust` needs all messages at once.
       adopt: ``(params, center) -> params``, how a worker adopts the center. None
         replaces the parameters by the center.
-      adopts: which center the worker adopts, that before or that after its own message.
+      adopts: which center the worker adopts: the one ``"before"`` or the one
+        ``"after"`` its own message.
       needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
@@ -92,7 +93,7 @@ class Rule:
       elementwise: whether ``contribution``, ``message`` and ``adopt`` work element by
         element: each element of their results depends on that element of the arguments
         alone, and on scalars. Only such rules can move a center in shards. If you
-        replace one of the functions of a rule, this is about the new one, too.
+        replace one of these functions, make sure that this still holds.
 
     All functions are traced, so they must be pure.
 
@@ -237,9 +238,9 @@ class _Displacement:
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        """Return ``a - k``, the parameters without the rounding error of ``k``.
+        """Return ``a - k``: the parameters, except for the rounding error of ``k``.
 
-        The rounding error does not count as sent.
+        That error was not sent, so it remains in the worker's progress.
         """
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
@@ -281,7 +282,7 @@ def agn(
     This is the form of TensorFlow's AGNOptimizer.
 
     Args:
-      center: the center optimizer. It gets the mean gradient of the window, so use a
+      center: the center optimizer. It gets the mean gradient of the round, so use a
         learning rate for single steps.
       record_dtype: floating dtype of the gradient sum; None keeps the dtype of the
         parameters.
@@ -410,8 +411,8 @@ def average(*, codec: Codec | None = None) -> Rule:
         \qquad x \leftarrow c'
 
     The center becomes the mean of the workers of one mesh, or of the round of a
-    synchronous center. An asynchronous center applies messages one by one, and each is
-    then the mean of one message.
+    synchronous center. An asynchronous center applies messages one by one, so that
+    each mean is over one message.
 
     Args:
       codec: how contributions are encoded, one of `agn_optax.codecs`; None sends them

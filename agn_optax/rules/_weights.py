@@ -103,8 +103,9 @@ def scale_by_steps(
 
     ``steps`` is an extra argument of ``update``. If workers make different numbers of
     steps, a worker with more steps also has a longer displacement. With :math:`a = -1`
-    each displacement counts by its mean step, as in FedNova; with :math:`a = 1/2`, by
-    the joint growth of signal and noise. (`normalize` divides by the steps.)
+    each displacement counts by its mean step, as in FedNova; with :math:`a = 1/2`,
+    longer displacements, which have relatively less noise, count even more.
+    (`normalize` divides by the steps.)
 
     Args:
       reference: :math:`H`, the number of steps whose updates stay unchanged, positive.

@@ -341,7 +341,7 @@ def _comparisons(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _distances(messages: jax.Array) -> jax.Array:
-    """Return the squared distances of one leaf between every two messages."""
+    """Return the squared distance between every two messages, in one leaf."""
 
     # |a|² + |b|² - 2ab would round away small distances between large messages.
     def from_all(message: jax.Array) -> jax.Array:

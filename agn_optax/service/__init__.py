@@ -8,7 +8,7 @@
 - `center.proto`: the protocol.
 
 This package needs the extra ``agn_optax[service]``; `agn_optax` itself does not import
-it. Names that are imported `as` themselves are for the layers above, not for users.
+it. Names that are imported with `as` are for the layers above, not for users.
 """
 
 from agn_optax._signals import delay_sigterm

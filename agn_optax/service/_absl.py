@@ -1,7 +1,7 @@
 """Import of gRPC with gRPC's own log off.
 
-That log has a line for each peer that gRPC cannot talk to; the exceptions already say
-this. ``GRPC_VERBOSITY`` in the environment turns the log back on. gRPC reads the
+That log has a line for each failed connection, which the exceptions already report.
+``GRPC_VERBOSITY`` in the environment turns the log back on. gRPC reads the
 variable when it is imported, so this module must be imported before any other module
 that imports gRPC.
 """

@@ -35,7 +35,7 @@ def client_options(address: str) -> list[tuple[str, Any]]:
         # gRPC calls it a backoff, but an attempt that is rejected ends at once.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        # A channel that replaces a silent one must not share that one's socket.
+        # A channel that replaces a silent channel must open a new socket.
         ("grpc.use_local_subchannel_pool", 1),
         # Connections within this machine ignore a proxy set in the environment.
         ("grpc.enable_http_proxy", int(not is_local(address))),
@@ -47,7 +47,7 @@ def check(address: Any) -> str:
 
     Raises:
       InvalidTypeError: it is not a string.
-      InvalidArgumentError: it is another string.
+      InvalidArgumentError: it is a string of another form.
     """
     wanted = (
         'an address must be "host:port", "[ipv6 address]:port" or "unix:path", '
@@ -98,9 +98,9 @@ def host(address: str) -> str:
 def network(name: str) -> str:
     """Return the name under which a peer's host is counted, such as by rate limits.
 
-    All addresses of this machine, and "" for a Unix socket, are one host. An IPv6 host
-    can have any number of addresses, so its /64 network is counted instead, which it
-    may share with other hosts.
+    All loopback addresses, and "" for a Unix socket, are one host. An IPv6 host can
+    have any number of addresses, so its /64 network is counted instead, which it may
+    share with other hosts.
 
     Args:
       name: IP address of the peer; "" for a Unix socket.

@@ -78,13 +78,13 @@ def environment() -> Environment:
     The variables are ``AGN_OPTAX_CENTER``, ``AGN_OPTAX_RANK``, ``AGN_OPTAX_WORKERS``,
     ``AGN_OPTAX_WORKER`` (default ``worker-RANK``) and ``AGN_OPTAX_RESTARTS`` (default
     ``SLURM_RESTART_COUNT`` or 0). `agn-optax launch` sets them on every engine; without
-    it, set them by those of the engine, as ``AGN_OPTAX_RANK=$SLURM_ARRAY_TASK_ID``.
+    it, set them from the engine's, as in ``AGN_OPTAX_RANK=$SLURM_ARRAY_TASK_ID``.
 
     A worker with several processes also has ``AGN_OPTAX_PROCESSES``, and for each
     process ``AGN_OPTAX_PROCESS`` (0, 1, ...) and ``AGN_OPTAX_COORDINATOR``
-    (``host:port`` of its first process). Without these two, the first of the following
-    that is found says both: a node of SkyPilot (``SKYPILOT_NODE_RANK``), a pod of a
-    JobSet (``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and
+    (``host:port`` of its first process). If these two are not set, they are taken from
+    the first of these that is found: a node of SkyPilot (``SKYPILOT_NODE_RANK``), a pod
+    of a JobSet (``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``JOB_INDEX`` and
     ``JOB_COMPLETION_INDEX``), a task of a step of SLURM (``SLURM_PROCID``), a host of a
     TPU slice (``TPU_WORKER_ID``).
 
@@ -94,8 +94,8 @@ def environment() -> Environment:
 
     Raises:
       InvalidArgumentError: a variable is missing or not valid; the message names it. Or
-        this process is in a job of `jax.distributed` with processes of other workers,
-        all of which would end if this one does.
+        this process is in a `jax.distributed` job that has another number of processes
+        than this worker, and whose processes all end if one does.
 
     Example:
       >>> import os
@@ -124,9 +124,9 @@ def environment() -> Environment:
     )
     if jax.distributed.is_initialized() and jax.process_count() != processes:
         raise errors.InvalidArgumentError(
-            f"worker {name!r} has {processes} process(es), but this one is in a job of "
-            f"jax.distributed with {jax.process_count()}: if one of these ends, all "
-            "end. Join the worker's processes by agn_optax.initialize_distributed("
+            f"worker {name!r} has {processes} process(es), but this process is in a "
+            f"job of jax.distributed with {jax.process_count()}: if one of these ends, "
+            "all end. Join the worker's processes by agn_optax.initialize_distributed("
             "**service.environment().distributed), before anything else"
         )
     return Environment(address, rank, workers, name, restarts, distributed)
@@ -185,12 +185,12 @@ def _number(
     Args:
       name: name of the variable.
       description: description of its value, for the error if there is none.
-      minimum: the least value.
-      below: the value must be less; None for no such limit.
+      minimum: the least allowed value.
+      below: exclusive upper limit of the value; None for no limit.
       default: the value if the variable is unset or empty; "" for none.
 
     Raises:
-      InvalidArgumentError: there is no value, or it is no such number.
+      InvalidArgumentError: there is no value, or it is not such an integer.
     """
     text = os.environ.get(name) or default
     if not text:

@@ -42,7 +42,7 @@ def read(path: pathlib.Path) -> str:
     """Read the address that a center has written to a file.
 
     Raises:
-      CenterUnreachableError: the file has no address, or not yet.
+      CenterUnreachableError: the file is missing, or holds no valid address yet.
     """
     try:
         address = path.read_text().strip()
@@ -60,7 +60,7 @@ def read(path: pathlib.Path) -> str:
 def published(address: str, path: pathlib.Path) -> Iterator[None]:
     """Write a center's address to a file, and remove it at the end of the block.
 
-    The file stays if another center has written its address there meanwhile.
+    The file stays if another center has written its address to it meanwhile.
 
     Args:
       address: the address at which the center listens. If it listens on all networks,

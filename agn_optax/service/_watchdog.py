@@ -22,7 +22,7 @@ MIN_RATE = 32 << 10
 class Watched(Protocol):
     """An operation that the watchdog cancels after its deadline."""
 
-    deadline: float  # monotonic seconds; may be changed at any time
+    deadline: float  # monotonic seconds; may be moved later at any time
     is_late: bool  # whether the watchdog has cancelled it
 
     def cancel(self) -> None:
@@ -32,8 +32,8 @@ class Watched(Protocol):
 class Watchdog:
     """A thread that cancels operations whose deadline has passed.
 
-    The thread wakes at the earliest deadline that it knows of, and not whenever a
-    deadline changes: by then most deadlines have been moved later.
+    The thread sleeps until the earliest deadline that it knows of. Moving a deadline
+    later does not wake it, because most deadlines are moved many times.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Transfer:
     Args:
       cancel: ends the connection, from any thread.
       size: size of the frame in bytes.
-      timeout: timeout in seconds for any part of the frame to be transferred.
+      timeout: maximum seconds between the transfers of two parts of the frame.
     """
 
     def __init__(self, cancel: Callable[[], None], size: int, timeout: float) -> None:

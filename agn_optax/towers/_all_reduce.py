@@ -1,4 +1,4 @@
-"""`all_reduce` of the gradients of a worker's towers, like TowerOptimizer.
+"""`all_reduce` of a worker's gradients over towers, like TensorFlow's TowerOptimizer.
 
 Gradients are reduced in *buckets* (one leaf, several small leaves, or a piece of a
 large leaf), each by one run of the chosen algorithm.
@@ -70,10 +70,10 @@ def all_reduce(
         separately, and XLA may merge them.
       bucket_leaves: maximum number of gradients merged into one bucket; None for no
         limit.
-      codec: a `codecs.cast`, whose dtype the collectives have; None sends gradients
-        unchanged. The results have the gradients' own dtypes. A mean is divided before
-        a cast to 16 bits, so that float16 does not overflow in the sum. Some backends
-        (XLA's CPU) widen 16-bit sums on the wire.
+      codec: a `codecs.cast` to the dtype in which gradients are sent; None sends them
+        unchanged. The results have the gradients' own dtypes. For a mean, gradients are
+        divided by n before a cast to 16 bits, so that a sum in float16 does not
+        overflow. Some backends (XLA's CPU) widen 16-bit sums on the wire.
       delay: 1 applies the gradients of the previous step (zeros in the first step), so
         that their reduction runs while this step computes. Waiting gradients have the
         dtypes of the parameters. Not for row-sparse gradients.
@@ -83,8 +83,8 @@ def all_reduce(
 
     Raises:
       InvalidArgumentError: an option is not one of the above, or "hierarchical" has
-        only one axis; or ``codec`` is not a cast, because collectives cannot sum what
-        other codecs send.
+        only one axis, or ``bucket_leaves`` came without ``bucket_bytes``; or ``codec``
+        is not a cast, because collectives cannot sum what other codecs send.
       InvalidTypeError: ``codec`` is not a codec.
       UnboundAxisError: ``axis_name`` is not bound around ``update``.
       TreeMismatchError: a gradient is not a real floating array; or, in a shard_map
@@ -170,7 +170,7 @@ def _reduced(
 ) -> jax.Array:
     """Return the sum over all towers times ``scale``, sent as ``dtype`` if it is given.
 
-    Sums in 16 bits are scaled before, because a sum in float16 could overflow.
+    In 16 bits, ``x`` is scaled before the sum, which could overflow in float16.
     """
     if not x.size:
         return collectives.psum(x, axes)

@@ -1,4 +1,4 @@
-"""Batches for towers: count, pad and drop rows, and put them on the mesh."""
+"""Batches for towers: check, pad and split rows, and put them on the mesh."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_divisible(batch: PyTree, towers: int) -> None:
 def pad(batch: PyTree, rows: int) -> PyTree:
     """Pad a batch to ``rows`` rows with copies of the last; sparse padding is empty.
 
-    Copies are used and not zeros, because a model may divide by the norm of a row.
+    Copies are used instead of zeros: a model may divide by the norm of a row.
     """
 
     def pad_leaf(leaf: Any) -> Any:
@@ -94,8 +94,8 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return leaf
     if sharding.is_fully_addressable:
         if isinstance(leaf, np.ndarray):
-            # Copied: on CPUs an array may share the caller's memory, which data loaders
-            # write to again.
+            # Copy it: on CPUs, JAX may share the caller's memory, which data loaders
+            # overwrite later.
             leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
     if trees.is_key(leaf):

@@ -50,9 +50,10 @@ def _by_rows(
     act: Callable[[PyTree, jax.Array], Any],
     out_specs: PartitionSpec,
 ) -> Callable[..., Any]:
-    """Compile ``act(values, real)`` of a function's values for the rows of each tower.
+    """Compile a program that calls ``act(values, real)`` on each tower.
 
-    ``real`` is a boolean mask of the rows that are not padding.
+    ``values`` are the function's values for the tower's rows. ``real`` is a boolean
+    mask of the rows that are not padding.
     """
 
     def on_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:

@@ -93,9 +93,9 @@ def reduce_loss(
         "sum_over_batch_size": jnp.asarray(losses.size, wide),
         "sum_by_nonzero_weights": counts.astype(wide).sum() * per_weight,
     }[reduction]
-    # Named, so that this collective is not taken for a reduction of gradients.
+    # The name tells `call_checked` that this collective reduces no gradients.
     with jax.named_scope(SCOPE):
         total = collectives.psum(divisor, axes)
-    # Times the number of towers, because the mean over the towers divides by it.
+    # Multiply by the number of towers, because the mean over the towers divides by it.
     share = numerator * collectives.size(axes) / jnp.where(total != 0, total, 1)
     return jnp.where(total != 0, share, 0).astype(losses.dtype)

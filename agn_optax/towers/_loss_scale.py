@@ -56,9 +56,8 @@ def loss_scaling(
     ``axis_name`` given), because gradients must be divided by the scale that they were
     computed with.
 
-    The inner optimizer gets gradients in float32 or wider, so that values out of the
-    range of float16 without scaling are preserved. Updates have the dtypes of the
-    parameters.
+    The inner optimizer gets gradients in float32 or wider, because unscaled values may
+    be out of the range of float16. Updates have the dtypes of the parameters.
 
     Args:
       inner: the optimizer to wrap, such as ``agn(...)``.

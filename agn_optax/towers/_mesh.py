@@ -38,7 +38,7 @@ def on_own_mesh(method: _Method) -> _Method:
                 return method(self, *args, **kwargs)
             raise errors.InvalidArgumentError(
                 f"this program is compiled for a mesh {dict(context.shape)}, and these "
-                f"towers have {dict(self.mesh.shape)}: call them outside of it"
+                f"towers have {dict(self.mesh.shape)}: call their methods outside of it"
             ) from None
         with no_mesh:
             return method(self, *args, **kwargs)
@@ -98,7 +98,7 @@ def _devices(devices: Any) -> list[Any]:
         )
     if not len(devices) or len(set(devices)) < len(devices):
         raise errors.InvalidArgumentError(
-            f"devices must be different ones, and at least one, got {list(devices)}"
+            f"devices must be one or more, each only once, got {list(devices)}"
         )
     return list(devices)
 
@@ -125,7 +125,7 @@ def _from_mesh(
 
 # Environment variables of the launchers that jax.distributed detects by itself.
 _CLUSTER = (
-    "JAX_COORDINATOR_ADDRESS",  # set by hand, and for Kubernetes without its package
+    "JAX_COORDINATOR_ADDRESS",  # set by hand, such as without the kubernetes package
     "SLURM_JOB_ID",
     "OMPI_MCA_orte_hnp_uri",  # Open MPI
     "KUBERNETES_SERVICE_HOST",
@@ -141,7 +141,7 @@ def initialize_distributed(
     *,
     heartbeat_timeout: int = 100,
 ) -> int:
-    """Connect the processes of a job, if there are several; call it before all else.
+    """Connect the processes of a job, if there are several; call it before JAX is used.
 
     Without arguments, it detects SLURM, Open MPI, Kubernetes and TPU pods, as
     `jax.distributed.initialize` does, or the variables ``JAX_COORDINATOR_ADDRESS``,
@@ -169,8 +169,8 @@ def initialize_distributed(
 
     Raises:
       InvalidArgumentError: ``heartbeat_timeout`` is not a positive whole number; or
-        some arguments came without the others; or none came in the environment of a
-        worker, which would be connected with the other workers.
+        ``coordinator_address`` came without the others; or no argument came in the
+        environment of a worker, which would be connected with the other workers.
       RuntimeError: JAX was used already, or other processes do not connect.
 
     Example:
@@ -203,7 +203,7 @@ def initialize_distributed(
         raise errors.InvalidArgumentError(
             "this is a worker around a center (AGN_OPTAX_CENTER), and all workers that "
             f"its cluster ({cluster}) has started would become one job, which ends "
-            "with any of them: give **service.environment().distributed"
+            "when any of them ends: give **service.environment().distributed"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout)

@@ -33,7 +33,7 @@ class MeshProgram:
 
     @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
-        """Run the program; raise if the state was donated, or a CPU would crash."""
+        """Run the program; raise if the state was donated: on CPUs it would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise errors.InvalidArgumentError(
@@ -154,10 +154,10 @@ def call_checked(
         raise errors.InvalidArgumentError(
             "train_step never communicates over "
             f"{', '.join(map(repr, silent))}: towers of one worker would drift "
-            "apart, and workers never meet. Towers need all_reduce(axis_name) "
-            "first in the optimizer's chain, or to be workers of their own, "
-            "Towers(workers=...); workers need an exchange over their axis_name, "
-            "in the optimizer or with round(..., exchange=...)"
+            "apart, and workers would never exchange. Towers need "
+            "all_reduce(axis_name) first in the optimizer's chain, or to be workers of "
+            "their own, Towers(workers=...); workers need an exchange over their "
+            "axis_name, in the optimizer or with round(..., exchange=...)"
         )
     from jax.extend.core import jaxpr_as_fun  # noqa: PLC0415 slow to import
 

@@ -97,7 +97,7 @@ class Mean:
     of_workers: bool = dataclasses.field(metadata={"static": True})
 
     def rows_to_average(self, towers: int, workers: int) -> PyTree:
-        """Return all rows, or those of the first worker's towers."""
+        """Return all rows, or those of the first worker if not ``of_workers``."""
         if self.of_workers:
             return self.rows
         return jax.tree.map(lambda x: x[: towers // workers], self.rows)
@@ -342,7 +342,7 @@ def _piece(shape: tuple[int, ...], within: int, across: int) -> int | None:
 
 
 def _part(shape: tuple[int, ...], within: int, across: int) -> int | None:
-    """Return the elements of a tower's part of the record, those of several pieces."""
+    """Return the elements of a tower's part of the record; None if it stays whole."""
     length = _piece(shape, within, across)
     return None if length is None or within == 1 else length * across
 
@@ -420,8 +420,8 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
             f"state has pieces of axes {node.axes} (of a center in shards), and these "
-            f"towers have no {missing[0]!r} among {tuple(sizes)}: give them the axes "
-            "of the towers that it was made on"
+            f"towers have no {missing[0]!r} among {tuple(sizes)}: give these towers "
+            "the axes of those on which the state was made"
         )
     expected = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):

@@ -152,7 +152,7 @@ class Towers:
         _check_function(make, "make")
         _replicas.register_with_flax()
         state = self._create_program(make)(*self._put_on_all(arguments))
-        if make is not _replicas.one_tower:  # whose centers are equal on all towers
+        if make is not _replicas.one_tower:  # which makes equal centers
             _replicas.check_centers(state)
         return state
 
@@ -171,7 +171,7 @@ class Towers:
           except those of tower 0, so that towers draw different dropout masks.
 
         Raises:
-          InvalidTypeError: a leaf is neither an array nor a number; names the leaf.
+          InvalidTypeError: a leaf, which the error names, is neither array nor number.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -200,7 +200,7 @@ class Towers:
           state: a state that `replicate` or a step returned.
 
         Returns:
-          The tree without its first dimension, in its own memory.
+          The tree without its first dimension, in new memory.
 
         Raises:
           TreeMismatchError: a leaf does not have a row for each tower.
@@ -322,8 +322,8 @@ class Towers:
         Args:
           batch: pytree of arrays with rows along dimension 0 (nested dictionaries,
             registered dataclasses, None for absent labels), and of sparse matrices
-            (`jax.experimental.sparse.BCOO` with ``n_batch=0``). A step gets the rows of
-            its tower, also of sparse matrices.
+            (`jax.experimental.sparse.BCOO` with ``n_batch=0``). In a step, each tower
+            gets its own rows, also of sparse matrices.
 
         Returns:
           The batch on the mesh.
@@ -504,8 +504,9 @@ class Towers:
 
         Raises:
           InvalidArgumentError: ``period`` is not a positive int; or fragments do not
-            fit into it, or have no ``exchange``; or, when called, the number of batches
-            is not ``period``, or several workers exchange nothing. Also see `step`.
+            fit into it, or came without ``exchange``; or, when called, the number of
+            batches is not ``period``, or several workers make no exchange. Also see
+            `step`.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -529,15 +530,16 @@ class Towers:
         if fragments is not None:
             if exchange is None:
                 raise errors.InvalidArgumentError(
-                    "fragments need exchange, the one of phases(..., fragments=...): a "
-                    "drop-in optimizer exchanges its own fragments in its step"
+                    "fragments need exchange=..., which calls the exchange of "
+                    "phases(..., fragments=...). A drop-in optimizer exchanges its own "
+                    "fragments in its step: leave fragments out"
                 )
             fragments.check_period(period)
 
         def end_round(_: None, state: PyTree, **arguments: int) -> tuple[None, PyTree]:
             return None, state if exchange is None else exchange(state, **arguments)
 
-        # scan_round is for the split form; here one state holds everything.
+        # scan_round takes parameters and state; here the state holds both.
         scanned = scan_round(
             lambda _, state, batch: (
                 None,
@@ -553,8 +555,8 @@ class Towers:
                 if leaf.shape[0] != period:
                     raise errors.InvalidArgumentError(
                         f"a round of period {period} needs batches with {period} as "
-                        f"their first dimension, got {leaf.shape[0]}: "
-                        "towers.shard_round(batches)"
+                        f"their first dimension, got {leaf.shape[0]}: lay them out "
+                        "with towers.shard_round(batches)"
                     )
             axes = self.mesh.axis_names
             return _programs.call_checked(scanned, axes, None, state, batches)[1:]
@@ -650,7 +652,7 @@ class Towers:
         return jax.tree.map(local_rows, outputs)
 
     def _put_on_all(self, arguments: PyTree) -> PyTree:
-        """Put ``arguments`` on every tower, with their values in process 0."""
+        """Put ``arguments`` on every tower, with the values of process 0."""
         if self.mesh.is_multi_process:
             arguments = _batches.broadcast_from_first_process(arguments)
         return _put_nodes(arguments, self._replicated)

@@ -80,7 +80,7 @@ def fit(
         training early.
       directory: folder for the checkpoints of this worker, or of these towers, and of
         no others; None for no checkpoints.
-      progress: whether to show each record as a line: on a terminal, or otherwise of
+      progress: whether to show each record as a line: on a terminal, or otherwise by
         the logger ``agn_optax`` at level info.
 
     Returns:

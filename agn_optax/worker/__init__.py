@@ -1,4 +1,4 @@
-"""The worker's side of a center outside the program: one class for every center.
+"""The worker's side of an embedded or served center: one class for both.
 
 Names imported `as` themselves are for the layers above.
 """

@@ -19,7 +19,7 @@ from agn_optax.worker._programs import Sent
 
 PyTree = Any
 
-# Between attempts, in addition to the pauses inside an attempt.
+# Pauses between attempts, in addition to those inside an attempt.
 _BACKOFF = Backoff(first=0.5)
 
 
@@ -33,11 +33,11 @@ class Message:
 
     session: Any  # a Session
     submission: Submission
-    codec_state: PyTree = None  # after sending; None if the local state has it already
+    codec_state: PyTree = None  # after encoding; None if the local state has it
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)  # for callbacks
     answer: Answer | None = None
     sent: Sent | None = None  # None unless local steps go on meanwhile
-    flight: Future[Answer] | None = None  # the answer, if sent in the background
+    flight: Future[Answer] | None = None  # answer to a message sent in the background
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def exchange(self) -> Answer:

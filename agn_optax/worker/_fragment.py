@@ -105,7 +105,7 @@ class FragmentWorker:
         self.rejected = 0
         self.answer: Answer | None = None
         self.pace: float | None = None
-        # Whether the length of rounds follows the worker's speed.
+        # True if the length of rounds follows the worker's speed.
         self._is_dynamic = isinstance(period, rounds.DynamicPeriod)
         # Number of exchanges made so far -> local steps of the next round.
         self.round_length_at: Callable[[int], int] = (
@@ -114,11 +114,11 @@ class FragmentWorker:
         self._give_up = give_up
         self._callbacks = callbacks
         self._anchor: Snapshot | None = None
-        # Whether the center has had this anchor. It may not, if it has a new id.
+        # False if the center has a new id, and so may never have had this anchor.
         self._center_has_anchor = True
         self._expected: Loop  # shapes and dtypes of the loop
         # Buffers for the next message sent in the background, and for a copy of its
-        # parameters: those of the last one.
+        # parameters. They are those of the last message.
         self._spare: tuple[PyTree, PyTree] | None = None
         # Local steps of a message, by the device's count and by the calls of
         # `exchange`; kept until the device has computed its count.
@@ -472,7 +472,7 @@ class FragmentWorker:
             message.metrics["distance"] = programs.distance(params, center)
         if answer.rejected:
             _log.warning(
-                "a message of worker %r was rejected; it continues from the center: %s",
+                "worker %r continues from the center. Its message was rejected: %s",
                 self.name,
                 answer.rejected,
             )

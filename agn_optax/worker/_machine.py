@@ -203,7 +203,7 @@ class Machine:
 
     @property
     def number(self) -> int:
-        """The number of the message in its session; without one, of the next."""
+        """The number of the message in its session, or of the next if there is none."""
         return self.completed + 1
 
     @property
@@ -225,8 +225,8 @@ class Machine:
     def sends_in_background(self) -> bool:
         """True if the next message is sent in the background.
 
-        With overlap the first one is not, so that a new worker starts from a center
-        that includes its message.
+        With overlap the first message is not, so that a new worker starts from a center
+        that includes this message.
         """
         return bool(self.delay or (self.overlap and self.exchanges))
 
@@ -237,7 +237,7 @@ class Machine:
 
     @property
     def can_prepare(self) -> bool:
-        """True if a message can be prepared: the round has steps, and none exists."""
+        """True if a message can be prepared: there are steps, and no message."""
         return self.state is State.LOCAL and self.current.steps > 0
 
     def is_full(self, length: int) -> bool:

@@ -2,8 +2,8 @@
 
 The inner optimizer makes its steps on the whole model, while each fragment has its own
 exchanges. Without fragments, the state of the worker is that of its only
-`FragmentWorker`. With fragments, it has an inner state for the whole model, and for
-each fragment a state without inner state.
+`FragmentWorker`. With fragments, the state has an inner state for the whole model, and
+for each fragment a state without inner state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WholeModel:
         """Return the parameters and the state of the whole model.
 
         Args:
-          loops: those of the fragments.
+          loops: parameters and state of each fragment.
           state: the earlier state of the whole model, whose inner state is kept; None
             at a start.
           resets: whether a fragment was reset to the center.

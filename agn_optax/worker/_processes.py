@@ -188,9 +188,9 @@ def _is_first() -> bool:
 
 
 def _run_in_first(call: Callable[[], Any]) -> Any:
-    """Call a function in the first process; return its result there, else None.
+    """Call a function in the first process; return its result, or None in the others.
 
-    All processes wait for it, and all raise its error.
+    All processes wait for the function, and all raise its error.
     """
     future = in_background(call, "agn-optax first process") if _is_first() else None
     while (failure := _broadcast_json(_outcome(future))) is None:
@@ -208,7 +208,7 @@ def _run_in_first(call: Callable[[], Any]) -> Any:
 def _outcome(future: Any) -> list[str] | None:
     """Return the type and text of a future's error, or [] without an error.
 
-    None if the future is not done after a pause.
+    Return None if there is no future, or if it is not done after a pause.
     """
     if future is None or not concurrent.futures.wait([future], _PAUSE).done:
         return None

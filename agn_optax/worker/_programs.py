@@ -83,8 +83,8 @@ def programs(
     keep_anchor = rule.penalty is not None
     delay, mixing = adoption
     # True if local steps since the message are kept in full, not mixed. A rule that
-    # adopts the center before the message moves worker and center by the same force,
-    # which is that at the time of sending.
+    # adopts the center before the message moves worker and center by one difference,
+    # which is taken when the message is sent.
     keeps_progress = not delay or rule.adopts == "before"
     # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)

@@ -9,7 +9,7 @@ the progress that it has made meanwhile.
 If the parent does not answer, the site sends the same message again. If the parent no
 longer knows the site, or rejects it, the site joins again; the progress of the site's
 center since it last adopted the parent is kept, and sent. The parent then reports the
-last exchange that it knows of the previous session. This tells the site whether a
+last exchange of the previous session that it knows. This tells the site whether a
 message without an answer must be sent again.
 """
 
@@ -53,8 +53,8 @@ class _Round:
 class _EndedSession:
     """A session with the parent that has ended, kept until the next one begins."""
 
-    resume_token: Any  # as `Worker.resume_token`
-    before: Any  # as `Session.previous_session`
+    resume_token: Any  # its `Worker.resume_token`
+    before: Any  # its `Session.previous_session`
     codec_state: PyTree  # state of the codec before the unanswered message
 
 
@@ -72,12 +72,12 @@ class Uplink:
 
     Attributes:
       ready: an event, set when the site has joined its parent, or was rejected.
-      error: why the site has no parent at the moment, while it tries to reach or to
-        join it again; None if it has one. ``core.detached`` has the text.
+      error: the error of the last attempt to reach or to join the parent; None if the
+        attempt succeeded. ``core.detached`` has the text.
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
-        site's rule sends no gradients, or leaves some of them out as not trusted.
+        site's rule sends no gradients, or has a robust ``combine``.
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
@@ -121,7 +121,7 @@ class Uplink:
         self._init_record = jax.jit(lambda: rule.record.init(self._zeros_like_center()))
         self._accumulate = jax.jit(self._add_to_record, donate_argnums=1)
         self._stopped = threading.Event()
-        self._stop_waiting = threading.Event()  # set: end with unsent progress
+        self._stop_waiting = threading.Event()  # when set, unsent progress is lost
         with core.atomically():
             core.observer = self._observe
             if core.is_initialized:
@@ -303,7 +303,7 @@ class Uplink:
                 found.add(last[1] > sequence)
             elif center != new_center:  # a parent with a new id has never had it
                 found.add(False)
-            else:  # no exchange was completed since that session began, or unknown
+            else:  # False if no exchange was completed since that session began
                 found.add(False if last is not None and last == old else None)
         if found - {True, False} or len(found) > 1:
             _log.warning(
@@ -321,7 +321,7 @@ class Uplink:
     # Sending and adopting.
 
     def _center_params(self) -> PyTree:
-        """Return parameters that stay as they are; called under the core's lock."""
+        """Return the center, in arrays that stay valid; call under the core's lock."""
         return self._core.snapshot().params
 
     def _end_round(self) -> _Round:

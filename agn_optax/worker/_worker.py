@@ -1,4 +1,4 @@
-"""The worker's side of a center, embedded or remote: one class for both.
+"""The worker's side of an embedded or served center: one class for both.
 
 In an exchange, a worker usually sends a message, waits for the answer, and adopts it.
 With ``overlap``, or if the center is lost, it does not wait but makes further local
@@ -46,7 +46,7 @@ class WorkerState(NamedTuple):
 
     params: PyTree
     state: Any  # ``LocalState``; with fragments, a `StreamingState`
-    fragments: tuple[FragmentState, ...]  # one; with fragments, one for each
+    fragments: tuple[FragmentState, ...]  # one per fragment; one without fragments
     turn: Any = 0  # int: fragment that comes first if several are due
 
 
@@ -92,8 +92,8 @@ class Worker:
         except that one may be sent while the answer of another one is adopted. `flush`
         sends all fragments in turn. `version` and `resume_token` have an entry for each
         fragment, `exchanges` is the smallest count among them, and attributes of the
-        last message are those of the fragment that sent it. Callbacks get its index as
-        ``fragment``. All workers of the center need the same fragments.
+        last message are those of the fragment that sent it. Callbacks get the index of
+        the fragment as ``fragment``. All workers of the center need the same fragments.
       callbacks: functions called after each exchange as ``callback(step, values)``,
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
@@ -211,9 +211,9 @@ class Worker:
         # Parameters and state of a call that raised after its arguments were donated:
         # the next call continues from them.
         self._kept: Loop | None = None
-        # Called once for each message, or for all messages of a flush, before it is
-        # made from these parameters and this state. All earlier messages have been
-        # answered then.
+        # Called once before each message, or before all messages of a flush, with the
+        # parameters and state from which it is made. All earlier messages have been
+        # answered by then.
         self.before_send: BeforeSend | None = None
 
     def __repr__(self) -> str:
@@ -255,7 +255,7 @@ class Worker:
           Parameters and state of the local phase: new arrays, which you may donate.
 
         Raises:
-          NotInitializedError: the center has no parameters (in time).
+          NotInitializedError: the center has no parameters, or none within ``timeout``.
           AlreadyInitializedError: ``chief=True``, but another worker was the chief.
           MissingArgumentError: ``chief=True`` without ``params``.
           TreeMismatchError: ``params`` does not match this center.
@@ -456,7 +456,7 @@ class Worker:
           weight: their weight.
         """
         kept, self._kept = self._kept, None
-        is_own = kept is None  # whether arrays that will be kept are of this call
+        is_own = kept is None  # True if arrays that will be kept are this call's
         try:
             if call:
                 for worker in self._workers:
@@ -531,14 +531,14 @@ class Worker:
 
         If a fragment already has a message, its answer must be adopted first. The next
         period is not checked, because the steps are sent in any case. All workers send
-        the fragments in turns, because in synchronous rounds they wait for each other.
+        the fragments in the same order: in synchronous rounds they wait for each other.
         """
         yield from self._complete_actions()
         yield self._prepare_action(fragments)
         yield from self._complete_actions()
 
     def _complete_actions(self) -> Iterator[Action]:
-        """Yield the actions that complete all messages; none is prepared."""
+        """Yield the actions that complete all messages, and prepare no new one."""
         for f in self._order:
             yield self._on_whole(f, self._workers[f].send)
         yield from self._receive_actions()
@@ -707,8 +707,8 @@ class Worker:
         """Continue from a saved state; call this instead of `start`.
 
         Args:
-          saved: the result of `save`, or its arrays read back from a checkpoint;
-            copied.
+          saved: the result of `save`, or its arrays read back from a checkpoint. The
+            arrays are copied.
           resume_token: the saved worker's `resume_token`: this worker continues its
             session, at a center that has kept running. If the center has already
             applied the next exchange of the session, it answers that exchange without

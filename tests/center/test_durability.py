@@ -415,7 +415,7 @@ def test_missing_records_before_a_journal_are_named(tmp_path, killed):
         (
             {"rule": shared.agn(shared.adam(0.2))},
             errors.RuleMismatchError,
-            "its center optimizer makes",
+            "its center optimizer turns",
         ),
         (
             {"params": {"w": jnp.ones(3)}},

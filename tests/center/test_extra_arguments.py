@@ -448,7 +448,7 @@ def test_center_limits_steps_and_weight(kind):
                 Submission(sequence, one, anchor_version=1, **claim)
             )
             (name,) = claim
-            assert f"claims {name} of 1" in answer.rejected
+            assert f"claims {name}=1" in answer.rejected
         assert answer.version == 1
     for name, value in (("steps", 0), ("weight", 0.0), ("weight", float("inf"))):
         with pytest.raises(errors.InvalidArgumentError, match=name):

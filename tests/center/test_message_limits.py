@@ -85,7 +85,7 @@ def test_messages_must_be_message_limits():
             {"times_median": 3},
             2.0,
             7.0,
-            "its norm is 7, more than 3 times 2, the median of the last 10",
+            "its norm is 7, more than 3 times 2, the median norm of the last 10",
         ),
     ],
 )

@@ -185,8 +185,8 @@ def _done_first(x):
     return jax.lax.while_loop(lambda c: ~c[0], lambda c: (True, 1e30 * c[1]), start)[1]
 
 
-# If a test fails for one of these on a new JAX or optax, adapt the table in `_reach`:
-# without a bound the center is scanned at every message.
+# If a test fails for one of these on a new JAX or optax, adapt the table in
+# `rules/_declared.py`: without a bound the center is scanned at every message.
 BOUNDED = {
     "sgd": shared.sgd(0.3),
     "chain": optax.chain(optax.scale(-2.0), shared.sgd(3.0)),

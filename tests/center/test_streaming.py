@@ -453,7 +453,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
             )
     eager = agn_optax.Fragments(2, delay=1, eager=True)
     with pytest.raises(
-        errors.InvalidArgumentError, match="overlap=True, which goes on"
+        errors.InvalidArgumentError, match="overlap=True: the worker makes local"
     ):
         worker_of(shards(), fragments=eager)
     with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
@@ -461,7 +461,7 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
     with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=PERIOD))
     elastic = shards(shared.easgd(0.3))
-    with pytest.raises(errors.InvalidArgumentError, match="same force, which mixing"):
+    with pytest.raises(errors.InvalidArgumentError, match="same force, and mixing"):
         worker_of(elastic, fragments=agn_optax.Fragments(2, mixing=0.5))
     with pytest.raises(errors.InvalidTypeError, match="that exchanges all at once"):
         worker_of(shards(), period=agn_optax.dynamic_period(8))

@@ -111,7 +111,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
             an_inner,
             support.tree,
             errors.RuleMismatchError,
-            "of another rule: its center optimizer makes",
+            "with another rule: its center optimizer turns",
         ),
         (
             shared.diloco,
@@ -139,7 +139,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
             lambda: shared.sgd(0.1),
             support.tree,
             errors.TreeMismatchError,
-            r"another optimizer.*\['state'\]\.inner_state",
+            r"the optimizer differs.*\['state'\]\.inner_state",
         ),
         (
             lambda: RULE,
@@ -183,7 +183,7 @@ def test_missing_parts_of_a_checkpoint_are_named(saved, tmp_path):
     path, worker, loop, center = saved
     other = agn_optax.LocalCenter(RULE)
     again = a_worker(other)
-    with pytest.raises(errors.TreeMismatchError, match=r"1 centers.*\['center'\]"):
+    with pytest.raises(errors.TreeMismatchError, match=r"\['center'\] \(center\)"):
         checkpoint.load(path, like=support.tree(), worker=again)
     with pytest.raises(
         errors.InvalidArgumentError, match=r"must have a worker 'first'"
@@ -200,7 +200,7 @@ def test_missing_parts_of_a_checkpoint_are_named(saved, tmp_path):
     checkpoint.save(
         both, center=center, w=(worker, *loop), second=(second, *second.start())
     )
-    with pytest.raises(errors.TreeMismatchError, match=r"has 2 workers.*\['second'\]"):
+    with pytest.raises(errors.TreeMismatchError, match=r"\['second'\] \(worker\)"):
         checkpoint.load(both, like=support.tree(), center=other, w=again)
     loaded = checkpoint.load(
         both, like=support.tree(), center=other, w=again, second=a_worker(other, "s")
@@ -249,7 +249,7 @@ def test_towers_are_restored_exactly_or_elastically(tmp_path):
     kept = checkpoint.load(tmp_path / "4", towers=(four, begun(four, tx)))["towers"]
     support.assert_identical(*(jax.tree.map(_numbers, tree) for tree in (kept, state)))
     with pytest.raises(
-        errors.TreeMismatchError, match=r"4 workers.*these towers have 2"
+        errors.TreeMismatchError, match=r"workers=4.*these towers have workers=2"
     ):
         checkpoint.load(tmp_path / "4", towers=(two, begun(two, tx)))
     center = jax.device_get(four.center_params(state[1]))
@@ -282,7 +282,7 @@ def test_data_parallel_towers_are_restored_on_any_number(tmp_path):
         jax.device_get(four.center_params(state[1])),
     )
     islands = agn_optax.Towers(4, workers=2)
-    with pytest.raises(errors.TreeMismatchError, match=r"has 1 workers.*have 2"):
+    with pytest.raises(errors.TreeMismatchError, match=r"workers=1.*have workers=2"):
         checkpoint.load(tmp_path / "4", towers=(islands, begun(islands, tx)))
     wider = begun(one, tx, out=jnp.zeros((6, 1)))
     with pytest.raises(errors.TreeMismatchError, match=r"\['out'\] float32\[6, 1\]"):

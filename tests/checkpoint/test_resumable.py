@@ -271,7 +271,7 @@ def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_
     loop, data = resumable(journaled, tmp_path / "own")
     train_epoch(loop, data)
     loop, _ = resumable(journaled, tmp_path / "old")
-    with pytest.raises(errors.WorkerStateError, match=r"later exchanges of worker 'w'"):
+    with pytest.raises(errors.WorkerStateError, match=r"exchanges that worker 'w'"):
         loop.start()
     with pytest.raises(errors.InvalidTypeError, match="worker must be"):
         checkpoint.Resumable(journaled, tmp_path)
@@ -525,7 +525,7 @@ def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
         train_epoch(loop, data, kill_in_a_local_step(loop, None))
     whole = agn_optax.Worker(halved, shared.sgd(1.0), period=2, name="w")
     other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
-    with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
+    with pytest.raises(errors.TreeMismatchError, match=r"no fragments, and .* has 2"):
         other.start()
 
 

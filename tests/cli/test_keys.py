@@ -188,6 +188,16 @@ def test_keys_overwrites_no_file(made):
     assert (made / "bert.key").read_bytes() == before
 
 
+@pytest.mark.parametrize("lost", ["ca.key", "ca.pem"])
+def test_authority_without_one_of_its_files_is_rejected(tmp_path, lost):
+    succeeds("keys", tmp_path, "--worker=anna")
+    (tmp_path / lost).unlink()
+    before = sorted(tmp_path.iterdir())
+    output = fails("keys", tmp_path, "--worker=bert", code=2)
+    assert f"without {lost}" in " ".join(output.split())
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_broken_off_command_can_be_repeated_after_a_cleanup(tmp_path):
     """The error names every file in the way; the center knows every token."""
     folder = tmp_path / "keys"

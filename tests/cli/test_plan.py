@@ -77,7 +77,7 @@ def test_plan_covers_shards_tree_and_journal():
     assert reply["rules"][0]["journal"]["restart"] == cost.journal.restart
     output = succeeds(*PLAN, *options, *upwards, *journal)
     assert "at each of the center's 2 shards" in output
-    assert "Levels of centers, from the one with the workers up" in output
+    assert "Levels of centers, from the workers' level up" in output
     assert output.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
     assert "The journal of the root" in output
 

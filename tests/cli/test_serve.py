@@ -386,7 +386,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         then=lambda center: descriptions.append(center.describe()),
     )
     assert result.stdout == f"serving agn at {address}\n"
-    assert result.stderr == "draining after SIGTERM; again to end at once\n"
+    assert result.stderr == "draining after SIGTERM; send it again to end at once\n"
     assert descriptions[0].lease == 7
     assert descriptions[0].mode == "BoundedStaleness(versions=None, rounds=3)"
 
@@ -502,7 +502,7 @@ def test_exit_code_is_of_the_drain_when_a_signal_follows_it(address):
 def test_signal_to_another_thread_is_handled(address):
     """The client signals its own thread while the main thread waits."""
     result = serve(address, rules.downpour(), "--rule=downpour")
-    assert result.stderr == "draining after SIGTERM; again to end at once\n"
+    assert result.stderr == "draining after SIGTERM; send it again to end at once\n"
 
 
 def test_signal_handler_runs_during_server_wait():

@@ -47,8 +47,8 @@ def test_status_and_watch_show_all_shards():
             ).splitlines()
             looks = [json.loads(line)["centers"] for line in lines]
             assert [[e["address"] for e in look] for look in looks] == [addresses] * 2
-            assert looks[0][0]["exchanges_per_second"] is None
-            assert looks[1][0]["exchanges_per_second"] == 0
+            assert looks[0][0]["updates_per_second"] is None
+            assert looks[1][0]["updates_per_second"] == 0
         other.stop()
         output = fails("status", both, code=1)
         assert f"the center at {other.address} does not answer" in output

@@ -26,14 +26,14 @@ def test_status_shows_center_and_workers(new_server):
     assert cells[4] == "1"  # staleness
     assert cells[5] in ("memory", "socket", "grpc")
     assert cells[7:10] == ["2", "0", "0"]  # period, rejected, dropped
-    assert "exchanges/s" in output
+    assert "updates/s" in output
 
 
 def test_status_as_json(new_server):
     reply = json.loads(succeeds("status", new_server.address, "--json"))
     assert reply["address"] == new_server.address
     assert (reply["rule"], reply["version"], reply["parameters"]) == ("easgd", 2, 8)
-    assert reply["exchanges_per_second"] == pytest.approx(2 / reply["uptime"])
+    assert reply["updates_per_second"] == pytest.approx(2 / reply["uptime"])
     (worker,) = reply["workers"]
     assert worker["name"] == "worker-0"
     assert worker["norm"] > 0
@@ -70,8 +70,8 @@ def test_bad_addresses_are_rejected(name):
 def test_watch_prints_a_table_at_each_interval(server):
     output = succeeds("watch", server.address, "--count=2", "--interval=0.05")
     assert output.count("│ worker-0") == 2
-    assert "- exchanges/s, -/s" in output
-    assert "0 exchanges/s, 0 B/s" in output
+    assert "- updates/s, -/s" in output
+    assert "0 updates/s, 0 B/s" in output
 
 
 def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
@@ -121,7 +121,7 @@ def shown(workers, width):
         "direct_address": "",
         "page_address": "",
         "uptime": 3.0,
-        "exchanges_per_second": 1.0,
+        "updates_per_second": 1.0,
         "bytes_per_second": 1.0,
         "degraded": "",
         "workers": workers,
@@ -202,8 +202,8 @@ def test_watch_as_json(server):
         "watch", server.address, "--count=3", "--interval=0.05", "--json"
     ).splitlines()
     first, *others = map(json.loads, lines)
-    assert first["exchanges_per_second"] is None
-    assert [each["exchanges_per_second"] for each in others] == [0, 0]
+    assert first["updates_per_second"] is None
+    assert [each["updates_per_second"] for each in others] == [0, 0]
     assert all(each["version"] == 2 for each in others)
 
 
@@ -255,11 +255,11 @@ def test_rates_after_a_restart_are_unknown():
     now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
     rates = _status._rates(before, now)
-    assert (rates["exchanges_per_second"], rates["bytes_per_second"]) == (1.0, 1.5)
+    assert (rates["updates_per_second"], rates["bytes_per_second"]) == (1.0, 1.5)
     rates = _status._rates({}, now)
-    assert rates["exchanges_per_second"] == pytest.approx(2 / 3)
+    assert rates["updates_per_second"] == pytest.approx(2 / 3)
     rates = _status._rates(now, before)
-    assert rates["exchanges_per_second"] is rates["bytes_per_second"] is None
+    assert rates["updates_per_second"] is rates["bytes_per_second"] is None
 
 
 @pytest.mark.parametrize(

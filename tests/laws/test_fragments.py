@@ -548,7 +548,7 @@ def test_compiled_round_sends_one_fragment_at_a_time():
         (lambda: agn_optax.Fragments("layers"), "a sequence of regular expressions"),
         (lambda: agn_optax.Fragments(["("]), r"got '\('"),
         (lambda: agn_optax.Fragments([]), "at least one"),
-        (lambda: agn_optax.Fragments(2, (1,)), "must be 2, one for each"),
+        (lambda: agn_optax.Fragments(2, (1,)), "must have 2 numbers, one for each"),
         (lambda: agn_optax.Fragments(2, (0, 1)), "each of offsets must be a positive"),
         (lambda: agn_optax.Fragments(2, delay=-1), "delay must be a whole number"),
         (lambda: agn_optax.Fragments(2, mixing=1.0), "mixing must be below 1"),

@@ -214,19 +214,19 @@ def momentum(rate, momentum):
         (
             momentum(0.7, 0.9),
             momentum(0.35, 0.9),
-            ["its center optimizer makes [", "of the probe, and here it makes ["],
+            ["its center optimizer turns test values into [", "and here into ["],
             ["message", ";"],
         ),
         (
             rules.diloco(optax.sgd(0.7, momentum=0.9)),
             rules.diloco(optax.sgd(0.7, momentum=0.5)),
-            ["its center optimizer makes ["],
+            ["its center optimizer turns test values into ["],
             ["message", ";"],
         ),
         (
             rules.agn(optax.adam(1e-3)),
             rules.agn(optax.sgd(0.1)),
-            ["its center optimizer makes ["],
+            ["its center optimizer turns test values into ["],
             ["message", ";"],
         ),
         (
@@ -244,7 +244,7 @@ def momentum(rate, momentum):
         (
             rules.easgd(0.5),
             rules.easgd(0.25),
-            ["its adopt makes", "; its center optimizer"],
+            ["its adopt turns", "; its center optimizer"],
             [],
         ),
         (rules.downpour(), rules.average(), ["name is 'downpour'"], ["combine", ";"]),

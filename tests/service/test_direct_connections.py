@@ -354,6 +354,22 @@ def test_memory_of_a_worker_that_left_is_released_at_once():
         wait_until(lambda: not any(connection() for connection in gone))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [_socket.SocketConnection, pytest.param(_memory.MemoryConnection, marks=shares)],
+)
+def test_received_bytes_are_reported_as_progress(kind):
+    """Without this, a slow transfer counts as stalled."""
+    peer, end = socket.socketpair()
+    with peer, end, service.serve(RULE) as server:
+        connection = kind(end, server._servicer)
+        progress = []
+        connection.on_received = lambda: progress.append(True)
+        peer.sendall(b"1234")
+        connection.fill(memoryview(bytearray(4)))
+    assert progress
+
+
 @contextlib.contextmanager
 def silent_link():
     """Yield a link to a peer that never sends anything."""

@@ -357,8 +357,8 @@ def test_client_with_another_protocol_is_rejected(serve, connect, monkeypatch):
     ("rule", "message"),
     [
         (shared.downpour(), "its name is 'agn', and here it is 'downpour'"),
-        (shared.agn(shared.adam(0.2)), "its center optimizer makes"),
-        (shared.agn(shared.sgd(0.1)), "its center optimizer makes"),
+        (shared.agn(shared.adam(0.2)), "its center optimizer turns"),
+        (shared.agn(shared.sgd(0.1)), "its center optimizer turns"),
     ],
 )
 def test_worker_with_another_rule_is_rejected(serve, connect, rule, message):

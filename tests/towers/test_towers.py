@@ -47,7 +47,7 @@ def test_towers_accept_a_mesh():
         ({"devices": 0}, "devices must be a positive int, got 0"),
         ({"devices": 9}, "devices=9 were asked for, and this process has 8"),
         ({"devices": "gpu"}, "devices must be None, a number, a list"),
-        ({"devices": []}, "at least one"),
+        ({"devices": []}, "must be one or more, each only once"),
         ({"devices": 6, "workers": 4}, "4 workers for 6 towers"),
         ({"workers": 0}, "workers must be a positive int, got 0"),
         ({"axis_name": "workers"}, "the axes need different names"),
@@ -235,7 +235,7 @@ def test_step_within_a_program_of_another_mesh_is_rejected():
     state, batch = towers.replicate(0.0), towers.shard(np.ones(4))
     with (
         jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))),
-        pytest.raises(errors.InvalidArgumentError, match="call them outside of it"),
+        pytest.raises(errors.InvalidArgumentError, match="their methods outside"),
     ):
         jax.jit(step)(state, batch)
 

@@ -23,9 +23,9 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
 
     Another process may use the center meanwhile. The copy has at least the exchanges
     that were answered before this call, as far as the durability guarantees that they
-    were on disk. The original is read completely, and so is the finished copy. A center
-    that continues from the copy has a new center id, because the original may have had
-    later exchanges.
+    were on disk. Original and copy are read completely, to find damage. A center that
+    continues from the copy has a new center id, because the original may have had later
+    exchanges.
 
     Args:
       directory: directory of a `Journal` or of `Snapshots`.
@@ -67,7 +67,7 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
 
 
 def _copy_or_clean_up(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
-    """Copy all files, or remove what was copied; return the version."""
+    """Copy the center and return its version; remove the copy if that fails."""
     source = CenterFiles(directory)
     snapshot = source.load_center()
     with (

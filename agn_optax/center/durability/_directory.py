@@ -77,7 +77,7 @@ class Directory(CenterFiles):
             super().__init__(path)
             with disk_errors(f"cannot keep a center in {path}"):
                 self.check_paths()  # the directory may have been replaced meanwhile
-                for left in path.glob("*.tmp"):  # by a process that was killed
+                for left in path.glob("*.tmp"):  # left by a process that was killed
                     left.unlink()
             self._opened = opened.pop_all()
 
@@ -136,7 +136,7 @@ class Directory(CenterFiles):
 
         The lock is not synced, which would take as long as syncing the records. If the
         process is killed, the number is preserved. After a power failure it may be some
-        seconds old: it is never too large.
+        seconds old, and with the kind "interval" too large: then it is ignored.
         """
         assert self.lock is not None
         self.lock = self.lock._replace(num_records=number)

@@ -38,11 +38,11 @@ _LOCK_SIZE = 64  # bytes
 _TRIES = 20  # attempts to read files that another process changes meanwhile
 T = TypeVar("T")
 
-# What holds for records that are newer than the number in the lock. "closed": there are
-# none. "journal": a record is on disk before its exchange is answered. "interval": the
-# operating system has the record before the exchange is answered, and the disk some
-# time later. "memory": no guarantee. "backup": this is a copy, and the original may
-# have had later records.
+# The guarantee for records beyond the number in the lock. "closed": there are none.
+# "journal": a record is on disk before its exchange is answered. "interval": the
+# operating system has the record before its exchange is answered, and the disk has it
+# some time later. "memory": no guarantee. "backup": this is a copy, and the original
+# may have had later records.
 Kind = Literal["closed", "journal", "interval", "memory", "backup"]
 
 
@@ -119,7 +119,7 @@ class CenterFiles:
         return Replay(self, snapshot)
 
     def replay_on_disk(self, snapshot: Record) -> Replay:
-        """Return the records after a snapshot that were on disk, by the lock.
+        """Return the records after a snapshot that were on disk according to the lock.
 
         Another process may be writing further records.
         """
@@ -303,7 +303,7 @@ def _reading(path: pathlib.Path) -> Iterator[int]:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of the machine; unique to the process if unknown."""
+    """Return the id of this boot of the machine; if unknown, one for this process."""
     try:
         text = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -43,9 +43,7 @@ from agn_optax.rules import Rule, difference, fingerprint
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
-_MIN_SNAPSHOTS = (
-    4  # minimum size of a journal, in snapshots: it limits their part of writes
-)
+_MIN_SNAPSHOTS = 4  # minimum journal size, in snapshots, so that snapshots are few
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
 _RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
 
@@ -63,7 +61,8 @@ class Snapshots:
         created if necessary; a center that is found in it continues.
       seconds: seconds between two snapshots; none is written if nothing has changed.
         None for no limit.
-      exchanges: number of exchanges between two snapshots; None for no limit.
+      exchanges: number of updates of the center between two snapshots (a synchronous
+        round of exchanges is one update); None for no limit.
       keep: number of snapshots to keep.
       keep_seconds: age in seconds up to which snapshots are kept, however many.
 
@@ -114,18 +113,19 @@ class Journal:
     arrive together are written together.
 
     With an ``interval``, an exchange is answered once the operating system has it, and
-    is synced to disk within that time. If only the process is killed, nothing is lost.
-    If the machine loses power, the exchanges of at most ``interval`` seconds are lost,
-    and the center that continues gets a new center id, so that workers do not resume
-    against it.
+    is synced to disk within that interval. If only the process is killed, nothing is
+    lost. If the machine loses power, the exchanges of at most ``interval`` seconds are
+    lost, and the center that continues gets a new center id, so that workers do not
+    resume against it.
 
     Args:
       directory: directory of this center alone, to which every exchange is written
         before it is answered. It is created if necessary; a center that is found in it
         continues.
       size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
-        for the size of four snapshots if that is larger. A snapshot is also written
-        after 100,000 exchanges, joins and leaves, so that a start takes seconds.
+        the size of four snapshots if that is larger. A snapshot is also written
+        after 100,000 records of exchanges, joins and leaves, so that a start takes
+        seconds.
       interval: maximum seconds between two syncs to disk; None syncs every exchange
         before it is answered.
 
@@ -176,7 +176,7 @@ class Keeper:
       durability: the settings.
       rule: the rule of the center.
       changed: the condition around the center's lock. Callers of `begin` and `record`
-        hold it, and notify it afterwards. It is also notified when more is on disk.
+        hold it, and notify it afterwards. The keeper notifies it of written records.
 
     Attributes:
       center_id: the center id: that of the center on disk if no update is lost, or a
@@ -225,7 +225,7 @@ class Keeper:
     def restore(
         self, ledger: Ledger, params: PyTree, dtype: Any, device: Any, flatten: bool
     ) -> Store | None:
-        """Read the center in the directory, changing nothing; None if there is none.
+        """Read the center in the directory, changing no file; None if there is none.
 
         Args:
           ledger: ledger whose workers are restored.
@@ -235,8 +235,8 @@ class Keeper:
           flatten: whether the store may flatten the parameters.
 
         Raises:
-          RuleMismatchError: the center on disk is of another rule.
-          TreeMismatchError: the center on disk is of another model.
+          RuleMismatchError: the center on disk has another rule.
+          TreeMismatchError: the center on disk has another model.
           DurabilityError: the center on disk cannot be read.
         """
         snapshot = self._directory.load()
@@ -257,7 +257,7 @@ class Keeper:
         version = ledger.version = store.current.number
         reason = replay.new_id_reason
         for state in states:
-            # If updates are lost, workers may be ahead of it, and must start again.
+            # If updates are lost, workers may be ahead of the center: they restart.
             ledger.restore(state, now, is_new_id=bool(reason))
         if reason:
             self.restore_message = (
@@ -349,7 +349,7 @@ class Keeper:
             return None
 
     def is_kept(self, recorded: int) -> bool:
-        """Return whether records are on disk; after a `failure` they never will be."""
+        """Return whether this many records are on disk; a `failure` ends writing."""
         return recorded <= self._written
 
     def save(self) -> int:
@@ -465,14 +465,14 @@ class Keeper:
             return self._replace_journal()
         except BaseException as error:  # also Ctrl-C: a later snapshot may succeed
             with self._changed:
-                if not isinstance(self._durability, Journal):  # a journal has it all
+                if not isinstance(self._durability, Journal):  # it has all records
                     self._attempted = attempted  # the next attempt needs no exchange
                 self._changed.notify_all()  # the time of the next attempt has changed
             if not isinstance(error, Exception):
                 raise
             self._snapshot_error = (
-                f"no snapshot could be written to {self._directory.path}; the next "
-                f"attempt follows in due time: {error}"
+                f"no snapshot could be written to {self._directory.path}: {error}; the "
+                "next attempt follows when the next snapshot is due"
             )
             _log.error("%s", self._snapshot_error)
             raise errors.DurabilityError(self._snapshot_error) from error
@@ -570,13 +570,13 @@ def _state(
     elif described.structure is None:
         raise errors.DurabilityError(
             f"{where} has parameters in containers other than dicts, lists and tuples; "
-            "give it parameters with the same containers, whose values do not matter"
+            "give the center parameters in the same containers, with any values"
         )
     else:
         params = description.rebuild(described.structure, iter(snapshot.arrays))
     wanted = trees.describe(params, dtype)
     if words := described.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} is of another model: {words}")
+        raise errors.TreeMismatchError(f"{where} has another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(
@@ -587,8 +587,8 @@ def _state(
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:
         raise errors.RuleMismatchError(
-            f"{where} is of another rule: its center optimizer has another state. "
-            "Give it the same optimizer, or another directory"
+            f"{where} has another rule: its center optimizer has another state. "
+            "Use the same optimizer, or another directory"
         )
     center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"], broadcast)
@@ -599,16 +599,16 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
 
     Args:
       directory: directory of a `Journal` or of `Snapshots`, which is not changed.
-      rule: rule of the center, which applies the exchanges since the last snapshot
-        again. None if there are none, as after `LocalCenter.write_snapshot`; the result
-        then has no optimizer state.
+      rule: rule of the center, to apply the exchanges since the last snapshot again.
+        None requires that there are no such exchanges, as after
+        `LocalCenter.write_snapshot`; the result then has no optimizer state.
 
     Returns:
       The center's state, with parameters in dicts, lists and tuples.
 
     Raises:
       DurabilityError: there is no center, or it cannot be read.
-      RuleMismatchError: the center is of another rule.
+      RuleMismatchError: the center has another rule.
       InvalidArgumentError: there are exchanges since the last snapshot, and no rule.
 
     Example:
@@ -657,8 +657,8 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
 def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
     if other := difference(snapshot.about["rule"], rule):
         raise errors.RuleMismatchError(
-            f"{where} is of another rule: {other}. Give it the same optimizers "
-            "and settings, or another directory"
+            f"{where} has another rule: {other}. Use the same optimizers and "
+            "settings, or another directory"
         )
 
 

@@ -98,8 +98,8 @@ def read(file: int, position: int, end: int) -> Record | None:
         return None
     if head.format != _FORMAT:
         raise DamagedError(
-            f"record {head.number} at byte {position} is of format {head.format}, and "
-            f"this release reads {_FORMAT}; or it is damaged"
+            f"record {head.number} at byte {position} has format {head.format}, and "
+            f"this release reads {_FORMAT}; or the record is damaged"
         )
     raw = np.empty(head.size - _HEAD.size + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT

@@ -34,13 +34,13 @@ class Writer:
       number: number of the first record.
       interval: maximum time between two syncs, in seconds; None syncs each batch before
         it counts as written.
-      on_written: called with the number of written records, each time that the number
-        grows, and when a new file was begun.
+      on_written: called with the number of written records each time that the number
+        grows, and when a request for a new file has been handled.
       on_failed: called with the exception after which nothing more is written.
 
     Attributes:
       begin: number of the first record of the current file.
-      is_switching: whether a new file was requested and is not begun yet.
+      is_switching: whether a request for a new file is pending.
 
     Raises:
       OSError: the file could not be created.
@@ -85,7 +85,7 @@ class Writer:
         self._queue.put((about, trees))
 
     def begin_file(self) -> None:
-        """Begin a new file for the next record, if one can be created."""
+        """Request that the next record begins a new file, if one can be created."""
         self.is_switching = True
         self._queue.put("new file")
 

@@ -1,4 +1,4 @@
-"""The command ``agn-optax``: centers and launched workers from a shell.
+"""The command ``agn-optax``, which runs and operates centers and workers.
 
 `_app` defines the command and its exit codes; `_serve`, `_status`, `_doctor`, `_plan`
 and `_launch_command` are its main subcommands. `_options` reads records of options from

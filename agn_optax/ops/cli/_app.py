@@ -40,8 +40,8 @@ class _Group(_options.Flags, TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Asynchronous training with a center variable: serve it, watch it, find out "
-    "what is wrong with it, launch workers around it, and plan what it will cost.",
+    help="Asynchronous training with a center: serve, watch and check a center, launch "
+    "workers, and plan what training will cost.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # other exceptions keep Python's own traceback

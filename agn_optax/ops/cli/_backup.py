@@ -14,13 +14,11 @@ from agn_optax.ops.cli import _options
 def backup(
     directory: Annotated[
         pathlib.Path,
-        typer.Argument(
-            help="Directory that the server's --journal or --snapshots has."
-        ),
+        typer.Argument(help="Directory of the server's --journal or --snapshots."),
     ],
     to: Annotated[
         pathlib.Path,
-        typer.Argument(help="Directory for the copy: empty, or not there yet."),
+        typer.Argument(help="Directory for the copy, empty or new."),
     ],
     json: _options.Json = False,
 ) -> None:

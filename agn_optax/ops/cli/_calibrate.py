@@ -27,12 +27,12 @@ from agn_optax.ops.planning import Machine
 from agn_optax.rules import codecs
 
 _SIZES = (1_000, 10_000_000)  # float32 parameters
-# Bytes of a float32 parameter: in message and answer; read and written by downpour's
+# Bytes per float32 parameter: in message and answer; read and written by downpour's
 # arithmetic, which reads the message twice, and reads and writes the center.
 _BYTES_SENT, _BYTES_APPLIED = 8, 16
 _CODEC_SHAPE = (10, 1_000_000)  # leaves and elements of each, on which codecs are timed
 _REPEATS = 9
-_ROUNDS = 5  # of `_REPEATS` samples each, at most, until the times lie on a line
+_ROUNDS = 5  # at most, of `_REPEATS` samples each, until the times grow with the size
 _SERVE = (*("-m", "agn_optax.ops.cli", "serve"), *("--rule", "downpour", "--json"))
 
 
@@ -55,7 +55,7 @@ def calibrate(
     :math:`b` the bytes of message and answer, and :math:`u` the bytes that the
     arithmetic reads and writes. :math:`\Delta` is the difference between the two sizes,
     and the index 0 marks the smaller one. Exchanges go over a socket, as between
-    machines. All arrays are in host memory; the copies of an accelerator take
+    machines. All arrays are in host memory; copies to and from an accelerator take
     additional time.
 
     Each time is the minimum of its samples. Other load on the machine only adds time,
@@ -64,13 +64,13 @@ def calibrate(
     moment affects all of them.
 
     A codec is timed alone, in this process, on vectors of normal random numbers.
-    Without a codec that takes time, `Machine` keeps its default rates.
+    Without a codec, or with the identity, `Machine` keeps its default rates.
 
     Args:
-      codec: the codec of the contributions; None for none.
+      codec: the codec of the contributions; None for no codec.
       sizes: two numbers of float32 parameters.
-      repeats: samples of each time. While the times do not lie on a line, more are
-        taken, up to five times as many in all.
+      repeats: samples of each time. While more bytes seem to take no longer, more
+        samples are taken, up to five times as many in all.
 
     Returns:
       The constants.
@@ -124,7 +124,7 @@ def coding_rates(
     """Return a codec's rates for `Machine`, in bytes per second before encoding."""
     if codec is None or codec.is_identity:
         return {}
-    # Larger than what an allocator keeps in reserve, so that temporary memory of the
+    # The arrays are larger than an allocator's reserve, so that temporary memory of the
     # codec comes from the system, as in an exchange.
     numbers = np.random.default_rng(0).standard_normal(_CODEC_SHAPE, np.float32)
     params = [jnp.asarray(row) for row in numbers]

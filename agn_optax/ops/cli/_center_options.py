@@ -87,7 +87,7 @@ class CenterOptions:
     Center:
       *served
       address_file FILE: File to write the address to, on a disk that the workers share.
-        They connect to file:FILE, and find a center again that has moved.
+        Workers connect to file:FILE, and find the center again after it has moved.
 
     Durability:
       *journal
@@ -101,10 +101,10 @@ class CenterOptions:
       *synchronous
 
     Access:
-      tokens FILE: File of the callers that are allowed, a line each: roles, a worker's
-        name (* for any) and a token. It is read again when it changes. Without it, a
-        token is made and printed, and programs of the same user on this machine find
-        it by themselves.
+      tokens FILE: File of the allowed callers, with a line for each: roles, a worker's
+        name (* for any) and a token. The file is read again when it changes. Without a
+        file, a token is made and printed; programs of the same user on this machine
+        find this token by themselves.
       open: Allow every caller; beyond this machine only with --insecure.
       *security
 
@@ -236,7 +236,7 @@ def access(
 
 
 def needs_token(options: CenterOptions) -> bool:
-    """Return whether to make a token, because the options allow no callers."""
+    """Return whether to make a token: options and environment allow no callers."""
     lines = os.environ.get(service.tokens.TOKENS)
     return not (options.open or options.tokens is not None or lines)
 
@@ -265,7 +265,7 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
 
 def _durability_of(options: CenterOptions) -> Durability | None:
     given = _SNAPSHOTS.given(options)
-    # No snapshots by time, if only a number of exchanges is given.
+    # If only a number of exchanges is given, no snapshots are written by time.
     is_by_exchanges = "exchanges" in given and "seconds" not in given
     more = {"seconds": None} if is_by_exchanges else {}
     snapshots = _SNAPSHOTS.build_if_given("directory", options, **more)

@@ -23,7 +23,7 @@ def doctor(
 ) -> None:
     """Check the network path to a center, and the center itself, step by step.
 
-    Checks that need one that failed are left out. If a rule is given, it is compared
+    Checks that depend on a failed check are skipped. If a rule is given, it is compared
     with the center's. Some megabytes are sent in each direction.
     """
     rule = _options.with_defaults(

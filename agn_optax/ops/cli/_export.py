@@ -68,7 +68,7 @@ def check(to: pathlib.Path, *, is_here: bool = True) -> None:
 
     Args:
       to: the path.
-      is_here: whether it is a path of this machine, where a directory can be tried.
+      is_here: whether the path is on this machine, where making a directory is tried.
 
     Raises:
       InvalidArgumentError: something exists at the path, or no directory can be made
@@ -115,7 +115,7 @@ def _make_directory_beside(to: pathlib.Path) -> None:
     """
     to = to.resolve()
     to.parent.mkdir(parents=True, exist_ok=True)
-    # The name has the length of that of Orbax's own temporary directory.
+    # The name is as long as that of Orbax's own temporary directory.
     prefix = f"{to.name}.agn-optax-tmp-"
     pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
 

@@ -47,9 +47,9 @@ def keys(
     The directory gets ca.pem and ca.key (the certificate authority), center.pem and
     center.key if --host is given, and NAME.pem, NAME.key and NAME.token for each name;
     the file tokens, for serve --tokens, has a line for each name. --host, --chief,
-    --worker and --operator may each be given several times. Only their owner can read
-    keys and tokens. Run again on the same directory, the command adds to its files.
-    Needs the extra keys.
+    --worker and --operator may each be given several times. Only the owner of the files
+    can read keys and tokens. A second run with new names on the same directory adds to
+    its files. Needs the extra keys.
 
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """

@@ -73,8 +73,9 @@ def launch_command(
     AGN_OPTAX_RULE (the center's rule), which agn_optax.service.environment() reads; and
     AGN_OPTAX_TOKEN, by which the center knows the worker's name. worker-0 may be the
     chief. On this machine all programs are ended together, and the exit code is that of
-    the worker that failed, or else of the center if it failed, even at its end. With
-    --json, a summary is printed to stdout, and all other lines go to stderr.
+    the first of these that failed: the center during the run, a worker, the center at
+    its end. With --json, a summary is printed to stdout, and all other lines go to
+    stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
 
@@ -117,7 +118,7 @@ def _is_file(run: Sequence[str]) -> bool:
 
 
 class _Output:
-    """A printer of the lines of several programs, each behind its program's name."""
+    """A printer of the lines of several programs, each after its program's name."""
 
     def __init__(self, names: Sequence[str], stderr: bool, page_token: str) -> None:
         self._page_token = page_token

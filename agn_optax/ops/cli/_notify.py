@@ -8,10 +8,10 @@ import socket
 
 
 def notify(*assignments: str) -> None:
-    """Send a notification to the service manager, if one has asked for them.
+    """Send a notification to the service manager, if it asks for notifications.
 
     Args:
-      *assignments: what to tell, such as ``"READY=1"``.
+      *assignments: lines of the notification, such as ``"READY=1"``.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):

@@ -2,9 +2,8 @@
 
 A field is an option of the same name, and None if it was not given, so that defaults
 are written down only in the library. The docstring of a record describes its options,
-and ``--help`` prints it. An option that is an argument of a class or function of the
-library takes its type, default and help from there, by a `Group`.
-
+and ``--help`` prints it. A `Group` turns the arguments of a class or function of the
+library into options with the same types, defaults and help.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 # name METAVAR [default]: help
 _ENTRY = re.compile(r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?(?:: (.+))?")
-_NONE = re.compile(r"[;.] None (?:for )?(.+?)(?:\. |\.?$)")  # of an argument
+_NONE = re.compile(r"[;.] None (?:for )?(.+?)(?:\. |\.?$)")  # in an argument's help
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[
@@ -69,17 +68,18 @@ class Command(Flags, TyperCommand):
 class Group:
     """Options that are arguments of a class or function of the library.
 
-    They have the arguments' types and defaults. Their help is the first sentence of the
-    docstring on the argument, without its clause on None, which is shown as the
-    default. Arguments of a type that text cannot give are not options.
+    They have the arguments' types and defaults. Their help is the first sentence on the
+    argument in the docstring; a clause on None is shown as the default instead.
+    Arguments whose type cannot be read from text are not options.
 
     Args:
       source: the class or function.
       *only: names of arguments; without any, all are options.
-      prefix: what options have before the names of their arguments.
-      names: options of other names, by argument, each as ``"name METAVAR [default]"``.
-      needs: the option that must be given for these options to have an effect, apart
-        from those of arguments without a default.
+      prefix: text before an argument's name in the name of its option.
+      names: options that differ from their arguments in name, metavar or default, by
+        argument, each as ``"name METAVAR [default]"``.
+      needs: the option without which the options of arguments with a default have no
+        effect.
       rates: arguments in bytes per second, whose options are text such as ``1Gbit``.
 
     Attributes:
@@ -135,7 +135,7 @@ class Group:
         return arguments
 
     def build(self, options: Any, **more: Any) -> Any:
-        """Call the class or function with these arguments and ``more``."""
+        """Call the class or function with the given arguments and ``more``."""
         return self._source(**self.given(options), **more)
 
     def build_if_given(self, argument: str, options: Any, **more: Any) -> Any:
@@ -176,7 +176,7 @@ def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _argument_help(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
-    """Return the help on each argument and on its absence, as docstrings have them.
+    """Return the help on each argument, and on None for it, from the docstrings.
 
     A class may leave arguments to the docstring of the class that it extends.
     """
@@ -192,7 +192,7 @@ def _argument_help(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 
 
 def _option_type(hint: Any) -> tuple[Any, str | None]:
-    """Return the type of an argument's option and its choices; None without them."""
+    """Return an option's type (None if text cannot give it) and its choices, if any."""
     cases = typing.get_args(hint) or (hint,)
     if typing.get_origin(hint) is typing.Literal:
         return str, "|".join(cases)
@@ -203,7 +203,7 @@ def _option_type(hint: Any) -> tuple[Any, str | None]:
 
 
 def _default_text(default: Any, name: str, is_rate: bool) -> str:
-    """Return a default other than None as ``--help`` shows it; "" for none."""
+    """Return a default, other than None, as ``--help`` shows it; "" to show none."""
     if default is inspect.Parameter.empty or default is False:
         return ""
     if default is True:
@@ -304,7 +304,7 @@ def option(name: str) -> str:
 
 
 def reject(record: Any, reason: str, *, only: Collection[str] | None = None) -> None:
-    """Raise if an option of a record was given that must not be.
+    """Raise if an option that must not be given is in a record.
 
     Args:
       record: the record of options.
@@ -345,8 +345,8 @@ def parse_table(table: Any, where: str, *kinds: type) -> dict[str, Any]:
     """Return the values that a TOML table gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: this is no table, it has a key that is not a field, or a
-        value of another type than the field's; the error names ``where``.
+      InvalidArgumentError: ``table`` is not a table, or has a key that is not a field
+        or a value of another type than the field's; the error names ``where``.
     """
     if not isinstance(table, dict):
         raise errors.InvalidArgumentError(f"{where} must be a table, got {table!r}")
@@ -390,7 +390,7 @@ def report(json: bool, text: str, **values: Any) -> None:
 
 
 def _convert(value: Any, annotation: Any, what: str) -> Any:
-    """Return a value of a TOML file as a field's type, which may be optional."""
+    """Convert a value of a TOML file to a field's type, which may be optional."""
     cases = [annotation]
     if isinstance(annotation, types.UnionType):
         cases = [case for case in typing.get_args(annotation) if case is not type(None)]

@@ -67,7 +67,7 @@ class PlanOptions:
 
     Machine:
       *machine
-      measure: Measure these on this machine, with a center in another process.
+      measure: Measure these values on this machine, with a center in another process.
 
     Tree of centers:
       *tree
@@ -95,15 +95,15 @@ def plan(
 
     For every rule: the bytes and seconds of an exchange; the shortest period at which
     communication hides behind local steps; the fraction of time that workers spend in
-    local steps at --period, or else at this shortest period, if they wait for answers
-    and if exchanges overlap; the bottleneck, and what would help; and the memory that
-    workers and center keep. Plain data parallelism follows below. With --rule or
-    --rule-from, only that rule is planned.
+    local steps, both if they wait for answers and if exchanges overlap with steps, at
+    --period or else at this shortest period; the bottleneck, and what would help; and
+    the memory of workers and center. Plain data parallelism is the last row. With
+    --rule or --rule-from, only that rule is planned.
 
     With --fan-out or --levels the center is a tree of centers, and each level has a
-    row. With --disk the center keeps a journal, and its rate of writing and the time of
-    a restart are shown. With --codec the times of encoding and decoding are shown, and
-    the rate of a link below which they pay.
+    row. With --disk the center keeps a journal, and the rate of its writes and the time
+    of a restart are shown. With --codec the times of encoding and decoding are shown,
+    and the rate of a link below which the codec pays.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
@@ -168,7 +168,7 @@ def _tree(options: PlanOptions) -> Tree | None:
 
 
 def _as_dict(record: Any) -> Any:
-    """Return a record of a plan, with its properties, in terms of JSON."""
+    """Return a record of a plan, with its properties, as values for JSON."""
     if not isinstance(record, tuple):
         return record
     if not hasattr(record, "_fields"):
@@ -198,8 +198,8 @@ def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console
         [_row(cost, cost, *_TIMES) for cost in costs],
     )
     add(
-        "Remedies, each by itself: a longer period; 16 bits both ways, and the period "
-        "then; shards; levels of centers.",
+        "Remedies, each by itself: a longer period; the period with 16 bits both ways; "
+        "shards; levels of centers.",
         rows("remedies", *Remedies._fields),
     )
     if coded := rows("coding", *Coding._fields):
@@ -211,8 +211,8 @@ def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console
         )
     if tree is not None:
         add(
-            "Levels of centers, from the one with the workers up to the root. "
-            "Exchanges overlap with local steps; the period is that of each child.",
+            "Levels of centers, from the workers' level up to the root. Exchanges "
+            "overlap with local steps; the period is that of each child.",
             [_row(c, level, *Level._fields) for c in costs for level in c.levels],
         )
     if cluster.disk is not None:

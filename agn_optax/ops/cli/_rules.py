@@ -33,9 +33,9 @@ class RuleOptions:
       answers NAME: Downlink compression of the center's answers: {answers}. A float
         dtype rounds the center; any other codec sends differences.
       combine NAME: How to combine the messages of a round, if not as the rule does:
-        {combinations}. All but the first two need --mode synchronous; median,
-        trimmed_mean (a quarter at either end) and krum (one message) tolerate bad
-        messages.
+        {combinations}. All but the first two need --mode synchronous. Bad messages are
+        tolerated by median, trimmed_mean (which drops a quarter at either end) and
+        krum (one bad message).
 
     Center optimizer:
       center_optimizer NAME: For agn and diloco: one of {optimizers}.
@@ -48,10 +48,10 @@ class RuleOptions:
       eps: Term added to denominators.
       decay: For rmsprop: decay of the second moment.
       weight_decay: For adamw, lamb, lion and nadamw.
-      delay: For delayed_nesterov: messages between two changes of its momentum, as many
-        as there are workers.
-      messages: For heloco and ordered_momentum: messages of a round, as many as there
-        are workers.
+      delay: For delayed_nesterov: messages between two changes of its momentum, usually
+        the number of workers.
+      messages: For heloco and ordered_momentum: messages of a round, usually the number
+        of workers.
     """
 
     rule: str | None = None

@@ -87,7 +87,7 @@ def engine_of_file(
       on: name of the engine.
 
     Raises:
-      InvalidArgumentError: the file is not valid, or the engine cannot run it.
+      InvalidArgumentError: the file is not valid, or the engine cannot do this run.
     """
     table = _options.load_toml(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
@@ -129,7 +129,8 @@ def engine_of_options(
     """Return the engine for the run that options describe.
 
     Raises:
-      InvalidArgumentError: options exclude each other, or the engine cannot run it.
+      InvalidArgumentError: options exclude each other, or the engine cannot do this
+        run.
     """
     if (options.center or "embedded") != "embedded" and config is not None:
         raise errors.InvalidArgumentError(
@@ -200,7 +201,7 @@ def _resources(table: dict[str, Any], where: str) -> Resources:
     for name, value in values.items():
         if value < (0 if name == "gpus" else 1):
             raise errors.InvalidArgumentError(
-                f"{name} in {where} must be positive, got {value}"
+                f"{name} in {where} must be positive (gpus may be 0), got {value}"
             )
     return Resources(**values)
 
@@ -230,6 +231,6 @@ def _check(
         _rules.make(rule)
     _center_options.settings(center)
     if center.save is not None:
-        # `serve` does the rest, on its machine.
+        # `serve` makes the other checks, on the machine of the center.
         _export.check(center.save, is_here=False)
     _center_options.access(center, tokens.generate())

@@ -48,7 +48,7 @@ def serve(
     token = ""
     if _center_options.needs_token(center):
         token = service.tokens.for_address(address)
-    # The token for a browser only allows to observe.
+    # The token for a browser has the role of an observer only.
     page_token = service.tokens.generate() if token and settings["page"] else ""
     access = _center_options.access(center, token, page_token)
     settings["security"] = dataclasses.replace(settings["security"], access=access)
@@ -96,7 +96,7 @@ def serve(
         notify("STOPPING=1", "STATUS=draining")
         if signals:
             name = signal.Signals(signals[0]).name
-            typer.echo(f"draining after {name}; again to end at once", err=True)
+            typer.echo(f"draining after {name}; send it again to end at once", err=True)
     core = server.center.core
     if center.save is not None and core.is_initialized:
         snapshot = server.center.pull()
@@ -112,7 +112,7 @@ def serve(
 def _store_token(
     stack: contextlib.ExitStack, address: str, token: str, *, stays: bool = False
 ) -> None:
-    """Store a token for this user's programs, until the end or, if it stays, longer."""
+    """Store a token for this user's programs: until the end, or longer if ``stays``."""
     try:
         stack.enter_context(service.tokens.token_file(address, token, stays=stays))
     except OSError as error:

@@ -25,7 +25,7 @@ Addresses = Annotated[
     str,
     typer.Argument(
         metavar="ADDRESS[,ADDRESS...]",
-        help="Address of the center, or of each of its shards or of several centers: "
+        help="Address of the center; or of each of its shards, or of several centers: "
         "HOST:PORT or unix:PATH.",
     ),
 ]
@@ -40,8 +40,8 @@ class Reached:
     """Options of a connection to a center.
 
     Access:
-      token_file FILE [the environment's, or of this user's center here]: File with the
-        token to present to the center.
+      token_file FILE [from the environment, or from this user's center on this
+        machine]: File with the token to present to the center.
 
     TLS:
       tls_ca FILE.pem: CA certificates to verify the center with; without them the
@@ -116,7 +116,7 @@ def watch(
         float, typer.Option(min=0.05, help="Seconds between two updates.")
     ] = 1.0,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Number of updates, after which it ends.")
+        int | None, typer.Option(min=1, help="Number of updates; then it ends.")
     ] = None,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
@@ -124,9 +124,9 @@ def watch(
     """Show one or several centers and their workers, and refresh until Ctrl-C.
 
     Rates of workers are those of the last ten seconds. Rates of centers are means since
-    the last look. The command waits for a center that does not answer yet, or no
-    longer; its last known status stays. With --json, each look is an object on a line
-    of its own.
+    the last update. The command waits for a center that does not answer yet, or no
+    longer answers; its last known status stays. With --json, each update is an object
+    on a line of its own.
     """
     before: dict[str, dict[str, Any]] | None = None
     shown: dict[str, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ def watch(
     ):
         begin = time.monotonic()
         for number in itertools.islice(itertools.count(), count):
-            # Starts at a multiple of the interval, unless a look takes longer than one.
+            # Updates start at multiples of the interval, unless one takes longer.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
             replies = _ask(observers)
             centers = _as_dicts(replies, before)
@@ -224,8 +224,8 @@ def _as_dicts(
 ) -> list[dict[str, Any]]:
     """Return the statuses of centers, with rates since earlier statuses by address.
 
-    A center that has no earlier status gets rates since its start. ``before`` is None
-    for no rates.
+    A center without an earlier status gets rates since its start. If ``before`` is
+    None, all rates are None.
     """
     centers = []
     for address, reply in replies.items():
@@ -239,7 +239,7 @@ def _as_dicts(
 
 
 def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | None]:
-    """Return a center's rates since an earlier status, or its start if that is empty.
+    """Return a center's rates since an earlier status; if it is empty, since the start.
 
     The rates of its workers are in the status already.
     """
@@ -251,7 +251,7 @@ def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | Non
         return made / seconds if seconds > 0 and made >= 0 else None
 
     return {
-        "exchanges_per_second": rate("version"),
+        "updates_per_second": rate("version"),
         "bytes_per_second": rate("bytes_received", "bytes_sent"),
     }
 

@@ -18,8 +18,8 @@ _MOST_NAME = 24  # characters of a worker's name in the table, if names stay dis
 
 _Status = dict[str, Any]
 _Cell = Callable[[_Status], str]
-# In the order of display. In a narrow table the last columns are left out. The columns
-# of numbers that workers report come after the first ones.
+# Columns in the order of display; a narrow table leaves out the last ones. The columns
+# of numbers that workers report are between `_FIRST` and `_OTHERS`.
 _FIRST: dict[str, _Cell] = {
     "connected": lambda worker: _connected(worker),
     "exchanges": lambda worker: str(worker["exchanges"]),
@@ -69,8 +69,8 @@ def of(
     Args:
       centers: status of each center with its rates, or its error.
       shown: earlier statuses by address, for centers that do not answer.
-      width: available characters; None for the width of `console`. The least important
-        columns are left out if there are too few.
+      width: available characters; None for the width of `console`. The last columns are
+        left out if they do not fit.
     """
     is_single = len(centers) == 1
     known, warnings = [], []
@@ -95,7 +95,7 @@ def of(
 
 
 def _rows(centers: list[_Status], is_single: bool) -> tuple[list[str], list[_Status]]:
-    """Return names and rows of workers, below their centers if these are several."""
+    """Return names and rows of workers, below their centers if there are several."""
     names: list[str] = []
     rows: list[_Status] = []
     for center in centers:
@@ -174,14 +174,16 @@ def _width(column: Sequence[str]) -> int:
 
 
 def _as_row(center: _Status) -> _Status:
-    """Return a center as a row of the workers' table: with sums, or nothing."""
+    """Return a center as a row of the workers' table: with sums, or None."""
     workers = center["workers"]
     return {
         **dict.fromkeys(("staleness", "transport", "seen", "period", "norm", "waits")),
         "stalled": None,
         "connected": not center["error"],
-        "exchanges": center["version"] or 0,
-        "exchanges_per_second": center["exchanges_per_second"],
+        "exchanges": sum(worker["exchanges"] for worker in workers),
+        "exchanges_per_second": sum(
+            worker["exchanges_per_second"] or 0.0 for worker in workers
+        ),
         "rejected": sum(center["rejected"].values()),
         "dropped": sum(worker["dropped"] for worker in workers),
         "bytes_received": center["bytes_received"],
@@ -222,7 +224,7 @@ def _caption(center: _Status) -> str:
     direct, page = center["direct_address"], center["page_address"]
     rate = "-" if traffic is None else units.in_bytes(traffic)
     return (
-        f"{_number(center['exchanges_per_second'])} exchanges/s, {rate}/s, "
+        f"{_number(center['updates_per_second'])} updates/s, {rate}/s, "
         f"up {center['uptime']:.0f} s, {count} worker{'' if count == 1 else 's'}"
         + (f", direct connections at {direct}" if direct else "")
         + (f", page at {page}" if page else "")

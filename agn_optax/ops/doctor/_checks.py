@@ -102,7 +102,7 @@ class Checks:
         if self.address.startswith("unix:"):
             return "ok", f"{self.address} is a socket of this machine"
         if not address.is_fixed(self.address):
-            return "failed", "with port 0, give the port that the server printed"
+            return "failed", "port 0 means any port: give the one the server printed"
         host, port = self._host, int(self.address.rpartition(":")[2])
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -117,7 +117,7 @@ class Checks:
         variable = next((name for name in _PROXIES if os.environ.get(name)), None)
         is_local = address.is_local(self.address)
         if is_local or variable is None or proxy_bypass(self._host):
-            return "ok", "gRPC uses no proxy for it"
+            return "ok", "gRPC uses no proxy for this center"
         return "warning", (
             f"{variable} sends gRPC through a proxy, and exchanges by sockets bypass "
             f"it; add {self._host} to no_proxy, or unset {variable}"
@@ -149,7 +149,7 @@ class Checks:
         try:
             status = self._center.health()
         except errors.CenterUnreachableError as error:
-            return "failed", f"it is no gRPC server, or rejects the call: {error}"
+            return "failed", f"this is no gRPC server, or it rejects the call: {error}"
         if status != "SERVING":
             return "failed", f"the center is {status}: it is draining"
         return "ok", status
@@ -167,7 +167,7 @@ class Checks:
             )
         text = f"agn_optax {__version__} at both ends"
         differences = [
-            f"{name} {center.versions.get(name)} there and {version} here"
+            f"{name} {center.versions.get(name)} at the center and {version} here"
             for name, version in versions.installed().items()
             if center.versions.get(name) != version
         ]
@@ -175,7 +175,7 @@ class Checks:
             return "ok", text
         return "warning", (
             f"{text}, but {', '.join(differences)}: results may differ in the last "
-            "place, and equal rules seem different; install the same at both ends"
+            "digits, and equal rules seem different; install the same at both ends"
         )
 
     def _check_round_trip(self) -> _Outcome:
@@ -184,8 +184,9 @@ class Checks:
         text = f"{median * 1e3:.1f} ms"
         if median > _MAX_ROUND_TRIP:
             return "failed", (
-                f"{text}: handshakes beside gRPC have a second, so workers hardly join;"
-                " find out what delays packets, or place the center nearer"
+                f"{text}: a join takes several round trips and times out after 3.5 s, "
+                "so workers can hardly join; find out what delays packets, or place "
+                "the center nearer"
             )
         if median > _SLOW_ROUND_TRIP:
             return "warning", f"{text}: long periods or overlap=True hide it"
@@ -207,7 +208,7 @@ class Checks:
             return "ok", text
         return "warning", (
             f"{text}: certificates may not be valid, and times in logs do not match; "
-            "synchronize both with a time server (chrony, systemd-timesyncd)"
+            "synchronize both clocks with a time server (chrony, systemd-timesyncd)"
         )
 
     def _check_schema(self) -> _Outcome:
@@ -222,7 +223,7 @@ class Checks:
         degraded = "" if status["parent"] else status["degraded"]
         free, needed = status["disk_free"], status["disk_needed"]
         if free is None or needed is None:  # not known, or nothing is kept on disk
-            text = degraded or "the center keeps everything that it is set to keep"
+            text = degraded or "the center stores everything that it is set to store"
             return "warning" if degraded else "ok", text
         space = (
             f"{units.in_bytes(free)} are free, and the next snapshot with its journal "
@@ -230,16 +231,16 @@ class Checks:
         )
         if free < needed:
             return "failed", (
-                f"{space}: make room there, or the center stops. {degraded}".strip()
+                f"{space}: make room, or the center stops. {degraded}".strip()
             )
         if degraded:
             return "warning", f"{degraded} ({space})"
         if free < 2 * needed:
-            return "warning", f"{space}: make room before a second one is written"
+            return "warning", f"{space}: make room before a second snapshot"
         return "ok", space
 
     def _check_parent(self) -> _Outcome:
-        """Check that a site of a tree has its parent."""
+        """Check that a site of a tree is connected to its parent."""
         status = self._center.status()
         if not status["parent"]:
             return "ok", "the center has no parent"
@@ -248,7 +249,7 @@ class Checks:
         return "ok", f"the center is a site of {status['parent']}, connected to it"
 
     def _check_rates(self) -> _Outcome:
-        """Measure each transport, up and down, through the connections of exchanges."""
+        """Measure each transport, up and down, over the connections of exchanges."""
         offers = {offer.transport: offer for offer in self._description.offers}
         ways: dict[
             str, TransportSpeed
@@ -264,9 +265,9 @@ class Checks:
             except errors.CenterUnreachableError as error:
                 if name == "socket":
                     missing.append(
-                        f"{error}. Exchanges from here are as slow as gRPC is: open "
+                        f"{error}. Exchanges from here use gRPC, which is slower: open "
                         f"{offers[name].address} in the firewall, or choose another "
-                        "port by serve --direct-address"
+                        "port with `serve --direct-address`"
                     )
                 elif name != "memory" or address.is_local(self.address):
                     missing.append(str(error))
@@ -282,21 +283,21 @@ class Checks:
         if way.up is None or way.down is None:
             which = "to the center" if way.up is None else "from the center"
             return "failed", (
-                f"short messages pass by {way.transport}, but 16 KiB {which} do not in "
-                f"{self.timeout:g} s: something on the path may drop large packets "
-                f"(`tracepath {self._host}` shows their largest size)"
+                f"short messages pass over {way.transport}, but 16 KiB {which} take "
+                f"more than {self.timeout:g} s: something on the path may drop large "
+                f"packets (`tracepath {self._host}` shows the largest size that passes)"
             )
         up, down = (way.up, "up, to the center"), (way.down, "down, from the center")
         (slow, which), (fast, _) = sorted((up, down))
         if slow < MIN_RATE:
             return "failed", (
                 f"the way {which}, is slower than the {units.in_bytes(MIN_RATE)}/s "
-                "below which both ends break transfers off"
+                "below which both ends break off transfers"
             )
         if fast > _MAX_ASYMMETRY * slow and slow < _FAST_RATE:
             return "warning", (
                 f"the way {which}, is {fast / slow:.1f} times slower than the other "
-                "one: check the speed and duplex that its network cards have "
+                "one: check the speed and duplex that the network cards have "
                 "negotiated, the cable, and traffic shaping in that direction"
             )
         return "ok", ""

@@ -13,7 +13,7 @@ Output = Callable[[str, str], None]
 
 
 class Engine(abc.ABC):
-    """An engine, which carries out a run. Its constructor checks that it can.
+    """An engine, which carries out a run that its constructor has checked.
 
     Args:
       run: the run to carry out.
@@ -39,13 +39,13 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def commands(self) -> list[str]:
-        """Return the shell commands that submit the files, run from their folder."""
+        """Return the shell commands that submit the files, to run in their folder."""
 
     @abc.abstractmethod
     def launch(self, output: Output) -> dict[str, Any]:
         """Carry out the run, and return when nothing is left to be done here.
 
         Returns:
-          A summary in terms of JSON. Its ``"returncode"`` is 0, or that of the task at
+          A summary as JSON values. Its ``"returncode"`` is 0, or that of the task at
           fault.
         """

@@ -40,7 +40,7 @@ class KubernetesSettings:
       storage_class: storage class of the center's claim; None for the cluster's
         default.
       storage_size: size of the center's claim, as a Kubernetes quantity.
-      claims: mount paths in the workers of existing volume claims, by name.
+      claims: mount paths in the workers, by the names of existing volume claims.
       secret: Secret for workers whose center is elsewhere, with ``ca.pem``, and
         ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
       service_account: service account of all pods.
@@ -77,8 +77,8 @@ class KubernetesSettings:
 class Kubernetes(Engine):
     """Pods on Kubernetes: a StatefulSet and an Indexed Job, or a JobSet.
 
-    After they are submitted, they run by themselves. A run that is submitted again is
-    changed to its new description: if workers are added, the others continue.
+    Submitted pods run by themselves. A run that is submitted again is changed to its
+    new description: if workers are added, the others continue.
     """
 
     name = "kubernetes"
@@ -119,7 +119,7 @@ class Kubernetes(Engine):
         for name, text in self.files().items():
             (self.folder / name).write_text(text)
         output(self.name, f"the files are in {self.folder}/")
-        done = subprocess.run(  # noqa: S603 what --dry-run prints
+        done = subprocess.run(  # noqa: S603 the commands of --dry-run
             ["sh", "-exc", "\n".join(self.commands())],  # noqa: S607 the system's shell
             cwd=self.folder,
             env={**os.environ, "PYTHON": sys.executable},
@@ -147,7 +147,7 @@ class Kubernetes(Engine):
         return f"""\
 #!/bin/sh
 # Makes the certificates and tokens of this run in the folder keys, and two Secrets from
-# them: one for the center, one for the workers. Run again, it adds missing ones. The
+# them: one for the center, one for the workers. It keeps existing files. The
 # operator's files, and keys/ca.key, which signs all certificates, stay on this machine.
 set -eu
 
@@ -217,7 +217,7 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
     if settings.secret is not None and run.has_center:
         reject(
             "secret in [kubernetes] is for workers of a center that is elsewhere; this "
-            f"run makes one for its own center, got {settings.secret!r}"
+            f"run makes Secrets for its own center, got {settings.secret!r}"
         )
     for name, path in settings.claims.items():
         if not pathlib.PurePosixPath(path).is_absolute():

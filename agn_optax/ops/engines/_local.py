@@ -198,16 +198,16 @@ def serving_event(line: str) -> dict[str, Any]:
 
 def local_address(event: Mapping[str, Any]) -> str:
     """Return the center's address for this machine, from the event of `serve`."""
-    # If the center listens at every address, loopback allows plain text.
+    # Loopback reaches a center that listens at every address, and allows plain text.
     host, _, port = str(event["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
-    """Return the exit code of the first program at fault, as a shell does; 0 if none.
+    """Return a shell's exit code for the first program at fault; 0 if there is none.
 
-    A center that was stopped is at fault, after all others, if it did not end as a
-    drained center does: it failed in its last work, such as to save.
+    A stopped center comes last, and is at fault if it did not end as a drained center
+    does: its last work failed, such as saving.
     """
     at_fault = [outcome for outcome in outcomes if not outcome.stopped]
     at_fault += [

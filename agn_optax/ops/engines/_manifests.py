@@ -44,7 +44,7 @@ _JOBSET_ANNOTATION = "metadata.annotations['jobset.sigs.k8s.io/{}']"
 _RANK = "$(AGN_OPTAX_RANK)"
 
 # The center may start after its workers, or be down when a worker is restarted. Without
-# this, the worker would fail, and the number of failures is limited.
+# waiting, the worker would fail, and the number of failures is limited.
 _WAIT_FOR_CENTER = """\
 import os, socket, time
 host, port = os.environ["AGN_OPTAX_CENTER"].rsplit(":", 1)
@@ -70,8 +70,8 @@ class Manifests:
       has_keys: whether the run makes certificates or tokens of its own.
       center: name of the center's objects, and of its Secret.
       workers: name of the workers' objects, and of their Secret.
-      hosts: host names of the center: as a StatefulSet's pod, as a JobSet's, both with
-        the namespace, and in its own pod.
+      hosts: host names of the center: of its Service, of its pod in a JobSet, both
+        again with the namespace, and inside its pod.
     """
 
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
@@ -130,7 +130,7 @@ class Manifests:
     def _service(self) -> Manifest:
         spec = {
             "clusterIP": "None",  # the name resolves to the pod, with all its ports
-            # Also while the center reads its journal, when workers wait for it.
+            # The name resolves even while the center reads its journal.
             "publishNotReadyAddresses": True,
             "selector": self._labels("center"),
             "ports": [
@@ -166,7 +166,7 @@ class Manifests:
         volumes = [_claim_volume("storage", self.center)]
         mounts = [_mount("storage", storage)]
         if self.has_keys:
-            # Mounted as a whole, because only then are changes for new workers seen.
+            # Mounted as a whole, so that the center sees the keys of new workers.
             volumes.append(_secret_volume("keys", self.center))
             mounts.append(_mount("keys", KEYS, readOnly=True))
         container = {
@@ -188,7 +188,7 @@ class Manifests:
             container,
             volumes,
             mounts,
-            # A drain lasts until its last answers, and DEFAULT_GRACE at most.
+            # A drain lasts until the last answers are sent, at most DEFAULT_GRACE.
             max(DEFAULT_GRACE, self._run.stop_grace),
             tolerations=self._settings.center_tolerations,
             **more,
@@ -228,7 +228,7 @@ class Manifests:
     def _worker_environment(self) -> Manifest:
         """Return the workers' common environment as a ConfigMap.
 
-        Unlike the environment in a pod's template, it can be changed.
+        Unlike the template of a Job's pods, a ConfigMap can be changed.
         """
         data = {"HOME": _SCRATCH, "PYTHONUNBUFFERED": "1"}
         data |= self._run.worker_environment(_RANK)
@@ -247,7 +247,7 @@ class Manifests:
         )
 
     def _worker_job(self) -> Manifest:
-        """Return a Job of all workers; of one worker, in a JobSet."""
+        """Return a Job of all workers or, in a JobSet, of one worker."""
         run, needs = self._run, self._run.worker_resources
         pods = needs.processes if self._settings.jobset else run.workers
         return {
@@ -256,7 +256,7 @@ class Manifests:
             "parallelism": pods,
             # Counted for each worker alone: the others go on when one has failed.
             "backoffLimitPerIndex": run.restarts,
-            # The other processes of a worker cannot go on without one.
+            # If one process of a worker fails, the others cannot go on.
             **({"maxFailedIndexes": 0} if needs.processes > 1 else {}),
             **_present(
                 activeDeadlineSeconds=needs.seconds and math.ceil(needs.seconds)

@@ -25,7 +25,7 @@ class RaySettings:
         else a cluster that runs here, or else a new one of this machine, which ends
         with the run.
       namespace: namespace of the actors.
-      runtime_env: Ray's runtime environment of the actors, in terms of JSON:
+      runtime_env: Ray's runtime environment of the actors, as JSON values:
         ``{"working_dir": "."}`` uploads the folder with the program.
       center_custom_resources: Ray's custom resources that the center needs, beside
         cores and memory, such as ``{"on_demand": 0.01}``.
@@ -72,17 +72,17 @@ class Ray(Engine):
             raise errors.InvalidArgumentError(
                 "a worker on Ray is one process, got processes = "
                 f"{run.worker_resources.processes}: SLURM and Kubernetes have workers "
-                "of several"
+                "of several processes"
             )
         if run.has_center and run.storage is None:
             raise errors.InvalidArgumentError(
-                "a center on Ray needs storage, a folder that all nodes reach: Ray "
-                "restarts it, maybe elsewhere, and it continues from there"
+                "a center on Ray needs storage, a folder that all nodes reach, from "
+                "which a restarted center continues"
             )
         if "snapshots" in run.serve:
             raise errors.InvalidArgumentError(
                 "a center on Ray keeps a journal: with snapshots alone, exchanges "
-                "since the last one would be lost with its actor"
+                "since the last snapshot would be lost with the center's actor"
             )
         # Relative paths are relative to the folder here, and not to an actor's.
         self.run = dataclasses.replace(
@@ -121,10 +121,10 @@ class Ray(Engine):
 
         Raises:
           InvalidArgumentError: there is no cluster; or another driver runs a run of
-            this name, which continues untouched.
+            this name, and that run continues untouched.
         """
         # Otherwise log lines of Ray's nodes would appear among those of the workers and
-        # of a summary. Ray reads this variable when it is imported.
+        # of the summary. Ray reads this variable when it is imported.
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
         import ray  # noqa: PLC0415 a heavy, optional dependency
 
@@ -142,7 +142,7 @@ class Ray(Engine):
                 )
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise errors.InvalidArgumentError(
-                    f"there is no Ray cluster at {settings.address}: {error}"
+                    f"no Ray cluster at {settings.address or 'this machine'}: {error}"
                 ) from error
         driver = Driver(
             self.run,

@@ -40,7 +40,7 @@ class NewOutput(NamedTuple):
     """The output of a program since the last call of `new_output`.
 
     Attributes:
-      session: id of the program's session, new at each start; "" before the first one.
+      session: id of the program's session, new at each start; "" before any start.
       lines: the new lines.
       outcome: the program's outcome; None while it runs.
     """
@@ -70,7 +70,7 @@ class Supervisor:
         )
 
     def new_output(self, seconds: float) -> NewOutput:
-        """Return the new lines; wait for some, or for the program's end.
+        """Wait for a line of output or the program's end; return the new output.
 
         Args:
           seconds: maximum time to wait.
@@ -82,7 +82,7 @@ class Supervisor:
             return NewOutput(self._session, lines, self._outcome)
 
     def stop(self) -> None:
-        """Have the program end, as SIGTERM does."""
+        """End the program by SIGTERM, and by SIGKILL after its grace; do not wait."""
         self._stopping.set()
 
     @property
@@ -90,7 +90,7 @@ class Supervisor:
         return bool(self._session) and self._outcome is None
 
     def _begin(self, program: Program, grace: float) -> str:
-        """Start a program once the last one has ended, and return its session id."""
+        """Stop the current program, start a new one, and return its session id."""
         with self._news:
             self._stopping.set()
             self._news.wait_for(lambda: not self._is_running)
@@ -135,7 +135,7 @@ class CenterActor(Supervisor):
         """Start the center's program, and return its session id.
 
         Args:
-          restarts: number of starts before.
+          restarts: number of earlier starts.
         """
         run = self._run
         run.address_file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ class CenterActor(Supervisor):
         return self._begin(Program(CENTER, command, environment), run.stop_grace)
 
     def _set_aside(self) -> None:
-        """Rename the checkpoint of a center that was drained, if its run continues.
+        """Rename the checkpoint that a drain has saved during the run, if there is one.
 
-        The checkpoint at the end of the run needs the path. A node that is taken away
-        drains its center, and a drained center saves. Nothing else can have saved there
-        since the run began.
+        A node that is taken away drains its center, and a drained center saves to the
+        path that the end of the run needs. Nothing else can have saved there, because
+        `agn-optax launch` rejects a path that exists.
         """
         save = self._run.serve.get("save")
         if save is None or not save.exists():
@@ -161,7 +161,7 @@ class CenterActor(Supervisor):
         names = (save.with_name(f"{save.name}-{n}") for n in itertools.count(1))
         kept = next(path for path in names if not path.exists())
         save.rename(kept)
-        self._emit(CENTER, f"agn-optax: the checkpoint of its drain is in {kept}")
+        self._emit(CENTER, f"agn-optax: the drained center's checkpoint is in {kept}")
 
 
 class WorkerActor(Supervisor):
@@ -180,7 +180,7 @@ class WorkerActor(Supervisor):
         """Start the worker's program, and return its session id.
 
         Args:
-          restarts: number of starts before.
+          restarts: number of earlier starts.
         """
         run, name = self._run, self._run.worker_name(self._rank)
         variables = {"AGN_OPTAX_RESTARTS": str(restarts)}

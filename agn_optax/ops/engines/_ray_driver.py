@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 _POLL = 5.0  # seconds that an actor waits for new output
 _PAUSE = 1.0  # seconds before a retry
-# Seconds until an actor that waits for a node is reported: at first, and at most.
+# Seconds between reports that an actor waits for a node: at first, and at most.
 _FIRST_REPORT, _MAX_REPORT_INTERVAL = 10.0, 600.0
 _REMOVAL = 30.0  # seconds within which Ray removes the actors of a killed driver
-_MARGIN = 10.0  # seconds, beside the grace, in which an actor ends its program
+_MARGIN = 10.0  # seconds after the grace in which an actor ends its program
 # Seconds within which a center that was lost with its node releases the journal.
 _HANDOVER = 120.0
-_THREADS = 8  # threads of an actor, one of which each waiting call takes
+_THREADS = 8  # threads of an actor; each waiting call takes one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -74,7 +74,7 @@ class Driver:
         self._has_failed = False  # beside failures that exit codes of programs show
 
     def run(self) -> dict[str, Any]:
-        """Carry out the run, in any thread; signals are handled in the main thread.
+        """Carry out the run, in any thread; only the main thread handles signals.
 
         Returns:
           The summary of `Engine.launch`. A signal ends the run; the return code is then
@@ -129,9 +129,10 @@ class Driver:
             await self._end(self._center)
 
     async def _until_over(self) -> None:
-        """Wait until all workers have ended, or one of them or the center has failed.
+        """Wait until all workers have ended, or a failure ends the run.
 
-        A failure counts after the last restart.
+        The run ends when the center has failed after its last restart or, with
+        ``on_failure="stop"``, a worker has.
         """
         run = self._run
         if run.has_center:
@@ -199,9 +200,9 @@ class Driver:
     async def _keep_running(self, task: _Task) -> Outcome:
         """Run a program until it has ended for good.
 
-        The center also goes on after it was drained: the driver did not drain it, and
-        the workers have no other center. On a node that is being lost, the previous
-        center may still hold the journal, so failures of the next one do not count.
+        A drained center starts again: the driver did not drain it, and the workers have
+        no other center. After a loss, the previous center may still hold the journal on
+        its node, so failures of the next one before it serves do not count.
         """
         run, is_center = self._run, task.name == CENTER
         max_failures = run.center_restarts if is_center else run.restarts
@@ -237,7 +238,7 @@ class Driver:
         return Outcome(task.name, 0, task.restarts, seconds, stopped=True)
 
     async def _leave_room(self, task: _Task) -> None:
-        """End a restarted actor until the center, if lost too, has found a node."""
+        """End a worker's restarted actor while the center still waits for a node."""
         for center in self._center:
             is_back = asyncio.ensure_future(center.actor.location.remote())
             if not (await asyncio.wait([is_back], timeout=_FIRST_REPORT))[0]:
@@ -246,7 +247,7 @@ class Driver:
                 task.actor = await self._make_actor(task)
 
     async def _run_program(self, task: _Task) -> Outcome | None:
-        """Run a program once, and show its output; None if it was lost."""
+        """Run a program, show its output, return its outcome; None if it was lost."""
         session = await task.actor.start.remote(task.restarts)
         task.is_running = True
         try:

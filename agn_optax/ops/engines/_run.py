@@ -41,7 +41,7 @@ class Run:
 
     Attributes:
       name: name of the run, for engines and people: small letters, digits and dashes.
-      program: program of each worker with its arguments, as after ``python``.
+      program: program of each worker with its arguments, as written after ``python``.
       workers: number of workers.
       rule: settings of the rule, by the names of the options of ``agn-optax serve``.
       serve: options of ``agn-optax serve`` beside the rule's, such as
@@ -56,7 +56,7 @@ class Run:
       restarts: maximum restarts of a worker that fails.
       center_restarts: maximum restarts of a center of the run's own, which needs
         ``storage``.
-      stop_grace: seconds that workers have to end after they are told to, and then the
+      stop_grace: seconds for the workers to end after SIGTERM, and then for the
         center.
       environment: environment variables of every worker.
       worker_resources, center_resources: resources of each worker, and of the center.
@@ -102,7 +102,7 @@ class Run:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
             raise errors.InvalidArgumentError(
                 "the name of a run must be at most 40 small letters, digits and "
-                f"dashes, got {self.name!r}"
+                f"inner dashes, got {self.name!r}"
             )
         if not self.program:
             raise errors.InvalidArgumentError(
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def is_insecure(self) -> bool:
-        """True if the run's own center allows plain text beyond a machine."""
+        """True if the run's own center allows plain text between machines."""
         return bool(self.serve.get("insecure"))
 
     @property

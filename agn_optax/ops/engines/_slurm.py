@@ -55,7 +55,7 @@ mkdir -p {folder}
 cd {folder}
 mkdir -p logs states failures"""
 _WAIT_FOR_ADDRESS = """\
-# Wait for the center's address; it has none while in the queue.
+# Wait for the center's address; a center in the queue has none.
 for ((i = 0; i < {address_timeout}; i++)); do
     [ -s {address} ] && break
     sleep 1
@@ -104,8 +104,8 @@ trap 'setup_failed $? ${{#BASH_SOURCE[@]}}' ERR
 trap - ERR
 set +eu"""
 _RUN_TASK = """\
-# The end of a job (scancel, preemption) signals script and task. A time limit signals
-# the script alone, which then signals the task.
+# When a job ends early (scancel, preemption), SLURM signals script and task. Before a
+# time limit it signals the script alone, which then signals the task.
 ending= limit=
 trap 'ending=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {signal_task}' USR1
@@ -164,7 +164,7 @@ class SlurmSettings:
       center_options: options for the center's job and the final job, which override the
         others.
       worker_options: options for the workers' array, which override the others.
-      setup: lines of bash that run before everything else, such as
+      setup: lines of bash that run before each task's program, such as
         ``["module load cuda"]``. A line that fails ends its task.
       python: the interpreter on the nodes; by default the one that runs here.
       max_running: maximum number of workers that run at a time; None for no maximum.
@@ -172,7 +172,7 @@ class SlurmSettings:
         must then continue from its own checkpoint. A center is always queued again.
       address_timeout: seconds that a worker waits for the center's address.
       wait: return only when the run is over, with the exit code of the first task that
-        failed; without it, as soon as the jobs are submitted.
+        failed; otherwise return as soon as the jobs are submitted.
     """
 
     partition: str | None = None
@@ -243,7 +243,7 @@ class Slurm(Engine):
         self._keys = self._folder / "keys"
 
     def files(self) -> Mapping[str, str]:
-        """Return the scripts; of a run in the queue, those that change as it grows."""
+        """Return the scripts; for a run in the queue, those that change as it grows."""
         queued = self._jobs_in_queue().workers
         scripts = {"prepare.sh": self._prepare(queued), "workers.sh": self._workers()}
         if queued or not self.run.has_center:
@@ -278,7 +278,7 @@ class Slurm(Engine):
             for job, line in commands:
                 printed = _output_of(line, self._folder, ids)
                 if job:
-                    ids[job] = printed.partition(";")[0]  # without the cluster
+                    ids[job] = printed.partition(";")[0]  # without the cluster's name
                     output(job, f"job {ids[job]}")
         except errors.InvalidArgumentError:
             with contextlib.suppress(errors.InvalidArgumentError):
@@ -298,7 +298,7 @@ class Slurm(Engine):
         """Wait until no job of the run is left, and report the tasks that failed.
 
         Returns:
-          The exit code of the first task at fault, and why each failed task failed.
+          The exit code of the first task at fault, and the reason of each failure.
         """
         ids = " ".join(sorted(self._jobs().ids))
         output("end", f"agn-optax: waits for the jobs; scancel {ids} ends them")
@@ -325,15 +325,15 @@ class Slurm(Engine):
     def _commands(self, queued: _Jobs) -> list[tuple[str, str]]:
         """Return the commands that submit the jobs that are not in the queue.
 
-        Each has the name of the job whose id it prints, or "". In later commands, a
-        variable of this name stands for the id.
+        Each comes with the name of the job whose id it prints, or "". In later
+        commands, a variable of this name stands for the id.
         """
         last = self.run.workers - 1
         if queued.workers > last:
             raise errors.InvalidArgumentError(
                 f"the run in {self._folder} has {queued.workers} workers in the queue "
-                f"(jobs {', '.join(queued.arrays)}): a larger --workers adds some, and "
-                "scancel ends them"
+                f"(jobs {', '.join(queued.arrays)}): a larger --workers adds "
+                "workers, and scancel ends the jobs"
             )
         max_running = self.settings.max_running
         limit = "" if max_running is None else f"%{max_running}"
@@ -365,7 +365,7 @@ class Slurm(Engine):
     def _jobs_in_queue(self) -> _Jobs:
         """Return the jobs of this run if it is in the queue; else none.
 
-        A run is in the queue as long as its center is, or without a center a worker.
+        A run is in the queue while its center is or, without a center, a worker is.
         """
         jobs = self._jobs()
         if not jobs.workers or shutil.which("squeue") is None:
@@ -475,7 +475,7 @@ class Slurm(Engine):
                 Resources(),
             ),
             "center=$1",
-            # If setup fails, the center cannot be drained from here, but by SIGTERM.
+            # If setup fails, this job cannot run `drain`, but SIGTERM also drains.
             self._setup('scancel --full --signal=TERM "$center"'),
             _DRAIN_CENTER.format(drain=drain),
             self._outcome(),
@@ -491,7 +491,7 @@ class Slurm(Engine):
         return _BEGIN.format(job=job, storage=storage, name=name)
 
     def _setup(self, on_failure: str = 'became "$1" "$reason"') -> str:
-        """Return the lines of setup, after a failure of which ``on_failure`` runs."""
+        """Return the lines of setup; if one of them fails, ``on_failure`` runs."""
         setup = "\n".join(self.settings.setup)
         return _SETUP.format(setup=setup, on_failure=on_failure) if setup else ""
 
@@ -534,13 +534,13 @@ def _output_of(
     folder: pathlib.Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the output of a command of SLURM's, or of a script.
+    """Return the output of a command of SLURM, or of a script.
 
     Args:
       line: the command as a line of a shell.
       folder: the folder to run it in.
-      variables: variables that the shell expands in the line, and does not export:
-        sbatch gives the jobs the variables of its environment.
+      variables: variables that the shell expands in the line. It does not export
+        them, because sbatch passes its environment on to the jobs.
 
     Raises:
       InvalidArgumentError: the command fails.

@@ -74,7 +74,7 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
 
 
 class _Authority:
-    """The certificate authority of a directory, which is made if there is none.
+    """The certificate authority in a directory; it is made if the directory has none.
 
     Args:
       directory: directory of the files.
@@ -89,7 +89,14 @@ class _Authority:
         self._days = datetime.timedelta(days=days)
         self.written: list[pathlib.Path] = []
         pem, key = directory / "ca.pem", directory / "ca.key"
-        if pem.exists() and key.exists():
+        if pem.exists() != key.exists():
+            found, lost = (pem, key) if pem.exists() else (key, pem)
+            raise errors.InvalidArgumentError(
+                f"{found} exists without {lost.name}: bring it back; or remove "
+                f"{found.name} for a new authority, and give its ca.pem to the center "
+                "and to all workers"
+            )
+        if pem.exists():
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
             self._key = _authority_key(key)
         else:
@@ -170,7 +177,7 @@ class _Authority:
             serialization.NoEncryption(),
         )
         self.write(f"{file}.key", private)
-        has_hash = isinstance(self._key, ed25519.Ed25519PrivateKey)  # of its own
+        has_hash = isinstance(self._key, ed25519.Ed25519PrivateKey)  # built in
         certificate = builder.sign(self._key, None if has_hash else hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)

@@ -1,7 +1,7 @@
 """Several programs side by side on one machine, which end together.
 
 `run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
-reads their output, and ends them. This needs the standard library alone.
+reads their output, and ends them. This module needs no extra.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(
 
     A program that fails is started again after ``restart_delay``, up to its number of
     restarts. If a program fails after its last restart (see ``on_failure``), if the
-    launcher is interrupted, or if anything here raises, all programs are ended: by a
+    launcher is interrupted, or if an exception is raised, all programs are ended: by a
     signal first, and by SIGKILL after ``grace`` seconds.
 
     Programs that are not waited for are ended after all others, by SIGTERM and with the
@@ -55,7 +55,7 @@ def run(
     the grace they get a second SIGTERM, because they may be waiting for the ended
     program. A program ends with its first process: other processes in its process group
     are ended with it, with the same ``grace`` if they hold the program's output open.
-    Only a process that leaves the group and its session can escape.
+    Only a process that leaves the group can escape.
 
     A program gets no stdin, and ``AGN_OPTAX_RESTARTS`` in its environment is the number
     of restarts so far (unless the program's own environment sets it). If the launcher
@@ -72,7 +72,7 @@ def run(
       output: called as ``output(name, line)``, from this thread, with every line of a
         program's stdout and stderr, and with events of the program in lines that begin
         with ``agn-optax:``. ``\n``, ``\r`` and ``\r\n`` end a line; a very long line
-        comes in pieces. Until the call returns, programs may block in writing output.
+        comes in pieces. Until ``output`` returns, programs may block in writing.
       grace: seconds from the first signal to SIGKILL.
       restart_delay: seconds before a program that failed is started again.
       on_failure: what to do with the others when a program that is waited for has
@@ -107,7 +107,7 @@ def run(
     for what, seconds in (("grace", grace), ("restart_delay", restart_delay)):
         if not 0 <= seconds < math.inf:
             raise errors.InvalidArgumentError(
-                f"{what} must be a number of seconds, got {seconds!r}"
+                f"{what} must be a finite number of seconds from 0, got {seconds!r}"
             )
     if on_failure not in get_args(OnFailure):
         raise errors.InvalidArgumentError(
@@ -119,8 +119,8 @@ def run(
         with handled(_FORWARDED if is_main else (), supervisor.on_signal):
             return supervisor.run(programs)
     finally:
-        # Even if something else was raised: the signal may also have ended the reader
-        # of the lines, so that writing them failed.
+        # Also after another exception: the signal may have ended the program that reads
+        # the lines, too, so that writing them failed.
         if supervisor.signals:
             signum = supervisor.signals[0]
             if signum == signal.SIGINT:
@@ -155,7 +155,8 @@ class _Supervisor:
             try:
                 self._loop()
             except BaseException:
-                # Their last output is read, so that they do not block, and discarded.
+                # The programs' last output is read so that they do not block; it is
+                # discarded.
                 self.output = lambda name, line: None
                 self._stop(signal.SIGTERM)
                 self._loop()
@@ -176,7 +177,7 @@ class _Supervisor:
         ]
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal, which the loop then forwards."""
+        """Record a signal, which the loop then forwards."""
         self.signals.append(signum)
 
     def _add(self, programs: Sequence[Program]) -> None:

@@ -22,7 +22,7 @@ LONGEST_LINE = 1 << 16
 
 
 class Process:
-    """A program in a session and process group of its own; nothing here blocks.
+    """A program in a session and process group of its own; only `close` may block.
 
     A process that has ended is not reaped until `close`, so that the system cannot
     reuse the number of its group while signals are sent to it.
@@ -60,7 +60,7 @@ class Process:
     @property
     def exited(self) -> bool:
         """True if the process has ended; others of its group may still run."""
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13; this reaps it
             return self._popen.poll() is not None
         how = os.WEXITED | os.WNOWAIT | os.WNOHANG
         try:
@@ -94,7 +94,7 @@ class Process:
 
 
 class _Lines:
-    r"""A decoder of any bytes into lines, which ``\n``, ``\r`` and ``\r\n`` end."""
+    r"""A decoder of any bytes into lines that end with ``\n``, ``\r`` or ``\r\n``."""
 
     def __init__(self) -> None:
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")

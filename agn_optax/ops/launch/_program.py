@@ -17,11 +17,11 @@ class Program:
       command: program and arguments.
       environment: variables that are added to the launcher's own environment.
       restarts: maximum number of restarts after failures.
-      waited_for: whether the other programs go on until this one has ended. False is
-        for a server, which runs for as long as it has clients: it is ended after all
-        programs that are waited for have ended, and if it ends before, they are ended.
-      followers: called with each line of this program's output until it returns
-        programs, which are then started: programs that need the output of this one.
+      waited_for: whether the run goes on until this program has ended. False is for a
+        server, which runs for as long as it has clients: the launcher ends the server
+        after all programs that are waited for, and ends these if the server ends first.
+      followers: function that is called with each line of this program's output, until
+        it returns programs. These are then started; they need the output of this one.
 
     Raises:
       InvalidArgumentError: the name or the command is empty, or ``restarts`` is

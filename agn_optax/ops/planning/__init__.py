@@ -19,7 +19,7 @@ and the model, where the terms of the journal apply only to a center that keeps 
     an exchange          e = latency + (m + b) / min(B, k C)
                              + (1 + k) / 2 (overhead + (m + b) / (k endpoint_rate))
                              + u / (k apply_rate) + y + m / (k D)
-    the center, of it    s = max(m / (k C),  b / (k C),  u / (k apply_rate)
+    center's part        s = max(m / (k C),  b / (k C),  u / (k apply_rate)
                                  + (overhead + (m + b) / (k endpoint_rate)) / 2,
                                  (1 + S / J) m / (k D))
     a round              R = max(p t + e, n s)           where the worker waits
@@ -32,11 +32,11 @@ message twice, for its norm and to apply it, as it also reads an unencoded messa
 twice:
 
     an exchange          + w / encode_rate + 2 w / (k decode_rate)
-    the center, of it    + 2 w / (k decode_rate), in the term with u
+    center's part        + 2 w / (k decode_rate), in the term with u
 
 A codec pays if an exchange is shorter than without it. Without the codec, a message has
-`w` bytes and an answer `b'`. With `o` for all parts of an exchange but the links, so
-that `e = o + (m + b) / min(B, k C)`, and `o'` for the same without the codec, it
+`w` bytes and an answer `b'`. Let `o` be the seconds of an exchange without links, so
+that `e = o + (m + b) / min(B, k C)`, and `o'` the same without the codec. The codec
 
     pays below           min(B, k C) < (w + b' - m - b) / (o - o')
 
@@ -64,8 +64,8 @@ where `e` and `s` are those of the parent's links, and `F / T` takes the place o
 one level up.
 
 After a restart, a center with a journal reads `S + J` bytes, applies the `J / m`
-messages in them, and serves every worker, each of which joins again and sends again its
-unanswered message.
+messages of the journal, and serves every worker, each of which joins again and sends
+its unanswered message again.
 """
 
 from agn_optax.ops.planning._cluster import Cluster, Disk, Machine, Tree

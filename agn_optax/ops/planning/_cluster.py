@@ -12,14 +12,14 @@ from agn_optax._internal import check
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Constants of an exchange beside those of links, as ``--measure`` finds them.
+    """Constants of both ends of an exchange; ``agn-optax plan --measure`` finds them.
 
     The defaults are round numbers for a machine with two cores.
 
     Args:
-      overhead: seconds of an empty exchange, over no distance.
-      endpoint_rate: bytes per second of message and answer through worker and center:
-        copies, frames and gRPC at both ends.
+      overhead: seconds of an empty exchange over a link without latency.
+      endpoint_rate: bytes per second of message and answer that worker and center
+        process: copies, frames and gRPC at both ends.
       apply_rate: bytes per second that the center's arithmetic reads and writes.
       encode_rate: bytes per second of contributions, before encoding, that a worker
         encodes. The defaults of ``encode_rate`` and ``decode_rate`` are about those of
@@ -97,8 +97,8 @@ class Tree:
       fan_out: maximum number of workers, or of centers, at one center.
       levels: number of levels of centers, from those with workers to the root, instead
         of ``fan_out``.
-      period: exchanges at a center between two exchanges with its parent; None for as
-        many as hide an exchange with the parent.
+      period: minimum number of exchanges at a center between two exchanges with its
+        parent; None for as many as hide an exchange with the parent.
       bandwidth: bytes per second in either direction of a center's link to its parent,
         and of the parent's link, which all its centers share. None for the rate of a
         center's link to its workers.
@@ -139,7 +139,7 @@ class Tree:
             check.rate(self.latency, "parent_latency", low=0.0, high=math.inf)
 
     def centers(self, workers: int) -> list[tuple[int, int]]:
-        """Return the levels, lowest first: number of centers, and most children of one.
+        """Return (centers, maximum children of a center) of each level, lowest first.
 
         The children are workers at the lowest level, and centers at the other levels.
         """
@@ -154,7 +154,7 @@ class Tree:
 
 
 def _root(number: int, degree: int) -> int:
-    """Return the smallest whole root >= 2 whose power ``degree`` is >= ``number``."""
+    """Return the smallest int >= 2 whose ``degree``-th power is >= ``number``."""
     near = max(2, int(number ** (1 / degree)) - 1)  # a float may miss it by one
     while near**degree < number:
         near += 1
@@ -212,7 +212,7 @@ class Cluster:
 
     @property
     def centers(self) -> list[tuple[int, int]]:
-        """The levels from the lowest up, as numbers of centers and most children."""
+        """(centers, maximum children of a center) of each level, lowest first."""
         tree = self.tree
         return [(1, self.workers)] if tree is None else tree.centers(self.workers)
 

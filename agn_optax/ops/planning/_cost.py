@@ -1,4 +1,4 @@
-"""The results of a plan: bytes, seconds, fractions, and what would help."""
+"""The results of a plan: bytes, seconds, fractions and remedies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class WorkerMemory(NamedTuple):
 
     params: int  # the parameters
     inner_state: int  # state of the inner optimizer
-    record: int = 0  # what the rule accumulates between exchanges
-    codec_state: int = 0  # what the rule's codec keeps from one exchange to the next
+    record: int = 0  # accumulated by the rule between exchanges
+    codec_state: int = 0  # kept by the rule's codec from one exchange to the next
     anchor: int = 0  # the center as last adopted, if the rule reads it
     staged: int = 0  # during an exchange: the message and the answer
     overlap: int = 0  # the parameters as sent, if local steps go on meanwhile
@@ -46,25 +46,25 @@ class Level(NamedTuple):
 
     centers: int  # number of centers
     children: int  # largest number of workers, or of centers below, at one center
-    period: int  # a child's local steps, or exchanges, between two with its center
+    period: int  # local steps, or exchanges, of a child until it exchanges again
     interval: float  # seconds between two exchanges of a child with its center
     exchange: float  # seconds of an exchange, if no other one is served meanwhile
     exchanges: float  # exchanges per second at each center
     received: float  # bytes per second, by all shards of a center
     sent: float  # bytes per second, by all shards of a center
     load: float  # fraction of time for which these exchanges occupy a center
-    bottleneck: str  # what keeps the period from being shorter
+    bottleneck: str  # part of an exchange that keeps the period from being shorter
 
 
 class JournalCost(NamedTuple):
     """The costs of a center's journal, for each of the center's hosts."""
 
-    written: float  # bytes per second, with the snapshots that replace the journal
+    written: float  # bytes per second, including the snapshots that replace the journal
     snapshot: int  # bytes of a snapshot
     size: int  # maximum bytes of the journal
     read: float  # seconds to read snapshot and journal after a restart
     replay: float  # seconds to apply the messages in the journal
-    rejoin: float  # seconds until all workers have joined again and sent again
+    rejoin: float  # seconds until all workers have joined and sent a message again
 
     @property
     def restart(self) -> float:
@@ -79,7 +79,7 @@ class Coding(NamedTuple):
     encode: float  # seconds to encode, at the worker
     decode: float  # seconds to decode, at the center
     pays_below: float | None  # bytes per second of a link, below which an exchange is
-    # shorter with the codec; 0 if it never is, None if it is over every link
+    # shorter with the codec; 0 if it never is, None if it always is
 
 
 class Remedies(NamedTuple):
@@ -91,8 +91,8 @@ class Remedies(NamedTuple):
     """
 
     period: int | None  # the shortest period that hides exchanges
-    bfloat16: int | None  # this period with messages and answers in 16 bits, in place
-    # of the rule's codec, if it is shorter
+    bfloat16: int | None  # the same with messages and answers in 16 bits, in place of
+    # the rule's codec; None if that is not shorter
     shards: int | None  # number of hosts of the center
     levels: int | None  # levels of a tree of centers; 1 is a single center
 
@@ -106,17 +106,17 @@ class Cost(NamedTuple):
     exchange: float  # seconds of an exchange, if no other one is served meanwhile
     service: float  # seconds for which an exchange occupies the center
     applied: int  # bytes that the center's arithmetic reads and writes in an exchange
-    hidden_period: int | None  # local steps that hide an exchange; None if none do
+    hidden_period: int | None  # shortest period that hides exchanges; None if none does
     period: int  # local steps between exchanges, for the two utilizations
     utilization: float  # fraction of time in local steps, if workers wait for answers
     utilization_overlapping: float  # the same, if exchanges overlap with local steps
     worker: WorkerMemory  # memory of a worker
     center: CenterMemory  # memory of the center
-    bottleneck: str = "nothing"  # what keeps the period from being shorter, or a given
-    # one from hiding exchanges: "latency", "worker link", "center link", "ends",
+    bottleneck: str = "nothing"  # part that keeps the period from being shorter, or a
+    # given one from hiding exchanges: "latency", "worker link", "center link", "ends",
     # "arithmetic", "codec", "journal", or "nothing"
     hosts: int = 0  # number of hosts of all centers
     levels: tuple[Level, ...] = ()  # from the centers with workers to the root
     journal: JournalCost | None = None  # for a center that keeps a journal
-    remedies: Remedies | None = None  # what would help
+    remedies: Remedies | None = None  # changes that would help
     coding: Coding | None = None  # for a rule with a codec

@@ -54,7 +54,7 @@ def plan(
     equations, and their assumptions.
 
     Args:
-      rule: a record of `agn_optax.rules`, or one of your own, with its codec. It is
+      rule: a rule of `agn_optax.rules`, or one of your own, with its codec. It is
         evaluated abstractly, and nothing is run.
       params: the parameters, or a tree of their shapes and dtypes, such as `abstract`
         makes.
@@ -90,8 +90,8 @@ def plan(
     state = jax.eval_shape(
         lambda params: rounds.init_local(rule, inner, params, None), params
     )
-    # The state has the anchor if a penalty reads it. The worker keeps the snapshot if
-    # the rule reads the anchor otherwise, or if answers are differences from it.
+    # The state has the anchor of a rule with a penalty. The worker keeps the adopted
+    # snapshot if answers are differences from it, or if another rule needs the anchor.
     needs_snapshot = rule.codec.answer_codec is not None or (
         rule.needs_anchor and rule.penalty is None
     )
@@ -108,7 +108,7 @@ def plan(
     limit = _times.bottleneck(times, children, hidden, given_period)
     place, interval = cluster.centers[0], max(steps, longest)
     lowest = _times.level(work, times, place, period, interval, limit)
-    # In place of the rule's codec, which may leave the center's answers unencoded.
+    # Replaces the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
     narrow = _work(halved, center, params, children)
     of_root = work

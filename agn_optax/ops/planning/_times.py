@@ -151,7 +151,7 @@ def level(
 def bottleneck(
     times: Times, children: int, hidden: int, given_period: int | None
 ) -> str:
-    """Return what keeps the period from being shorter, or a given one from hiding."""
+    """Return the part that limits the period, or that a given period does not hide."""
     is_free = hidden == 1 if given_period is None else given_period >= hidden
     return "nothing" if is_free else times.bottleneck(children)
 
@@ -193,7 +193,7 @@ def journal_cost(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Journ
 
 
 def shards(work: Work, cluster: Cluster, target: float) -> int | None:
-    """Return the hosts that a center needs to serve all in ``target`` seconds.
+    """Return the number of shards that serve all workers in ``target`` seconds.
 
     None if no number is enough.
     """
@@ -207,7 +207,7 @@ def shards(work: Work, cluster: Cluster, target: float) -> int | None:
 
 
 def depth(work: Work, cluster: Cluster, target: float) -> int | None:
-    """Return the levels of a tree whose lowest centers serve all in ``target`` seconds.
+    """Return the levels with which a lowest center serves its workers in ``target`` s.
 
     None if no number is enough.
     """

@@ -114,7 +114,7 @@ def parse(received: bytes, *, is_local: bool) -> Request:
         raise RejectedRequestError("use GET or HEAD", HTTPStatus.METHOD_NOT_ALLOWED)
     has_body = fields.get("content-length", "0") != "0"
     if has_body or rest or "transfer-encoding" in fields:
-        raise RejectedRequestError("no body, and only one request on a connection")
+        raise RejectedRequestError("send no body, and one request per connection")
     if not blank or not target.startswith("/"):
         raise RejectedRequestError("name a path, and end with a blank line")
     return Request(method, target.partition("?")[0], fields)
@@ -142,7 +142,7 @@ def _fields_of(lines: list[bytes]) -> dict[str, str]:
 
 def _check_host(host: str, is_local: bool) -> None:
     if not _HOST.fullmatch(host):
-        raise RejectedRequestError("give one field Host, a name or an address")
+        raise RejectedRequestError("give a header field Host with a name or an address")
     if is_local and not is_loopback(host):
         raise RejectedRequestError(
             "this page is for this machine only, as localhost or 127.0.0.1; from "

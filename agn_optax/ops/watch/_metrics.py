@@ -10,27 +10,42 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Metrics of the center: name, key of the view, help text. Names with `_total` are
 # counters, all others gauges.
 _CENTER = [
-    ("version", "version", "Exchanges that have moved the center"),
+    ("version", "version", "Number of updates of the center"),
     ("uptime_seconds", "uptime", "Seconds since the service was started"),
     ("parameters", "parameters", "Number of parameters of the center"),
-    ("parameter_bytes", "parameter_bytes", "Bytes of these parameters"),
-    ("exchanges_total", "exchanges", "Messages that were applied"),
-    ("received_bytes_total", "bytes_received", "Bytes of received messages"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of sent answers"),
+    ("parameter_bytes", "parameter_bytes", "Bytes of the center's parameters"),
+    ("exchanges_total", "exchanges", "Messages that the center has applied"),
+    ("received_bytes_total", "bytes_received", "Bytes of messages from workers"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of answers to workers"),
 ]
 _WORKER = [
     ("connected", "connected", "1 if the worker is connected, else 0"),
-    ("seen_seconds", "seen", "Seconds since the worker was last seen"),
-    ("stalled_seconds", "stalled", "Seconds since its last exchange, if it stalled"),
-    ("staleness", "staleness", "Staleness of its last message, in center updates"),
-    ("message_norm", "norm", "Global norm of its last message"),
-    ("period_steps", "period", "Local steps of its last round"),
-    ("exchanges_total", "exchanges", "Its messages that were applied"),
-    ("steps_total", "steps", "Local steps of its messages"),
-    ("dropped_total", "dropped", "Its messages that were dropped"),
-    ("rejected_total", "rejected", "Its messages that were rejected"),
-    ("received_bytes_total", "bytes_received", "Bytes of its received messages"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of the answers sent to it"),
+    ("seen_seconds", "seen", "Seconds since the worker's last message or heartbeat"),
+    (
+        "stalled_seconds",
+        "stalled",
+        (
+            "Seconds since the last exchange of a connected worker that does not wait; "
+            "absent unless more than 10 s and twice its longest recent round"
+        ),
+    ),
+    (
+        "staleness",
+        "staleness",
+        "Staleness of the worker's last message, in center updates",
+    ),
+    ("message_norm", "norm", "Global norm of the worker's last message"),
+    ("period_steps", "period", "Local steps of the worker's last round"),
+    ("exchanges_total", "exchanges", "Messages of the worker that were applied"),
+    (
+        "steps_total",
+        "steps",
+        "Local steps in messages of the worker, even dropped and rejected ones",
+    ),
+    ("dropped_total", "dropped", "Messages of the worker that were dropped as too old"),
+    ("rejected_total", "rejected", "Messages of the worker that were rejected"),
+    ("received_bytes_total", "bytes_received", "Bytes of messages from the worker"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of answers to the worker"),
 ]
 
 
@@ -59,7 +74,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     )
 
     def family(name: str, text: str, rows: Iterable[Any], *labels: str) -> Any:
-        """Return a metric; a row has label values and a number, and None skips it."""
+        """Return a metric; a row has label values and a number, or None to skip it."""
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         metric = kind(f"agn_optax_{name}", text, labels=labels)
         for *values, number in rows:
@@ -73,11 +88,11 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     yield info
     for name, key, text in _CENTER:
         yield family(name, text, [(view[key],)])
-    text = "1 if less is on disk than was asked for, or if the parent is lost; else 0"
+    text = "1 if updates are missing on disk or at the parent, else 0"
     yield family("degraded", text, [(bool(view["degraded"]),)])
-    text = "Rejected messages, by the message limit"
+    text = "Rejected messages, by the exceeded limit"
     yield family("rejected_total", text, sorted(view["rejected"].items()), "by")
-    text = "Events, by kind"
+    text = "Events of the center and its workers, by kind"
     yield family("events_total", text, sorted(view["event_counts"].items()), "kind")
 
     staleness = HistogramMetricFamily(
@@ -95,7 +110,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         for worker in workers
         for name, value in worker["reported"].items()
     ]
-    text = "Last numbers that a worker reported, by name"
+    text = "Last value of each number that the worker reported, by name"
     yield family("worker_reported", text, reported, "worker", "name")
 
 

@@ -145,8 +145,8 @@ class Monitor:
             worker = _WorkerHistory(pb.WorkerStatus(name=name), at)
             self._workers[name] = worker
         elif not (worker.end_reason or worker.session_id):
-            # A status has already shown this worker. If the status said connected, the
-            # join is recorded.
+            # A status has already shown this worker. If it was connected, its join is
+            # already an event.
             worker.session_id = session_id
             if worker.status.connected:
                 return
@@ -380,7 +380,7 @@ class _WorkerHistory:
     exchanges: int = 0  # applied exchanges of all its sessions at this service
     steps: int = 0  # local steps of all its messages, even dropped and rejected ones
     has_exchanged: bool = False  # since the last update
-    rejection: str = ""  # why its last rejected message was rejected
+    rejection: str = ""  # reason for the rejection of its last rejected message
     curves: dict[str, Series] = dataclasses.field(default_factory=dict)
 
 
@@ -399,7 +399,7 @@ class Series:
         self._max_points = max_points
         self._columns = [array("d") for _ in range(1 + width)]
         self._interval = 0.0  # minimum number of seconds between two points
-        self._newest: tuple[float, ...] | None = None  # if too soon for a point
+        self._newest: tuple[float, ...] | None = None  # until the next point is due
 
     def add(self, now: float, *values: float) -> None:
         """Add the values at a time, in seconds."""
@@ -465,6 +465,6 @@ def _all_rounded(values: list[float]) -> list[float | None]:
 
 
 def _rates(times: list[float], totals: list[float]) -> list[float | None]:
-    """Return the growth of a total per second, up to each time except the first."""
+    """Return the growth of a total per second, from each time to the next."""
     spans = zip(times, times[1:], totals, totals[1:], strict=False)
     return [_rounded((b - a) / max(t - s, 1e-9)) for s, t, a, b in spans]

@@ -7,7 +7,7 @@ the round calls, so that the round distinguishes no cases.
 - `_layout`: the protocol, and what placements have in common.
 - `_whole`: a center that is whole on every tower, and gossip.
 - `_shards`: a center in shards.
-- `_host`: moves of any of these to the host's memory.
+- `_host`: moves of a center to the host's memory, and back.
 - `_stored`: centers as optimizer states store them.
 """
 
@@ -55,7 +55,7 @@ def layout_of(axis_name: Any = None, placement: Any = None) -> Layout:
 
 
 def whole_center(stored: PyTree) -> PyTree:
-    """Return the center of an optimizer state, like the parameters, on the device."""
+    """Return a stored center as a tree like the parameters, on the device."""
     center = unwrapped(stored)
     if isinstance(stored, OnHost):
         center = to_device(center)

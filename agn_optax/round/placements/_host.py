@@ -17,7 +17,7 @@ def check_host_memory() -> None:
     """Check that the device has pinned memory of the host, and that JAX supports it.
 
     Raises:
-      InvalidArgumentError: it does not.
+      InvalidArgumentError: the device has none, or this JAX does not support it.
     """
     device = jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

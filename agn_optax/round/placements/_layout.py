@@ -63,7 +63,7 @@ class Layout(abc.ABC):
 
     @property
     def is_on_host(self) -> bool:
-        """True if the host's memory has the center between exchanges."""
+        """True if the center is in the host's memory between exchanges."""
         return self.placement.memory == "host"
 
     @property
@@ -136,7 +136,7 @@ class Layout(abc.ABC):
         return tree
 
     def piece_shapes(self, params: PyTree) -> list[PyTree]:
-        """Return the shapes of this tower's piece in a list; an empty list if whole."""
+        """Return a list with this tower's piece as shapes; empty for a whole center."""
         return []
 
     @abc.abstractmethod
@@ -289,7 +289,7 @@ class Layout(abc.ABC):
         """
 
     def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
-        """Convert a center and its optimizer's state to the form that a state keeps.
+        """Convert a center and its optimizer's state to the form that is stored.
 
         ``like`` gives the shapes: a whole center, or a stored one.
         """

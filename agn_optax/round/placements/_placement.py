@@ -15,12 +15,12 @@ class Placement:
     r"""Placement of a center that is part of an optimizer state.
 
     With ``shard_axis``, each of the n towers of that axis keeps 1/n of the center and
-    of the center optimizer's state, and moves that part only. Over the axis of the
-    workers, messages are reduce-scattered and the new center is all-gathered, which
-    together move as much data as the all-reduce of a whole center. Rules that read the
-    anchor or the current center gather the center once more before the exchange. Over
-    the towers of a data-parallel worker, which have the same gradients, each tower also
-    keeps 1/n of the record only, and no reduction is needed.
+    of the center optimizer's state, and updates only that part. If this is the axis of
+    the workers, messages are reduce-scattered and the new center is all-gathered, which
+    together send as much data as the all-reduce of a whole center. Rules that read the
+    anchor or the current center gather the center once more before the exchange. If it
+    is the axis of the towers of a data-parallel worker, which have the same gradients,
+    each tower also keeps only 1/n of the record, and no reduction is needed.
 
     The center optimizer and the rule must then work element by element. A rule or
     optimizer that reads a whole tree or a whole leaf (global-norm clipping, trust
@@ -38,7 +38,7 @@ class Placement:
     No collective has more than two workers, and each worker sends one model in float32,
     or in the center's dtype if that is wider, whatever the number of workers. With
     ``rules.average()`` and a gossip of 1 this is gossip averaging,
-    :math:`c_i' = (x_i + x_j) / 2`. With a gossip of 1 and DiLoCo's rule under plain
+    :math:`c_i' = (x_i + x_j) / 2`. With a gossip of 1 and DiLoCo's rule with plain
     momentum, ``rules.diloco(optax.sgd(0.7, momentum=0.5))``, it is NoLoCo. Partners
     change in a fixed order: with n = 2, 4, 8, ... workers, information from each worker
     has reached all others after log2(n) exchanges, and with other numbers it has
@@ -46,14 +46,15 @@ class Placement:
     NoLoCo draws its pairs at random. The fixed order needs only about log2(n) different
     permutations in the program instead of n - 1.
 
-    The pull goes through the center optimizer, as in NoLoCo, so momentum can drive the
-    centers apart. With a momentum of 0.9 and a rate of 0.7, a gossip of 1 drives them
-    apart from 5 workers on (with random pairs: 6), and a gossip of 0.3 keeps 64 workers
-    together. With a momentum of 0.5, a gossip of 1 keeps as many as were tried (96)
-    together. Without momentum any gossip below 2 does, at rates up to 1.
+    The pull (the term with :math:`\gamma`) goes through the center optimizer, as in
+    NoLoCo, so momentum can drive the centers apart. With a momentum of 0.9 and a rate
+    of 0.7, a gossip of 1 drives 5 or more workers apart (with random pairs, 6 or more),
+    and a gossip of 0.3 keeps 64 workers together. With a momentum of 0.5, a gossip of 1
+    keeps 96 workers together, the most that were tried. Without momentum, any gossip
+    below 2 keeps them together, at rates up to 1.
 
     The centers stay different, and so do parameters and states: keep them with a row
-    for each worker, as `Towers` does. A checkpoint of the rows restores exactly.
+    for each worker, as `Towers` does. A checkpoint of the rows restores them exactly.
     `Towers.center_params` gives the mean of the centers. `Towers.unreplicate` and an
     elastic load continue from the means of the centers and of their optimizers' states.
 
@@ -68,8 +69,8 @@ class Placement:
         partners, as part of the message; None for one center common to all workers.
 
     Raises:
-      InvalidArgumentError: ``memory`` is neither, or ``gossip`` is out of range or
-        given with ``shard_axis``.
+      InvalidArgumentError: ``memory`` has another value, or ``gossip`` is out of range
+        or given with ``shard_axis``.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax

@@ -76,7 +76,7 @@ class Sharded(Layout):
         return self._cut(tree, self.shard_axes, 1)
 
     def _cut(self, tree: PyTree, axes: _collectives.Axes, pieces: int) -> PyTree:
-        """Cut every leaf that is sharded to this tower's ``pieces`` of it."""
+        """Cut every sharded leaf, and return this tower's ``pieces`` pieces."""
 
         def cut(leaf: Any) -> jax.Array:
             leaf, length = jnp.asarray(leaf), self._piece_length(leaf)
@@ -98,13 +98,13 @@ class Sharded(Layout):
         return jax.tree.map(unite, pieces, like)
 
     def join_parts(self, parts: PyTree, like: PyTree) -> PyTree:
-        def whole(part: jax.Array, whole: Any) -> jax.Array:
+        def unite(part: jax.Array, whole: Any) -> jax.Array:
             if self._piece_length(whole) is None:
                 return part
             flat = _collectives.gather(part.reshape(-1), self.within_axes, same=True)
             return shaped(flat, whole)
 
-        return jax.tree.map(whole, parts, like)
+        return jax.tree.map(unite, parts, like)
 
     @property
     def _gather_axes(self) -> _collectives.Axes:

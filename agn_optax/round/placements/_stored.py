@@ -28,7 +28,7 @@ class CenterShards:
     shapes: tuple[tuple[int, ...], ...]  # shapes of the whole leaves
     # The axes of the shards within a worker, and those across workers.
     axes: tuple[_collectives.Axes, _collectives.Axes]
-    cut: tuple[int, int]  # number of pieces over each of the two
+    cut: tuple[int, int]  # number of pieces within a worker, and across workers
 
 
 @functools.partial(
@@ -45,15 +45,15 @@ class OwnCenter:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """A tree in the memory of the host: a center, also in shards, or its state."""
+    """A tree in the host's memory: a center or its shards, or its optimizer's state."""
 
     tree: PyTree  # leaves [1, 1, 1, 1, 1, 1, ...], see `for_host`
 
 
 # JAX gives the buffer of a donated argument to the first output with the same shape and
-# dtype, whatever the memory of the two. If a buffer on the host becomes an output on
-# the device, the process aborts (JAX 0.10). Therefore arrays on the host have shapes
-# that no array on the device has: these dimensions come before their own.
+# dtype, even in another memory. If a buffer on the host becomes an output on the
+# device, the process aborts (JAX 0.10). Therefore arrays on the host have shapes that
+# no array on the device has: their shapes begin with these dimensions.
 HOST_SHAPE = (1,) * 6
 
 
@@ -86,7 +86,7 @@ def unwrapped(stored: PyTree) -> PyTree:
 
 
 def rewrapped(tree: PyTree, like: PyTree) -> PyTree:
-    """Wrap a tree in `OnHost` as ``like`` is wrapped; arrays are left as they are."""
+    """Wrap a tree in `OnHost` if ``like`` is wrapped; arrays stay in their memory."""
     return OnHost(tree) if isinstance(like, OnHost) else tree
 
 

@@ -1,4 +1,4 @@
-"""Centers that every tower has whole: one for all workers, or each worker's own."""
+"""Whole centers on every tower: one for all workers, or one for each worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Layout):
-    """One center, which every tower has whole: part and piece are all of it."""
+    """One center, whole on every tower: a part or piece is the whole center."""
 
     kind: ClassVar[str] = "whole"
 
@@ -69,7 +69,7 @@ class Whole(Layout):
 
 @dataclasses.dataclass(frozen=True)
 class Gossip(Whole):
-    """A center of each worker; workers exchange in pairs that change in turn."""
+    """One center for each worker; workers exchange in pairs, which change."""
 
     kind: ClassVar[str] = "each worker's own"
 
@@ -123,9 +123,8 @@ class Gossip(Whole):
         """Combine the messages of two partners, with the pull of their centers.
 
         The pull is sent as part of the message, so that only one model is sent: with a
-        gossip of 1, the sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. The partner's
-        message is thereby rounded to the precision of its center; the own message is
-        not.
+        gossip of 1, the sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. This rounds the
+        partner's message to the precision of its center, but not this worker's message.
         """
         if _collectives.size(self.workers) == 1:
             return message
@@ -145,10 +144,10 @@ class Gossip(Whole):
         return jax.tree.map(combine_leaf, message, received, center)
 
     def _check_apart(self, center: PyTree) -> None:
-        """Check that a mesh treats the workers' own centers as different arrays.
+        """Check that an enclosing shard_map lets the workers' centers differ.
 
         Raises:
-          InvalidArgumentError: a shard_map treats them as one replicated array.
+          InvalidArgumentError: the shard_map takes them for one replicated array.
         """
         if not _collectives.is_checked(self.workers):
             return

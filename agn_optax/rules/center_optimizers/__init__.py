@@ -6,7 +6,7 @@ place of parameters, and the extra argument ``staleness``.
 - `_delayed_nesterov`, `_lookahead`, `_ordered_momentum`: momentum for asynchronous
   workers
 - `_primal_averaging`, `_restart_momentum`: for any center
-- `_buffered`: combine several messages to one
+- `_buffered`: combine several messages into one
 - `_drift`: scale late messages by how far the center has moved
 - `_evaluated`: the point to evaluate, if it is not the center
 """

@@ -43,7 +43,7 @@ def buffered(
     With ``combine="radial"``, length and direction of each leaf are averaged
     separately,
 
-    .. math:: \frac{1}{k} \sum_i |g_i| \cdot \frac{w}{|w|}, \qquad
+    .. math:: \frac{1}{k} \sum_i |g_i| \cdot \frac{w}{\max(|w|, k / 32)}, \qquad
         w = \sum_i g_i / |g_i|
 
     because the mean of k nearly orthogonal messages is :math:`\sqrt k` times shorter
@@ -52,7 +52,7 @@ def buffered(
 
     ``optax.MultiSteps`` also has the mean, as a running one, and takes as long. Here
     messages are summed and divided once, like those of a round, so k workers that start
-    at one version get the same numbers either way.
+    at one version get the same numbers as in a round.
 
     Args:
       optimizer: the center optimizer. It also runs at the messages in between, but its
@@ -98,7 +98,7 @@ def buffered(
         return jnp.sqrt(jnp.sum(wide * wide))
 
     def rescale(leaf: jax.Array, new_length: Any, min_length: float) -> jax.Array:
-        """Scale a leaf to a length; shorter if it is shorter than ``min_length``."""
+        """Scale a leaf to a length, or less if the leaf is below ``min_length``."""
         factor = new_length / jnp.maximum(length(leaf), min_length)
         return (trees.widened(leaf) * factor).astype(leaf.dtype)
 

@@ -32,16 +32,15 @@ def scale_by_drift(
     in full for elements that no other worker has changed since, and counts little for
     elements that others have moved. This measures the effect of staleness for each
     element instead of counting versions. It is Hermans' adaptive rule, ADAG (not the
-    ADAG of dist-keras, which is `rules.agn_window`). The first part of AGN's center
-    optimizer is the place for it: there it prevents the divergence with many workers
-    and short periods.
+    ADAG of dist-keras, which is `rules.agn_window`). Use it as the first part of AGN's
+    center optimizer, where it prevents divergence with many workers and short periods.
 
     The center keeps its last versions, so that no anchor has to be sent: messages are
     those of the rule, with any codec. This takes ``history`` times the memory of the
     center. For a message with an older anchor, the oldest version kept is used.
     Messages with staleness 0, as in rounds or on a mesh, are not changed.
 
-    It must read several versions of the center, so a sharded center rejects it.
+    Its state has several versions of the center, so a sharded center rejects it.
 
     Args:
       gamma: :math:`\gamma`, positive: the square of the distance at which an element

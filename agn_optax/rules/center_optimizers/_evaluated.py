@@ -17,7 +17,7 @@ _KINDS = (LookaheadState, PrimalAveragingState, optax.contrib.ScheduleFreeState)
 
 
 def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
-    r"""Return the parameters to evaluate where these are not the center.
+    r"""Return the parameters to evaluate if these are not the center.
 
     With most center optimizers, the center is evaluated. With some, the center is the
     point where workers start, and another point is evaluated: for `momentum_lookahead`

@@ -88,7 +88,7 @@ def momentum_lookahead(
             lambda m, g: (momentum * m + (1 - momentum) * g).astype(m.dtype),
             *(state.momentum, updates),
         )
-        # g + 2 μ m' - μ m without m, because m' is written over it.
+        # g + 2 μ m' - μ m, rewritten without m, so that m' may overwrite m.
         new_updates = jax.tree.map(
             lambda g, m: -learning_rate * ((2 - momentum) * g + (2 * momentum - 1) * m),
             *(updates, new),
@@ -110,7 +110,7 @@ def heloco(
     beta_max: float = 0.5,
     kappa: float = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""`momentum_lookahead` with corrected messages where they disagree with momentum.
+    r"""`momentum_lookahead` that corrects messages which disagree with momentum.
 
     For each leaf, with :math:`u = g / |g|`, :math:`v = m / |m|`, their cosine
     :math:`r = u \cdot v`, and the confidence
@@ -144,8 +144,8 @@ def heloco(
       k_d: :math:`k_d`, at least 0.
       beta_max: :math:`\beta_\text{max}`, in [0, 1]: the largest part of the opposing
         component that is removed.
-      kappa: :math:`\kappa`, at least 0: the larger it is, the less a message is
-        corrected that is small compared with the momentum.
+      kappa: :math:`\kappa`, at least 0: with a larger value, messages that are small
+        compared with the momentum are corrected less.
 
     Returns:
       A center optimizer with `LookaheadState`.

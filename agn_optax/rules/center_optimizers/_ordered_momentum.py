@@ -68,7 +68,8 @@ def ordered_momentum(
     References:
       Chang-Wei Shi, Yi-Rui Yang, Wu-Jun Li, *Ordered Momentum for Asynchronous SGD*,
       2024. The equations are derived here from the idea of the paper (gradients ordered
-      by the iteration at which they were begun), and the property is tested.
+      by the iteration at which they were begun). Tests check that the order of arrival
+      has no effect.
       Chang-Wei Shi, Shi-Shang Wang, Wu-Jun Li, *Ordered Local Momentum for Asynchronous
       Distributed Learning under Arbitrary Delays*, 2026 (OrLoMo): workers make local
       steps with momentum, as an inner ``optax.sgd(rate, momentum)`` does. The exact
@@ -78,7 +79,7 @@ def ordered_momentum(
     check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     messages = check.positive_int(messages, "messages")
 
-    # From the Python float, because float32 has few digits of 1 - momentum near 1.
+    # A Python float is used if possible: float32 has few digits of 1 - momentum near 1.
     log_momentum: Any
     if check.is_traced(momentum):
         log_momentum = jnp.log(momentum)

@@ -41,9 +41,9 @@ class Codec:
       name: name and settings of the codec, which workers and center compare.
       answers: downlink compression, the form in which the center is sent to a worker
         that adopts it at an exchange; set by `two_way`. With a floating dtype, the
-        center is rounded to it. With a codec, workers adopt broadcast parameters, to
-        which the center's changes are sent as encoded differences. With None, the
-        center is sent exactly.
+        center is rounded to it. With a codec, workers adopt broadcast parameters, whose
+        changes the center sends as encoded differences. With None, the center is sent
+        exactly.
       returned: ``(encoded, state) -> state``, called for a message that the center
         dropped or rejected: it puts the content of the message back into the state, for
         a later message. None if the content is lost.
@@ -54,7 +54,7 @@ class Codec:
       reads: what an element of the decoded contribution depends on: that ``"element"``
         of the contribution alone, its ``"leaf"`` (and the number of the leaf, for
         random numbers), or the whole ``"tree"``. A center in shards needs one of the
-        first two. The wider one of this and that of the answers counts.
+        first two. If ``answers`` is a codec, the wider ``reads`` of both codecs counts.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
@@ -231,7 +231,7 @@ def _cast(dtype: Any) -> Codec:
 def cast_dtype(codec: Codec) -> Any:
     """Return the dtype of a `cast`; None for any other codec.
 
-    An all-reduce may only sum what is sent by a cast, or as it is.
+    An all-reduce can only sum what is cast or sent unchanged.
     """
     dtype = codec.answer_dtype
     return dtype if dtype is not None and codec == _cast(dtype) else None
@@ -249,9 +249,9 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     taken from the exact center, so no other error feedback is needed. The exact center
     is saved and evaluated.
 
-    A worker gets all differences since the broadcast parameters that it has, or these
-    parameters as a whole if that is smaller. In a round of all workers, that is one
-    difference; if n workers exchange in turns, each gets n differences.
+    A worker gets all differences since the broadcast parameters that it has, or the
+    current broadcast parameters if these take fewer bytes. In a round of all workers,
+    it gets one difference; if n workers exchange in turns, each gets n differences.
 
     Args:
       codec: codec of the contributions.
@@ -262,7 +262,7 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     Returns:
       ``codec`` with these answers. If the answers are differences, the center keeps the
       broadcast parameters beside the exact center, and the last differences, which take
-      less memory than another center. A worker keeps the broadcast parameters that it
+      less memory than one more center. A worker keeps the broadcast parameters that it
       adopted last, as it does anyway for rules that read the anchor.
 
     Raises:

@@ -110,5 +110,5 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
 
 
 def _where_finite(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return ``new`` where it is finite, else ``old``: its message will be rejected."""
+    """Return ``new`` where it is finite, else ``old``: the residual stays finite."""
     return jnp.where(jnp.isfinite(new), new, old)

@@ -17,7 +17,7 @@ PyTree = Any
 class LowRankState(NamedTuple):
     """State of `low_rank`."""
 
-    right: PyTree  # per leaf, [n, rank] of the last message; [0] if it is sent whole
+    right: PyTree  # per leaf, [n, rank] of the last message; [0] if sent whole
 
 
 def low_rank(rank: int = 4) -> Codec:
@@ -29,7 +29,7 @@ def low_rank(rank: int = 4) -> Codec:
 
     for each leaf :math:`K` of two dimensions or more; all dimensions but the last are
     merged into one. The worker keeps :math:`Q` and starts the next iteration with it,
-    so that over several messages :math:`P` converges to the largest singular vectors.
+    so that over several messages :math:`P` converges to the leading singular vectors.
     Leaves of fewer dimensions, and leaves so small that the factors would have as many
     elements, are sent whole. The rest of a matrix is lost: wrap the codec in
     `error_feedback`.
@@ -118,7 +118,7 @@ def _factors(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
 
 
 def _next_right(new: Any, old: jax.Array) -> jax.Array:
-    """Return the start of the next iteration: ``new`` if it is finite and not 0."""
+    """Return ``new`` if it is finite and not 0, else ``old``, as the next start."""
     if new is None:
         return old
     is_good = jnp.isfinite(new).all() & (jnp.abs(new).max() > 0)

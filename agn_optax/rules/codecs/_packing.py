@@ -32,8 +32,8 @@ def unblocked(blocks: jax.Array, like: jax.Array) -> jax.Array:
 def block_length(size: int, block: int) -> int:
     """Return the length of the blocks of a leaf, at most ``block``.
 
-    It is the largest length of more than half of ``block`` that divides the size of the
-    leaf, or ``block`` if there is none.
+    A leaf of at most ``block`` elements is one block. Other leaves have the largest
+    length above half of ``block`` that divides their size; if there is none, ``block``.
     """
     if size <= block:
         return max(size, 1)
@@ -67,9 +67,9 @@ def peaks_of(blocks: jax.Array) -> jax.Array:
 def packed(codes: jax.Array, bits: int) -> jax.Array:
     """Pack whole numbers below ``2**bits`` into bytes (uint8) along the last axis.
 
-    The first numbers take the lowest bits of all bytes, the next numbers the bits
-    above, and so on. A byte is thus made of numbers that are far apart, so that a SIMD
-    register of bytes is made of whole registers of numbers.
+    If ``bits`` divides 8, the first numbers take the lowest bits of all bytes, the next
+    numbers the bits above, and so on. A byte is thus made of numbers that are far
+    apart, so that a SIMD register of bytes is made of whole registers of numbers.
     """
     if 8 % bits == 0:
         per_byte = 8 // bits

@@ -63,12 +63,12 @@ def quantize(
         beyond the last level are clipped, so use `error_feedback`.
 
     Scales and levels have few bits, so that decoding is exact: all programs decode a
-    message to the same numbers, and the loss of an element is exactly the difference.
-    The same contribution and state always give the same bits: the random numbers are
-    determined by the bits of the contribution, the number of the message and the leaf.
-    Therefore workers, whose contributions differ, draw different random numbers, and if
-    one element of a leaf changes in its last place, all random numbers of the leaf
-    change.
+    message to the same numbers, and the loss of an element is exactly its difference
+    from the decoded one. The same contribution and state always give the same bits: the
+    random numbers are determined by the bits of the contribution, the number of the
+    message and the leaf. Therefore workers, whose contributions differ, draw different
+    random numbers, and if one element of a leaf changes in its last place, all random
+    numbers of the leaf change.
 
     Rounding to the nearest level loses the remainder, so small elements of a block may
     never be sent: wrap the codec in `error_feedback`.
@@ -77,7 +77,7 @@ def quantize(
       bits: bits of an element: 8, 4 or 2.
       block: elements that share a scale, a positive int; blocks do not span leaves. In
         a leaf whose size is not a multiple of ``block``, blocks have the largest length
-        below it that divides the size, if that is more than half of ``block``.
+        below ``block`` that divides the size, if it is more than half of ``block``.
       rounding: ``"nearest"``, or ``"stochastic"``, which draws new random numbers for
         every message.
       format: ``"linear"``, ``"e3m0"`` or ``"codebook"``.

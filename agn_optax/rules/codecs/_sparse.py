@@ -22,11 +22,12 @@ PyTree = Any
 
 
 def top_k(k: int = 64, *, block: int = 4096) -> Codec:
-    r"""Send the elements of the largest absolute values of each block.
+    r"""Send the elements of each block that have the largest absolute values.
 
-    .. math:: I = \text{the } K \text{ largest of } |k|; \qquad m = (I, k_I); \qquad
-        \hat k_i = k_i \text{ for } i \in I \text{, else } 0
+    .. math:: I = \text{positions of the } K \text{ largest } |k_i|; \qquad
+        m = (I, k_I); \qquad \hat k_i = k_i \text{ for } i \in I \text{, else } 0
 
+    where :math:`k` is a block of the contribution, and :math:`K` the argument ``k``.
     All other elements are lost, so wrap the codec in `error_feedback`. Use
     ``chain_codecs(top_k(64), quantize(2))`` to send the values in fewer bits.
 
@@ -36,8 +37,8 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
 
     Returns:
       A codec without state. For each leaf it sends the ``indices`` within the blocks
-      (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
-      (in the leaf's dtype). If a block is not finite, its values are NaN.
+      (:math:`\lceil \log_2 \text{block} \rceil` bits each, packed into uint8) and the
+      ``values`` (in the leaf's dtype). If a block is not finite, its values are NaN.
 
     Raises:
       InvalidArgumentError: an argument is not a positive int.
@@ -63,7 +64,7 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
         length = blocks.shape[1]
         _, indices = jax.lax.top_k(sizes, min(k, length))
         values = jnp.take_along_axis(blocks, indices, axis=1)
-        # All values of a block with a NaN are NaN, whatever `top_k` does with it.
+        # In a block that is not finite, all values become NaN: `top_k` may skip a NaN.
         finite = jnp.isfinite(peaks_of(blocks))[:, None]
         values = jnp.where(finite, values, jnp.nan)
         return {
@@ -89,6 +90,7 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
     .. math:: I = K \text{ positions of a block, at random}; \qquad m = (I, k_I); \qquad
         \hat k_i = k_i \text{ for } i \in I \text{, else } 0
 
+    where :math:`k` is a block of the contribution, and :math:`K` the argument ``k``.
     All blocks of a leaf share the same positions, so the positions take very few bytes,
     and no elements are compared or sorted. All other elements are lost, so wrap the
     codec in `error_feedback`.
@@ -99,8 +101,8 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
 
     Returns:
       A codec with `StochasticState`. For each leaf it sends the ``positions``
-      (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
-      (in the leaf's dtype).
+      (:math:`\lceil \log_2 \text{block} \rceil` bits each, packed into uint8) and the
+      ``values`` (in the leaf's dtype).
 
     Raises:
       InvalidArgumentError: an argument is not a positive int.
@@ -109,12 +111,12 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
       >>> import jax.numpy as jnp
       >>> from agn_optax import codecs
       >>> codec = codecs.error_feedback(codecs.random_k(1, block=2))
-      >>> like, owed = jnp.zeros(4), 0
+      >>> like, received = jnp.zeros(4), 0
       >>> state = codec.init(like)
       >>> for _ in range(30):
       ...     sent, state = codec.encode(jnp.ones(4), state)
-      ...     owed = owed + codec.decode(sent, like)
-      >>> print(owed + state.residual)
+      ...     received = received + codec.decode(sent, like)
+      >>> print(received + state.residual)
       [30. 30. 30. 30.]
 
     References:
@@ -183,7 +185,8 @@ def sign(*, block: int = 4096) -> Codec:
         count, length = blocks.shape
         last = leaf.size - (count - 1) * length  # elements of the last block
         sizes = jnp.full(count, length, wide.dtype).at[-1:].set(max(last, 1))
-        # Divided by the largest first, so that sums of finite numbers stay finite.
+        # Blocks are divided by their peaks first, so that sums of finite numbers stay
+        # finite.
         peaks = jnp.maximum(jnp.max(blocks, axis=1), TINY)
         means = (blocks / peaks[:, None]).sum(axis=1) / sizes
         return {

@@ -59,8 +59,8 @@ def connect(
         call.
       rule: the rule that the center runs.
       timeout: seconds without any response from the center after which a call gives up.
-        It must exceed the three seconds for which a center may be silent while a worker
-        waits there. An exchange gives up after two seconds if the center does not
+        It must exceed the three seconds for which a center may send nothing to a
+        waiting worker. An exchange gives up after two seconds if the center does not
         answer; its worker then goes on training without it.
       like: a tree with the containers in which `pull` is to return the parameters, for
         models whose containers are not dicts, lists and tuples. It is not needed by a
@@ -80,7 +80,7 @@ def connect(
         preference; the first one that works is used. ``"memory"`` is memory shared with
         a center of the same user on this machine, ``"socket"`` is a connection of its
         own beside the one of gRPC, and ``"grpc"`` works wherever a center can be
-        reached; without it, a call fails if the others do not work. None uses
+        reached; without ``"grpc"``, a call fails if the others do not work. None uses
         ``AGN_OPTAX_TRANSPORTS``, a list separated by commas, or else all transports.
       fragments: the fragments of the model, one for each of several servers, for a
         center whose workers (or some of them) exchange by these fragments. All workers
@@ -93,7 +93,7 @@ def connect(
       CenterUnreachableError: the center does not answer in time.
       EncryptionError: the center answers, but the TLS settings of the two ends are not
         compatible.
-      NotAllowedError: the center requires a token or a certificate, or another one.
+      NotAllowedError: the center requires a token or certificate that it knows.
       RuleMismatchError: the center runs another rule; the message names what differs.
       ProtocolError: the server at the address is not a center, or is one of an
         incompatible release.
@@ -182,7 +182,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
 
     @property
     def unreachable_since(self) -> float | None:
-        """When the center stopped answering (s since the epoch); None if it answers."""
+        """Time since which the center does not answer (s since the epoch), or None."""
         return self._connection.unreachable_since
 
     # The protocol `Center`.

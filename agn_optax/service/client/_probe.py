@@ -14,7 +14,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._frames import MAX_PROBE, bytes_schema, random_frame
 
 _FIRST_SIZE = 16 << 10  # bytes of the first probe; they take 0.5 s at MIN_RATE
-_FIRST_SHARED_SIZE = 64 << 10  # the same for "memory": the least that is shared
+_FIRST_SHARED_SIZE = 64 << 10  # the same for "memory": the smallest shared buffer
 _MIN_SECONDS = 0.1  # of a probe that is long enough for a measurement
 _LONG_PROBES = 2  # number of long probes: an end may have been busy during one of them
 
@@ -40,8 +40,8 @@ def measure(
 ) -> TransportSpeed:
     """Measure one transport, for about a second.
 
-    A probe has 16 KiB, or more if 16 KiB take less than 0.1 seconds. The timeout of the
-    connection is that of one probe.
+    The first probe has 16 KiB (64 KiB in memory); the next ones are larger until one
+    takes 0.1 s or has 4 MiB. Each probe has the timeout of the connection.
 
     Args:
       connection: the connection to the center.
@@ -79,7 +79,7 @@ def measure(
             return time.monotonic() - begin
 
     def measure_round_trip() -> float:
-        open_link()  # outside of the try: its errors are not about the message
+        open_link()  # outside of the try: its timeouts are not about the message
         try:
             return measure_probe()
         except TimeoutError:
@@ -88,7 +88,7 @@ def measure(
             ) from None
 
     def rate(up: int, down: int) -> float | None:
-        """Return bytes per second of the direction that is 1; None if none arrived."""
+        """Return bytes per second in the directions that are 1; None if none came."""
         rates: list[float] = []
         size, long_probes = _FIRST_SHARED_SIZE if is_shared else _FIRST_SIZE, 0
         while long_probes < _LONG_PROBES:

@@ -41,8 +41,8 @@ class Remote:
       rule: the rule of the center.
       schemas: see `known_schemas`; None until the center is initialized.
       description: the last description that the center gave.
-      failed_transports: names of transports that are skipped until the center
-        restarts, because they failed when a worker joined by another transport.
+      failed_transports: names of transports that are skipped until the center's offers
+        change, because they failed when a worker joined by another transport.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Remote:
             )
         self.description = described
         offers = {offer.transport: offer for offer in described.offers}
-        if offers != self._offers:  # the center was restarted
+        if offers != self._offers:  # a restarted center, or another key
             self._offers, self.failed_transports = offers, set()
         if described.HasField("schema"):
             schemas = self.schemas
@@ -122,10 +122,10 @@ class Remote:
     # Messages and answers.
 
     def frame(self, submission: Submission, worker: str) -> Frame:
-        """Return the frame with a submission, of which copies are sent.
+        """Return the frame of a submission; the session sends copies of the frame.
 
         Args:
-          submission: the submission, which was `Submission.checked`.
+          submission: the submission, as `Submission.checked` returned it.
           worker: the worker's name, for error messages.
 
         Raises:
@@ -319,7 +319,7 @@ class Remote:
         reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
             f"cannot connect to the center at {self.address}: "
-            f"{reasons or 'none of the transports works there'}"
+            f"{reasons or 'none of the transports works'}"
         )
 
 

@@ -29,8 +29,8 @@ from agn_optax.service.wire._trees import to_device
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-# Bytes of an exchange from which on it is acknowledged at once, so that the center can
-# free the answer before the next exchange.
+# Minimum size in bytes of a message whose answer is acknowledged at once, so that the
+# center can free the answer before the next exchange.
 _MIN_ACKNOWLEDGED = 64 << 10
 
 
@@ -48,8 +48,8 @@ class RemoteSession(Session):
       like: a tree with the worker's containers; None for those of the center.
       resume_token: `Session.resume_token` of a session to resume from another process;
         None begins a new session.
-      on_left: called with the session id and None once it has left; drops the session,
-        and the contribution that it holds.
+      on_left: called with the session id and None once the worker has left; must drop
+        the session, which may hold a contribution.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class RemoteSession(Session):
         return link
 
     def _send(self) -> Link:
-        """Send the exchange in flight if necessary; return the link that has it."""
+        """Send the exchange in flight if necessary; return the link that took it."""
         assert self._in_flight is not None
         (_, frame), link = self._in_flight, self._link
         # A link that ended after the exchange was sent over it is kept: it may hold the

@@ -84,7 +84,7 @@ class Caller:
         if worker is not None and self.name not in (None, worker):
             raise errors.NotAllowedError(
                 f"only worker {worker!r} itself may make this call, and the caller is "
-                f"{self.description}: give the worker that name, Worker(..., "
+                f"{self.description}: give the worker the caller's name, Worker(..., "
                 f"name={self.name!r}), which is service.environment().worker if "
                 "agn-optax launch has started it"
             )
@@ -117,7 +117,7 @@ def _caller_by(
     certificate: bytes,
     host: str,
 ) -> Caller:
-    """Return the caller with one or two grants, which may do what all of them allow."""
+    """Return the caller with one or two grants; it may do what all of them allow."""
     grants = {"by token": by_token, "by certificate": by_certificate}
     found = {source: grant for source, grant in grants.items() if grant is not None}
     names = {grant.name for grant in found.values()} - {None}
@@ -143,7 +143,7 @@ class Access:
         # roles         name      token
         chief           worker-0  8c1f...
         worker          worker-1  90ab...
-        worker          worker-1  d2e7...   # several are fine: change one at a time
+        worker          worker-1  d2e7...   # a second token, to change one at a time
         observer,reader *         77d0...   # * is any name
 
     | role | may |
@@ -200,7 +200,7 @@ class Access:
         by_token = [grants() for grants in self._grants]
         if len(set().union(*by_token)) < sum(map(len, by_token)):
             raise errors.InvalidArgumentError(
-                f"several of the tokens files have the same token; {_ONE_LINE}"
+                f"several token files have the same token; {_ONE_LINE}"
             )
         self._lock = threading.Lock()
         self._compared = by_token  # grants whose differences were logged
@@ -231,7 +231,7 @@ class Access:
         return _caller_by(by_token, by_certificate, token, certificate, host)
 
     def _grant_of(self, token: bytes) -> _Grant:
-        """Return the grant of a token, which is invalid if two files differ in it.
+        """Return the grant of a token; a token with different grants is invalid.
 
         The time that it takes to look up a hash reveals nothing about the token.
         """
@@ -259,8 +259,8 @@ class Access:
             for key in grants.keys() & others.keys():
                 if grants[key] != others[key]:
                     _log.error(
-                        "a token is not valid, because two files differ in it: %s (%s) "
-                        "and %s (%s); %s",
+                        "a token is not valid, because two files give it different "
+                        "roles or names: %s (%s) and %s (%s); %s",
                         *(name, grants[key], other, others[key], _ONE_LINE),
                     )
 
@@ -342,7 +342,7 @@ class Authenticator:
         return caller
 
 
-_ONE_LINE = "make one for each line, and give several roles as in chief,operator"
+_ONE_LINE = "give each line its own token, and several roles as in chief,operator"
 
 
 def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:

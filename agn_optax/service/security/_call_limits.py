@@ -14,7 +14,7 @@ from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
 
 # Costs of calls in tokens; a plain call costs 1.
 JOIN_TOKENS = (
-    2.0  # also creates a worker's state; costs others as much as about 5 calls
+    2.0  # a join also creates a worker's state; delays others as much as 5 calls
 )
 # Bytes that cost 1 token:
 TRANSFER_BYTES = 2 << 20  # of the center, pulled or measured
@@ -23,7 +23,7 @@ SCHEMA_BYTES = 32 << 10  # of a schema, parsed
 BURST = 400.0  # tokens of a bucket, in addition to those for the start of all workers
 ACCEPT_RATE = 200.0  # connections per second and port; each takes about 0.1 ms
 HANDSHAKE_BURST = 128.0  # unauthenticated connections of a host at once
-# Calls with buckets of their own, and the names of these.
+# Calls that do not share the bucket of all others, and the names of their buckets.
 _BUCKETS = {
     "Status": "watch",
     "Health": "watch",
@@ -32,18 +32,18 @@ _BUCKETS = {
     "Leave": "end",
 }
 # Timeouts in s:
-TRANSFER_TIMEOUT = 30.0  # for any part of a frame to be transferred
+TRANSFER_TIMEOUT = 30.0  # between the transfers of two parts of a frame
 # The same for a chief's first parameters. It is shorter because another worker waits
 # meanwhile, up to its `timeout` (30 s).
 CHIEF_TIMEOUT = 10.0
 HANDSHAKE_TIMEOUT = 5.0  # of authentication, and of the first frame of a call
 SHORT_TIMEOUT = 0.5  # the same for a caller or host with too many such calls
-# Concurrent pulls in all, each of which may keep a version from being updated in place,
-# and of one caller, which may read slowly.
+# Maximum numbers of concurrent pulls, in all and of one caller. Each may keep a version
+# from being updated in place, and a caller may read slowly.
 MAX_PULLS, _PULLS_OF_CALLER = 4, 3
 _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
-# Concurrent probes in all, and of one caller. If the network loses a caller's bytes,
-# several count, because the center does not notice that the earlier ones have ended.
+# Maximum numbers of concurrent probes, in all and of one caller. If the network loses a
+# caller's bytes, the center counts probes that have ended without its notice.
 _MAX_PROBES, _PROBES_OF_CALLER = 16, 12
 
 
@@ -92,9 +92,8 @@ class CallLimits:
         """Apply the rate limit of a call, waiting for its turn if necessary.
 
         A bucket holds the calls that all workers make when they start, in addition to
-        `BURST`, because one caller may be all of them. Calls that watch, write a
-        snapshot or end something have buckets of their own, so that a caller's other
-        calls do not delay them.
+        `BURST`, because all workers may be one caller. The calls in `_BUCKETS` have
+        buckets of their own, so that a caller's other calls do not delay them.
 
         Raises:
           CenterBusyError: the wait would be too long; the call can be retried.
@@ -108,18 +107,18 @@ class CallLimits:
         self._admit((bucket, caller.key), burst, tokens)
 
     def admit_again(self, worker: str) -> None:
-        """Apply a rate limit of its own to a worker that resumes its session."""
+        """Apply a separate rate limit to a worker that resumes its session."""
         self._admit(("resume", worker), BURST, JOIN_TOKENS)
 
     def admit_heartbeat(self, worker: str) -> None:
-        """Apply a rate limit of its own to a heartbeat that has arrived.
+        """Apply a separate rate limit to a heartbeat that was recorded.
 
-        A caller's other calls must not delay heartbeats so that a worker seems dead.
+        A caller's other calls must not delay heartbeats until a worker seems dead.
         """
         self._admit(("heartbeat", worker), BURST)
 
     def admit_host(self, host: str, kind: str = "watch") -> None:
-        """Apply a rate limit of its own to one kind of call by a host."""
+        """Apply a separate rate limit to one kind of call by a host."""
         self._admit((kind, host), BURST)
 
     def _admit(self, bucket: Hashable, burst: float, tokens: float = 1.0) -> None:
@@ -137,7 +136,7 @@ class CallLimits:
     def take_handshake_token(self, host: Hashable) -> bool:
         """Return whether a host may begin another unauthenticated connection or call.
 
-        The caller returns the token once it has authenticated.
+        Call `return_handshake_token` once the host has authenticated.
         """
         return self._callers.take(("host", host), self._handshake_burst, max_wait=0.0)
 

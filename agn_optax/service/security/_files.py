@@ -52,7 +52,7 @@ class Reread(Generic[T]):
 
     @property
     def is_outdated(self) -> bool:
-        """True if the files could not be read for `MAX_AGE` seconds."""
+        """True if reading has failed for more than `MAX_AGE` seconds."""
         return time.monotonic() - self._failed_since > MAX_AGE
 
     def _read_if_changed(self) -> None:

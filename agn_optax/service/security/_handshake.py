@@ -18,8 +18,8 @@ _TIMEOUT = 2.0  # seconds for each step
 # The preface of an HTTP/2 connection, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _NO_TLS = (
-    "no TLS with the center; if it does not speak TLS, leave --tls-ca out (tls= in "
-    "Python)"
+    "the TLS handshake with the center failed; if the center does not speak TLS, leave "
+    "--tls-ca out (tls= in Python)"
 )
 
 
@@ -64,8 +64,8 @@ def failure_reason(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> 
                 return ""
             return f"{_NO_TLS} ({error.reason})"
     return (
-        "the center requires a certificate of this end that an authority which it "
-        f"trusts (its own ca) has issued, got {tls}: give --tls-certificate and "
+        "the center requires a certificate of this end, issued by an authority that "
+        f"the center trusts (its ca), got {tls}: give --tls-certificate and "
         "--tls-key (certificate= and key= of Tls)"
     )
 

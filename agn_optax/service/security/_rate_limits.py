@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from agn_optax import errors
 
 MAX_WAIT = 1.0  # s that a call waits for its tokens
-_MAX_DELAYED = 64  # calls of one caller that are delayed before they are rejected
+_MAX_DELAYED = 64  # calls of one caller that wait before they are rejected
 _MAX_BUCKETS = 4096  # buckets that are kept
 _LOG_INTERVAL = 60.0  # s between two warnings
 
@@ -38,7 +38,7 @@ class RateLimiter:
         self._lock = threading.Lock()
         # The time at which each bucket will be full again; monotonic seconds.
         self._full_at: dict[Hashable, float] = {}
-        self._delayed = CallerSemaphore(math.inf, _MAX_DELAYED)  # to be rejected
+        self._delayed = CallerSemaphore(math.inf, _MAX_DELAYED)  # rejected calls
         self._last_warning = -math.inf  # monotonic seconds
 
     def take(
@@ -92,7 +92,7 @@ class RateLimiter:
                 self._full_at[key] -= 1.0 / self.rate
 
     def _drop_buckets(self, key: Hashable) -> None:
-        """Drop the fullest half of too many buckets, before one with a new key."""
+        """If there are too many buckets to add a new key, drop the fullest half."""
         if key not in self._full_at and len(self._full_at) >= _MAX_BUCKETS:
             emptiest = heapq.nlargest(
                 _MAX_BUCKETS // 2, self._full_at, key=self._full_at.__getitem__

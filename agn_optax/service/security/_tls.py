@@ -30,7 +30,7 @@ class Tls(NamedTuple):
 
     Each field is the path of a PEM file, or the bytes of one. With all three at both
     ends, workers must have certificates, too (mutual TLS). Files are read again when
-    they change. `tls` makes such a record and checks it.
+    they change. `tls` makes a `Tls` and checks it.
 
     Args:
       ca: CA certificates to verify the other end with; workers of a center that has
@@ -105,7 +105,7 @@ class Tls(NamedTuple):
                 context.load_default_certs()
             if self.certificate is not None and self.key is not None:
                 with _file(self.certificate) as certificate, _file(self.key) as key:
-                    # Never prompt for a password: no user may be at the terminal.
+                    # Never prompt for a password: perhaps nobody is at the terminal.
                     context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
             reason = str(error)

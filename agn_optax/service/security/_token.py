@@ -96,7 +96,7 @@ def token_file(
         yield path
     finally:
         with contextlib.suppress(OSError):
-            # The next center there may have left another one.
+            # The next center at that address may have left another token.
             if not stays and path.read_text() == token:
                 path.unlink()
 

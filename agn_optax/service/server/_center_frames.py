@@ -115,17 +115,16 @@ class CenterFrames:
         schema: Schema,
         buffer: np.ndarray,
     ) -> KeptAnswer:
-        """Return an answer that is copied over its message, if it has the same schema.
+        """Copy an answer over its message if both have the same schema; return it.
 
-        The version itself, while it was being sent, would prevent other messages from
-        updating the center in place. The copy takes less time than the allocation of
-        another version.
+        Sending the version itself would keep other messages from updating the center in
+        place. The copy takes less time than the allocation of another version.
         """
         if schema.hash != self.schemas.center.hash or kept.recorded:
             return kept  # the journal may still read a recorded message
         with self._core.reading(kept.version) as version, self._core.reading() as now:
-            # Wait until the message is no longer read. Later versions depend on it, but
-            # the answer's version does not if the rule adopts the version before.
+            # Wait until no program reads the message. The newest version depends on it,
+            # but the answer's does not if the rule adopts the version before it.
             jax.block_until_ready(
                 (version.params, now.params, kept.answer.norm, kept.read)
             )
@@ -136,7 +135,8 @@ class CenterFrames:
     def answer(self, version: Version, answer: Answer, message: pb.Message) -> Frame:
         """Return the frame with an answer to a message.
 
-        It has the differences from the worker's anchor if these are known and smaller.
+        It has the differences from the worker's anchor if they are known and smaller
+        than the version.
         """
         schemas = self.schemas
         if schemas.deltas is not None and message.has_anchor:

@@ -43,7 +43,7 @@ class Exchanges:
         self._changed = threading.Condition()
         self.answering = 0
         self.running = 0
-        # It is held while a large message is applied and its answer copied, because the
+        # Held while a large message is applied and its answer copied, because the
         # next in-place update must wait for the copy. No I/O happens while it is held.
         self._applying = threading.Lock()
         # Hashes of the schemas whose programs are compiled.
@@ -113,9 +113,9 @@ class Exchanges:
         self._traffic.count(traffic, received=schema.size)
         submission = submission_of(message, self._frames.contribution(schema, buffer))
         traffic.period = submission.steps
-        traffic.reported = dict(submission.reported or {})  # each message has them all
+        traffic.reported = dict(submission.reported or {})  # all, in each message
         submit = functools.partial(session.submit, submission)
-        if schema.hash not in self._compiled:  # its programs may take minutes
+        if schema.hash not in self._compiled:  # compilation may take minutes
             submitted = in_background(submit, "agn-optax first exchange")
             while wait([submitted], WAITING_INTERVAL).not_done:
                 yield WAITING

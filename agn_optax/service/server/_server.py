@@ -34,7 +34,7 @@ PyTree = Any
 _log = logging.getLogger("agn_optax")
 DEFAULT_GRACE = 30.0  # s for exchanges to be finished when the server stops
 _CHECK_INTERVAL = 0.2  # s between two checks of whether something still runs
-_STALL_TIMEOUT = 2.0  # s without progress after which a worker is disconnected then
+_STALL_TIMEOUT = 2.0  # s without progress after which `stop` disconnects a worker
 _CLOSE_TIMEOUT = 0.8  # s after the grace within which all connections are closed
 
 
@@ -42,8 +42,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
     """A running center service, as `serve` returns it. Also a context manager.
 
     Attributes:
-      address: the address at which it listens, with the actual port if port 0 was
-        requested.
+      address: the address at which the server listens, with the actual port if port 0
+        was requested.
       direct_address: "host:port" for exchanges without gRPC; None if there is no such
         port.
       page_address: URL of its page; None if it has none.
@@ -103,8 +103,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         reach it.
 
         If another thread is already stopping the server, this waits for that thread.
-        If the same thread is, because the handler of a second signal calls this, it
-        returns at once.
+        If the same thread is, because the handler of a second signal calls this, the
+        second call returns at once.
 
         Args:
           grace: seconds for the exchanges that are running, and for those that are
@@ -169,7 +169,7 @@ def serve(
     """Serve a center variable over gRPC, in threads of this process.
 
     Args:
-      rule: a record of `agn_optax.rules`; workers must use the same rule.
+      rule: a rule of `agn_optax.rules`; workers must use the same rule.
       params: the first parameters; None leaves it to a chief to give them.
       address: address to listen at: ``"host:port"``, with port 0 for any free port, or
         ``"unix:path"``.
@@ -276,7 +276,7 @@ def serve(
 
 
 def _check_settings(settings: ListenSettings, security: Security) -> bool:
-    """Check addresses; return whether they are reached only from this machine.
+    """Check addresses; return whether all but health checks stay on this machine.
 
     Raises:
       InvalidArgumentError: an address is not valid, or plain text would leave this

@@ -68,7 +68,7 @@ class Servicer:
       is_drained: whether an operator has drained the service.
       on_event: reports an event to the monitor: its kind and its details. Must not
         block.
-      offers: the offers of all transports without gRPC, still without a key.
+      offers: the offers of all transports other than gRPC, without keys.
       listens_at, direct_address, page_address: the addresses of gRPC, of direct
         connections and of the page, for the status.
     """
@@ -349,7 +349,7 @@ class Servicer:
         )
         self._traffic.get(join.worker).transport = transport
         self.on_event("joined", join.worker, join.session_id, resumes, transport)
-        # A thread of gRPC calls it, which must not be blocked by applying messages.
+        # gRPC calls it on one of its threads, which applying messages must not block.
         disconnect = functools.partial(
             in_background, session.disconnect, "agn-optax disconnect", unread=True
         )
@@ -365,7 +365,7 @@ class Servicer:
             caller = self._authenticate_again(caller, join.worker)
             if header.HasField("acknowledge"):
                 session.acknowledge(header.acknowledge)
-                # Else the programs of other exchanges release them.
+                # Otherwise the programs of other exchanges release the arguments.
                 if not self.exchanges.running:
                     release_arguments()
                 continue
@@ -418,7 +418,7 @@ class Servicer:
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """Let a worker leave for good."""
         caller.check("Leave", request.worker)
-        # First, or its ended connection would be reported as lost.
+        # Reported first: otherwise the monitor would report a lost connection.
         self.on_event("left", request.worker, request.session_id)
         self.core.leave(request.worker, request.session_id)
         return pb.LeaveReply()

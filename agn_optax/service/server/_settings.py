@@ -1,4 +1,4 @@
-"""The settings of a served center that belong together, each group as a record."""
+"""The settings of a served center, with a dataclass for each group of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Limits(CenterLimits):
         that moves many bytes counts as several. The same limit holds for the
         unauthenticated connections per second of one host. A caller is a token or a
         certificate, or, without either, a host. A caller may make 400 calls at once,
-        plus those that all workers make when they start. Status and health, snapshots,
-        and calls that end something have separate limits with the same rate and a burst
-        of 400.
+        plus those that all workers make when they start. Three kinds of calls have
+        separate limits with the same rate and a burst of at least 400: status and
+        health; snapshots; leaving and draining.
 
     Raises:
       InvalidTypeError: ``messages`` are not message limits.
@@ -60,9 +60,9 @@ class Security:
     """Access to a served center, and the encryption of its calls.
 
     Args:
-      tls: the center's certificate and key, and the certificate authorities that
-        workers' certificates are checked against if they must have any; None for plain
-        text, which is only allowed within this machine.
+      tls: the center's certificate and key, and, if workers must have certificates,
+        the certificate authorities that these are checked against. None for plain text,
+        which is only allowed within this machine.
       insecure: allow plain text beyond this machine, and unauthenticated callers, in a
         network that you trust.
       access: access control: the callers and their roles. None admits everybody on this

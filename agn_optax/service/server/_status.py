@@ -79,7 +79,7 @@ class WorkerTraffic:
 def _status_of(
     name: str, member: Member, waits: bool, traffic: Traffic | None
 ) -> pb.WorkerStatus:
-    """Return the status of a worker; it has not stalled while the center waits."""
+    """Return the status of a worker; one that waits for the center is not stalled."""
     now = time.monotonic()
     exchanges, steps = member.recent.rates(now) or (None, None)
     is_awaited = member.connected and not waits

@@ -93,7 +93,7 @@ class Connection:
         self._channel_credentials: Any = None  # the credentials of that channel
         self._has_answered = False  # whether the center has ever answered
         self._closed = threading.Event()
-        self._last_received = -math.inf  # when a frame came last; monotonic seconds
+        self._last_received = -math.inf  # when bytes came last; monotonic seconds
         self._last_served = -math.inf  # when a frame came last that was not an error
 
     @property
@@ -106,7 +106,7 @@ class Connection:
         return self._closed.wait(seconds)
 
     def retry(self, attempt: Callable[[], T], within: float = math.inf) -> T:
-        """Return the result of ``attempt``, retried until the time is over.
+        """Return the result of ``attempt``, called until it succeeds or time is over.
 
         Args:
           attempt: makes a call.
@@ -217,10 +217,11 @@ class Connection:
           name: name of a method of the center, or the full path of any gRPC method.
           request: the request.
           reply: type of the reply.
-          timeout: timeout in seconds of a call that may fail; the channel is kept then.
-            None for any other call.
-          response_timeout: timeout in seconds of any other call, if this is less than
-            the connection's timeout. The next call then begins on a new channel.
+          timeout: timeout in seconds of a call that may fail; afterwards the channel is
+            kept. None uses the following timeout.
+          response_timeout: timeout in seconds, if this is less than the connection's
+            timeout. After it, the next call begins on a new channel, unless a link has
+            received something meanwhile.
         """
         response_timeout = min(self.timeout, response_timeout)
         path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
@@ -299,7 +300,7 @@ class Connection:
 
         The next call then begins on a new channel. gRPC itself would keep a connection
         whose other end has vanished for up to a minute. Other calls on the old channel
-        are as lost, and are retried.
+        are lost as well, and are retried.
         """
         if time.monotonic() - self._last_received >= silence:
             self._close_channel()
@@ -358,7 +359,7 @@ class Connection:
         try:
             with watchdog.watching(link):
                 yield
-        except BaseException as error:  # also of Ctrl-C: no link is left running
+        except BaseException as error:  # after Ctrl-C, too, no link is left running
             link.cancel()
             is_ours = isinstance(error, errors.AgnOptaxError)
             if not is_ours and not isinstance(error, link.end_errors):
@@ -368,7 +369,7 @@ class Connection:
                     raise TimeoutError from None
                 self._close_silent_channel(silence_timeout)
                 raise errors.CenterUnreachableError(
-                    f"no data came for {silence_timeout:.3g} s, or far too slowly"
+                    f"no data came for {silence_timeout:.3g} s, or data far too slowly"
                 ) from None
             # The ended call knows the reason best.
             raise self._failure(error if is_ours else link.end_reason()) from None

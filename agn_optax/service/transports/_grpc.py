@@ -110,7 +110,7 @@ class _GrpcServer(_transport.Listener):
     Args:
       servicer: the servicer of the center.
       settings: listening settings.
-      admit: admits a health check by its context, and returns its caller.
+      admit: admits a health check by its context, and returns its caller's key.
       max_calls: maximum number of concurrent calls.
       options: options of the server.
       handlers: handlers of other calls.
@@ -189,7 +189,7 @@ class GrpcListener(_GrpcServer):
             ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.server_handshake_timeout_ms", 5_000),
-            # Per connection, which one center object of a process uses.
+            # Per connection; each center object of a process has one connection.
             ("grpc.max_concurrent_streams", 64 + 4 * servicer.max_workers),
         ]
         # The limits of callers admit fewer calls, with very few exceptions.
@@ -294,7 +294,7 @@ def _handlers(servicer: Servicer) -> Any:
         return grpc.stream_stream_rpc_method_handler(answer)
 
     def with_request(name: str) -> Callable[..., Any]:
-        """Return the method for a call with one request, with the request parsed."""
+        """Return a function that parses a call's only message and handles it."""
         call, request = getattr(servicer, name.lower()), getattr(pb, f"{name}Request")
 
         def answer(messages: Iterator[bytes], context: Any, caller: Caller) -> Any:
@@ -327,8 +327,7 @@ def _read_one(
     """Return the only message of a call, which must arrive within a timeout.
 
     Calls of one message are served as streams. Otherwise gRPC would wait for the
-    message without a timeout, before it calls any code here, and for unknown callers,
-    too.
+    message without a timeout, and before the caller is authenticated.
 
     Raises:
       EOFError: the call ends without a message.

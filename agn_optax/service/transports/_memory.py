@@ -123,7 +123,7 @@ class MemoryLink(_socket.SocketLink):
         return number, _buffers.lend(raw, size, lambda raw: free.append((number, raw)))
 
     def _create_segment(self, number: int, size: int) -> np.ndarray | None:
-        """Create a segment; None if an end cannot map it, to use the socket instead."""
+        """Create a segment; None if an end cannot map it: then use the socket."""
         try:
             descriptor, raw = create(size)
         except (OSError, ValueError):  # too many files, or too little memory
@@ -137,7 +137,7 @@ class MemoryLink(_socket.SocketLink):
             os.close(descriptor)
         header = super().read_header()
         if not header.HasField("attached"):
-            raise errors.ProtocolError("an answer to a segment was expected")
+            raise errors.ProtocolError("expected `attached`, got another frame")
         return None if header.attached.error else raw
 
 
@@ -181,9 +181,9 @@ class MemoryConnection(_socket.SocketConnection):
         return header
 
     def read_buffer(self, schema: Schema, what: str) -> np.ndarray:
-        """Read the buffer of that frame, into memory that the worker cannot write."""
+        """Read the last header's buffer, into memory that the worker cannot write."""
         if not self._segment:
-            with self._closing_descriptors():  # closes those that a worker sends here
+            with self._closing_descriptors():  # a worker may send some here, too
                 return super().read_buffer(schema, what)
         segment_bytes = self._segments[self._segment]
         if segment_bytes.size < schema.size:
@@ -222,7 +222,7 @@ class MemoryConnection(_socket.SocketConnection):
 
     @contextlib.contextmanager
     def _closing_descriptors(self) -> Iterator[None]:
-        """Close the file descriptor that is received within the block at its end."""
+        """Close a file descriptor received within the block when the block ends."""
         try:
             yield
         finally:
@@ -234,6 +234,8 @@ class MemoryConnection(_socket.SocketConnection):
         for _, _, data in controls:
             self._close_all()  # a worker sends one at a time
             self._descriptors += _DESCRIPTOR.unpack(data)
+        if received:
+            self.on_received()
         return received
 
     def _close_all(self) -> None:

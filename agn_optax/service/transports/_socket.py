@@ -1,8 +1,9 @@
 """Direct sockets: frames over TCP or a Unix socket, with or without TLS.
 
 A connection begins with a handshake: the worker sends a greeting and its caller's key,
-which it has received over gRPC. The center answers with the greeting, or with a line
-that says why it rejects the worker.
+which it has received over gRPC. The center answers with the greeting. To reject the
+worker, it closes the connection; it sends a line with the reason only to a process of
+another user.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from agn_optax.service.wire._frames import Frame, FrameReader
 GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
 _MAX_LINE = 256  # bytes of the center's answer to a greeting
-_CONNECT_TIMEOUT = 1.0  # s; then the worker uses gRPC
-_BACKLOG = 128  # connections waiting to be accepted, which arrive in under a second
+_CONNECT_TIMEOUT = 1.0  # s; then the worker tries another transport
+_BACKLOG = 128  # connections waiting to be accepted, for less than a second
 _DEFER_ACCEPT = 5  # s for which the system holds a connection without data
-_HANDSHAKE_TIMEOUT = 5.0  # s, also of sending a rejection
+_HANDSHAKE_TIMEOUT = 5.0  # s, also for a worker to close after an error
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
 _SENDMSG_BYTES = 1 << 20  # bytes per call of sendmsg
 _TLS_RECORD = 1 << 14  # size of a TLS record, bytes
@@ -192,7 +193,7 @@ def accept_connections(
             yield sock, origin
 
 
-# Linux has abstract Unix sockets: their names are not files, and vanish with them.
+# Linux has abstract Unix sockets: their names are not files, and end with the socket.
 HAS_ABSTRACT_SOCKETS = sys.platform == "linux"
 
 
@@ -498,7 +499,7 @@ def _is_unix(sock: socket.socket) -> bool:
 def tune(sock: socket.socket) -> None:
     """Set the options of a socket, at either end."""
     if _is_unix(sock):
-        # Their buffers have a fixed size; those of TCP grow automatically.
+        # A Unix socket's buffers have a fixed size; those of TCP grow automatically.
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
         return

@@ -115,7 +115,7 @@ class Threads(ThreadPoolExecutor):
 
 
 class Link(FrameReader, abc.ABC):
-    """The worker's end of its call, in both directions; for one thread at a time.
+    """The worker's end of a call, in both directions; for one thread at a time.
 
     Args:
       receive, buffers: see `FrameReader`.

@@ -30,7 +30,7 @@ class Buffers:
         self._free: deque[np.ndarray] = deque(maxlen=1)  # shared between threads
 
     def take(self, size: int) -> np.ndarray:
-        """Return an aligned buffer of ``size`` bytes, free when its last view is."""
+        """Return an aligned buffer of ``size`` bytes, reused once no view is left."""
         raw = self._pop()
         if raw is None or raw.size < size:
             raw = allocate(size)
@@ -49,7 +49,7 @@ class Buffers:
 def lend(
     raw: np.ndarray, size: int, give_back: Callable[[np.ndarray], object]
 ) -> np.ndarray:
-    """Return the first bytes of ``raw``; without a view left, call ``give_back``."""
+    """Return ``raw[:size]``; call ``give_back(raw)`` once no view of it is left."""
     # The memoryview keeps NumPy from using `raw` itself as the base of all views.
     array = np.frombuffer(raw.data[:size], np.uint8)
     weakref.finalize(array, give_back, raw).atexit = False
@@ -57,7 +57,7 @@ def lend(
 
 
 def write(schema: Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
-    """Copy arrays to their places in a buffer, cast to its dtypes; gaps stay unchanged.
+    """Copy arrays to a buffer, cast to the schema's dtypes; gaps stay unchanged.
 
     Raises:
       ValueError: the arrays do not match the schema.
@@ -66,7 +66,7 @@ def write(schema: Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> N
 
 
 def copy(copies: list[_Copy], size: int) -> None:
-    """Copy each second array to the first one; ``size`` bytes in total."""
+    """Copy each source to its destination; ``size`` bytes in total."""
     if size < _MIN_FOR_TWO_THREADS:
         assign(copies)
         return

@@ -34,7 +34,7 @@ _TRANSIENT = {
 }
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-# Codes of other servers, the second one of their health service.
+# Codes from servers that are not centers; their health service gives NOT_FOUND.
 _NOT_A_CENTER = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND}
 
 
@@ -77,7 +77,7 @@ def failure_of(error: Exception) -> pb.Failure:
     elif isinstance(error, EOFError):
         error = errors.ProtocolError(str(error))
     elif not isinstance(error, errors.AgnOptaxError):
-        error = errors.CenterError(f"it failed: {error!r}")
+        error = errors.CenterError(f"the center failed: {error!r}")
     details = str(error)[:4000]  # gRPC limits the size of metadata
     return pb.Failure(kind=type(error).__name__, details=details)
 

@@ -38,6 +38,6 @@ def compare(prints: Any, rule: Rule, address: str) -> None:
     }
     if difference := rules.difference(received, rule):
         raise errors.RuleMismatchError(
-            f"the center at {address} runs another rule: {difference}. Give both the "
-            "same optimizers and settings"
+            f"the center at {address} runs another rule: {difference}. Give worker "
+            "and center the same optimizers and settings"
         )

@@ -23,7 +23,7 @@ from agn_optax.service.wire import _casting
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._schema import Schema
 
-SIZES = struct.Struct("<IQ")  # begin of a frame: sizes of its header and its buffer
+SIZES = struct.Struct("<IQ")  # start of a frame: sizes of its header and its buffer
 MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
 MAX_PROBE = 4 << 20  # bytes in each direction
 _RANDOM = 1 << 16  # bytes to repeat in a probe: longer than the window of compression
@@ -33,15 +33,15 @@ _RANDOM = 1 << 16  # bytes to repeat in a probe: longer than the window of compr
 class Frame:
     """A frame to be sent.
 
-    At its end as a context manager it releases its arrays, even if the frame itself is
-    still referred to.
+    As a context manager it releases its arrays at the end of the block, even if the
+    frame itself is still referenced.
 
     Args:
       header: the header.
       schema: schema of the arrays; None if the frame has no buffer.
       arrays: the leaves, in the order of the schema, read while the frame is sent.
-      before_last_byte: called before the last byte is sent, without which the frame
-        is not received.
+      before_last_byte: called before the last byte is sent. Without that byte the
+        receiver cannot use the frame.
       answer_size: size in bytes of the buffer expected in the answer.
     """
 
@@ -72,7 +72,7 @@ class Frame:
         """Yield the frame in nonempty pieces, most of which are views of the arrays.
 
         Args:
-          in_memory: whether the buffer is in shared memory, and is left out here.
+          in_memory: whether to leave the buffer out, because it is in shared memory.
         """
         header = self.header.SerializeToString()
         sizes = SIZES.pack(len(header), 0 if in_memory else self.nbytes)
@@ -150,12 +150,12 @@ class FrameReader:
         """Read the header of the next frame; None if there is no more frame.
 
         Raises:
-          ProtocolError: the received bytes are no header, or one too large.
+          ProtocolError: the received bytes are not a header, or it is too large.
           EOFError: the connection ended within a frame.
         """
         if self._unread:
             raise errors.ProtocolError(
-                f"a buffer of {self._unread} bytes came with a frame that has none"
+                f"a buffer of {self._unread} bytes came with a frame that needs none"
             )
         sizes = bytearray(SIZES.size)
         received = self._receive_some(memoryview(sizes))
@@ -178,7 +178,7 @@ class FrameReader:
         return header
 
     def read_buffer(self, schema: Schema, what: str) -> np.ndarray:
-        """Read the buffer of that frame, into memory that is not shared.
+        """Read the buffer of the last header's frame, into memory that is not shared.
 
         Raises:
           ProtocolError: the buffer's size is not that of the schema.
@@ -198,7 +198,7 @@ class FrameReader:
         """Read bytes into all of a view.
 
         Raises:
-          EOFError: the connection ended before that.
+          EOFError: the connection ended before the view was full.
         """
         while view:
             received = self._receive_some(view)

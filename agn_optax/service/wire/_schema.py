@@ -31,7 +31,7 @@ Cast = Callable[[np.ndarray, Any], Iterator[np.ndarray]]
 
 
 def assign(copies: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copy each second array to the first one, cast to its dtype.
+    """Copy each second array to the first one, cast to the dtype of the first.
 
     The cast rounds to nearest, ties to even; numbers that overflow become infinite.
     """
@@ -79,7 +79,7 @@ class Schema(Description):
             if leaf.path in paths:
                 raise errors.ProtocolError(f"leaf {leaf.path} occurs twice")
             paths.add(leaf.path)
-            # The layout of a flattened center, whose array may then be this buffer.
+            # The layout of a flattened center, so that the buffer can be its array.
             dtype = np.dtype(leaf.dtype)
             unit = layout.ALIGNMENT * dtype.itemsize
             begin = -(-self.size // unit) * unit
@@ -122,7 +122,7 @@ class Schema(Description):
 
     @functools.cached_property
     def packed(self) -> Schema:
-        """The two leaves of a flattened center in the same buffer, of one dtype."""
+        """The schema of the same buffer as the two leaves of a flattened center."""
         (dtype,) = self.dtypes
         size = np.dtype(dtype).itemsize
         begins, end = [offset // size for offset in self.offsets], self.size // size
@@ -156,7 +156,7 @@ class Schema(Description):
     def copies(
         self, arrays: Sequence[np.ndarray], buffer: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each array with its place in a buffer, as a view that it is copied to.
+        """Yield a view of the place of each array in a buffer, and the array.
 
         Raises:
           ValueError: the arrays do not match this schema.

@@ -56,7 +56,7 @@ def message_of(submission: Submission, **others: Any) -> pb.Message:
     """Return a submission as it is sent, without its contribution.
 
     Args:
-      submission: the submission, which was `Submission.checked`.
+      submission: the submission, as `Submission.checked` returned it.
       **others: the fields of the message that a submission does not have.
     """
     reported = {k: float(v) for k, v in (submission.reported or {}).items()}
@@ -65,7 +65,7 @@ def message_of(submission: Submission, **others: Any) -> pb.Message:
 
 
 def submission_of(message: pb.Message, contribution: PyTree) -> Submission:
-    """Return a received submission, whose metrics are bounded in number and name."""
+    """Return a received submission, with limits on its metrics and their names."""
     reported = sorted(message.reported.items())[:MAX_REPORTED]
     return Submission(
         contribution=contribution,

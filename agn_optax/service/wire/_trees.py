@@ -58,12 +58,12 @@ class WireSchemas(NamedTuple):
     # An abstract encoded difference between broadcast parameters; None if the answers
     # of the rule are never differences.
     delta_like: PyTree = None
-    # Returns the schema of a number of such differences.
+    # Returns the schema of a given number of such differences.
     deltas: Callable[[int], Schema] | None = None
 
 
 def wire_schemas(rule: Rule, like: PyTree) -> WireSchemas:
-    """Return the schemas of a center with parameters like these, and its workers."""
+    """Return the schemas of a center with parameters like ``like``."""
     center, answer_dtype = schema_of(like), rule.codec.answer_dtype
     message = schema_of(rounds.contribution_like(rule, like))
     answer = center.cast(answer_dtype.name if answer_dtype else "")
@@ -89,9 +89,9 @@ def wire_leaves(tree: PyTree) -> list[Any]:
 def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
     """Return the leaves in host memory, in the order of their schema.
 
-    This waits for the leaves, and copies those on other devices. On an accelerator they
+    This waits for the leaves, and copies those in device memory. On an accelerator they
     are first cast to the dtypes of ``schema``, so that fewer bytes are transferred. On
-    a CPU they are cast while they are sent, which needs no more memory.
+    a CPU they are cast while they are sent, which needs no extra memory.
     """
     if schema is not None and jax.default_backend() != "cpu":
         tree = cast(tree, schema)
@@ -102,7 +102,7 @@ def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
 
 
 def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
-    """Build a tree from leaves, in the containers of ``like`` if its paths are equal.
+    """Build a tree from leaves, in the containers of ``like`` if it has the same paths.
 
     Otherwise the containers are those of the schema: dicts, lists, tuples and None are
     restored, and other containers become dicts with the names of their children.
