@@ -6,7 +6,6 @@ messages it has applied, and how often.
 
 import contextlib
 import gc
-import io
 import os
 import pathlib
 import subprocess
@@ -17,17 +16,11 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import sessions, shared, talking
+from helpers import links, sessions, shared, talking
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Submission, Synchronous
-from agn_optax.service import _address
-from agn_optax.service.client import _client
-from agn_optax.service.transports import _connection
-from agn_optax.service.transports._transport import Threads
-from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame, FrameReader
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 12, 5
@@ -38,7 +31,6 @@ LIMIT = 60  # s, generous: no test should come near it
 def crash(center):
     """End a connection as a kill of its process would: without leaving."""
     center._connection.stop()
-    _client._open_centers.discard(center)
     for session in center._sessions.values():
         session.disconnect()
     center._connection.close()
@@ -330,10 +322,9 @@ class CallContext:
 
 def joining(worker="anna"):
     join = service.center_pb2.Join(
-        protocol=_address.PROTOCOL, worker=worker, session_id="life"
+        protocol=service.address.PROTOCOL, worker=worker, session_id="life"
     )
-    frame_bytes = Frame(service.center_pb2.Header(join=join)).pieces()
-    return FrameReader(io.BytesIO(b"".join(frame_bytes)).readinto, Buffers())
+    return links.reader_of(links.as_bytes(service.center_pb2.Header(join=join)))
 
 
 def life(server, call):
@@ -509,6 +500,9 @@ def test_stopped_server_and_client_leave_no_threads(transports):
             assert not thread.is_alive(), thread
 
 
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="starts no threads at its end"
+)
 def test_failing_process_of_a_server_ends_with_connected_workers():
     """Without a call of `Server.stop`."""
     program = (
@@ -567,19 +561,22 @@ def test_leave_of_an_old_session_keeps_the_new_one():
         assert list(center._sessions.values()) == [second]
 
 
-def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
+def test_bytes_of_concurrent_exchanges_are_all_counted():
     """Also if threads switch between reading and writing a sum."""
-    size = Frame.nbytes.fget
 
-    def slow(frame):
-        found = size(frame)
-        time.sleep(0.005)  # so that other threads run meanwhile
-        return found
-
-    with served() as (_, connected):
+    with served() as (server, connected):
         center = connected()
         exchanges, workers = 5, [center.join(f"worker {i}") for i in range(4)]
-        monkeypatch.setattr(Frame, "nbytes", property(slow))
+        total = server._servicer._traffic.total
+
+        class Slow(type(total)):
+            def __getattribute__(self, name):
+                found = super().__getattribute__(name)
+                if name.startswith("bytes_"):
+                    time.sleep(0.005)  # so that other threads run meanwhile
+                return found
+
+        total.__class__ = Slow
 
         def work(session):
             for sequence in range(1, 1 + exchanges):
@@ -600,35 +597,39 @@ def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
 
 
 def test_signs_of_life_continue_after_one_that_raises(monkeypatch, caplog):
-    unary, calls, again = _connection.Connection.unary, [], threading.Event()
+    calls, again = [], threading.Event()
 
-    def fails_once(connection, name, *args, **kwargs):
+    def fails_once(name, *args, **kwargs):
         if name == "Alive":
             calls.append(name)
             if len(calls) == 1:
                 raise RuntimeError("on purpose")
             again.set()
-        return unary(connection, name, *args, **kwargs)
+        return unary(name, *args, **kwargs)
 
-    monkeypatch.setattr(_connection.Connection, "unary", fails_once)
     with served(limits=service.Limits(lease=1.0)) as (_, connected):
-        connected().join("anna")
+        center = connected()
+        unary = center._connection.unary
+        monkeypatch.setattr(center._connection, "unary", fails_once)
+        center.join("anna")
         assert again.wait(LIMIT)
     assert "thread 'agn-optax heartbeat' failed, and goes on" in caplog.text
 
 
 @pytest.mark.parametrize("transport", ["memory", "socket"])
 def test_connections_are_accepted_after_one_that_raised(transport, monkeypatch, caplog):
-    submit, calls = Threads.submit, []
+    calls = []
 
-    def fails_once(threads, call, *args, **kwargs):
+    def fails_once(call, *args, **kwargs):
         if call.__name__ == "_serve" and not calls:
             calls.append(call)
             raise ValueError("on purpose")
-        return submit(threads, call, *args, **kwargs)
+        return submit(call, *args, **kwargs)
 
-    monkeypatch.setattr(Threads, "submit", fails_once)
     with served() as (server, _):
+        threads = server._listeners[transport]._threads
+        submit = threads.submit
+        monkeypatch.setattr(threads, "submit", fails_once)
         for _ in range(2):  # the first one finds no transport
             with (
                 contextlib.suppress(errors.CenterUnreachableError),
