@@ -11,11 +11,10 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from helpers import sessions, shared
+from helpers import sessions, shared, tuning
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots
-from agn_optax.center.durability import _directory
 from agn_optax.center.durability._files import CenterFiles
 
 RESERVED = 1 << 13
@@ -37,7 +36,7 @@ def read(directory):
 @pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
 def kept(request, tmp_path, monkeypatch):
     """Return the directory of a center that was killed or has ended."""
-    monkeypatch.setattr(_directory, "_MIN_RESERVED", RESERVED)
+    tuning.set_least_reserved(monkeypatch, RESERVED)
     durability = {
         "journal": Journal(tmp_path / "a"),
         "interval": Journal(tmp_path / "a", interval=1000.0),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import center_kinds, sessions, shared
+from helpers import center_kinds, sessions, shared, tuning
 from helpers.support import (
     RULES,
     assert_close,
@@ -228,9 +228,8 @@ def test_concurrent_exchanges_are_atomic_and_counted(kind):
 
 
 def test_barrier_lets_workers_start_together(kind, monkeypatch):
-    sessions.wait_for_farewells(
-        monkeypatch
-    )  # otherwise a busy center may keep their names
+    # Otherwise a busy center may keep their names.
+    tuning.set_farewell_patience(monkeypatch, 20.0)
     with center_kinds.made(kind, shared.downpour(), barrier=2) as center:
         names, started = ("anna", "bert"), []
         workers = {

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import shared, tuning
 from helpers.waiting import in_background, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -41,9 +41,7 @@ from agn_optax.center import (
     Limits,
     Submission,
     Synchronous,
-    _core,
 )
-from agn_optax.center.durability import _directory, _keeper, _writer
 
 DOWNPOUR = shared.downpour()
 MODES = [
@@ -70,8 +68,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_core, "time", clock)
-    monkeypatch.setattr(_keeper, "time", clock)
+    tuning.set_center_clock(monkeypatch, clock.monotonic)
     return clock
 
 
@@ -390,11 +387,9 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
-    monkeypatch.setattr(
-        _directory, "_MIN_RESERVED", 1 << 14
-    )  # bytes, so that copies are quick
+    tuning.set_least_reserved(monkeypatch, 1 << 14)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs no sync
-    monkeypatch.setattr(_writer, "_sync", lambda file: None)
+    tuning.set_journal_sync(monkeypatch, lambda file, sync: None)
     run_state_machine_as_test(
         lambda: Exchanges(mode, clock, journals),
         settings=settings(max_examples=6 if journals else 15, stateful_step_count=40),
@@ -724,7 +719,7 @@ def test_waiting_calls_do_not_poll_during_a_check():
 
 def test_round_ends_in_time_after_a_check(monkeypatch):
     """A call waiting for the round did not have to wake up before."""
-    monkeypatch.setattr(_core, "_FAILURE_CHECK_INTERVAL", math.inf)
+    tuning.set_failure_checks(monkeypatch, math.inf)
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     submit(anna)
@@ -738,9 +733,7 @@ def test_round_ends_in_time_after_a_check(monkeypatch):
 @pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
 def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypatch):
     """For example, no thread can be started, or Ctrl-C comes before."""
-    monkeypatch.setattr(
-        _core, "_FAILURE_CHECK_INTERVAL", 0.05
-    )  # s, until the next attempt
+    tuning.set_failure_checks(monkeypatch, 0.05)  # s, until the next attempt
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert = core.join("anna"), core.join("bert")
 
@@ -750,7 +743,7 @@ def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypat
     with monkeypatch.context() as patch:
         submit(anna)
         if fails is RuntimeError:
-            patch.setattr(_core, "in_background", broken)
+            patch.setattr(threading.Thread, "start", broken)
             act = functools.partial(anna.collect, 1, LIMIT)
         else:
             patch.setattr(core, "_run_check", broken)

@@ -16,18 +16,16 @@ import struct
 import tempfile
 import threading
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import commands, sessions, shared, talking
+from helpers import commands, sessions, shared, talking, tuning
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
-from agn_optax.center.durability import _files, _writer
 
 pytestmark = pytest.mark.slow
 
@@ -358,13 +356,12 @@ class Syncs:
     def __init__(self, monkeypatch):
         self.count, self.ready = 0, threading.Event()
         self.ready.set()
-        self._sync = _writer._sync
-        monkeypatch.setattr(_writer, "_sync", self)
+        tuning.set_journal_sync(monkeypatch, self)
 
-    def __call__(self, file):
+    def __call__(self, file, sync):
         self.count += 1
         assert self.ready.wait(LIMIT)
-        self._sync(file)
+        sync(file)
 
 
 @pytest.fixture
@@ -390,15 +387,15 @@ def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
 def test_with_an_interval_no_record_waits_longer_for_a_sync(
     syncs, tmp_path, monkeypatch
 ):
-    clock = types.SimpleNamespace(monotonic=lambda: 0.0)
-    monkeypatch.setattr(_writer, "time", clock)
+    now = 0.0
+    tuning.set_journal_clock(monkeypatch, lambda: now)
     kept = Journal(tmp_path / "a", interval=1000.0)
     center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
     send(center)
-    clock.monotonic = lambda: 999.0
+    now = 999.0
     send(center)
     assert syncs.count == 0
-    clock.monotonic = lambda: 1000.0
+    now = 1000.0
     syncs.ready.clear()
     late = threading.Thread(target=send, args=(center,))
     late.start()  # no response while older records wait for the sync
@@ -429,7 +426,7 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
     center.close()
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "boot_id", lambda: "another")
+        tuning.set_boot_id(patch, "another")
         with found(tmp_path / "a") as again:  # the center had been closed
             assert (again.version, again.center_id) == (3, center.center_id)
         (journal,) = copy.glob("journal-*")

@@ -15,13 +15,14 @@ import resource
 import shutil
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import sessions, shared
+from helpers import sessions, shared, tuning
 from helpers.support import RULES, assert_identical, tree
 from helpers.waiting import in_background, wait_until
 
@@ -36,14 +37,7 @@ from agn_optax.center import (
     Submission,
     Synchronous,
 )
-from agn_optax.center._ledger import Ledger
-from agn_optax.center.durability import (
-    Keeper,
-    _directory,
-    _keeper,
-    _records,
-    _writer,
-)
+from agn_optax.center.durability import Keeper
 from agn_optax.ops import planning
 
 DOWNPOUR = shared.downpour()
@@ -310,7 +304,7 @@ def worn(tmp_path_factory):
         copied(durability.directory, copy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_directory, "_MIN_RESERVED", 1 << 14)
+        tuning.set_least_reserved(patch, 1 << 14)
         for i, kind in enumerate(
             (
                 Journal(folder / "a"),
@@ -336,7 +330,8 @@ def restored(durability):
     """Return the store of the center that is found, and its id."""
     keeper = Keeper(durability, DOWNPOUR, threading.Condition())
     try:
-        return keeper.restore(Ledger(), None, None, None, False), keeper.center_id
+        ledger = LocalCenter(DOWNPOUR).core.ledger
+        return keeper.restore(ledger, None, None, None, False), keeper.center_id
     finally:
         keeper.close()
 
@@ -548,16 +543,18 @@ def test_snapshots_are_written_by_time(tmp_path, killed):
 def test_failed_snapshot_is_tried_again_without_further_exchanges(
     every, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", 0.1)
-    save, fails = _directory.Directory.save, [True]
+    tuning.set_snapshot_retries(monkeypatch, 0.1)
+    fails = [True]
 
-    def saved(self, *args):
+    def saved(*args):
         if fails and fails.pop():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, *args)
+        return save(*args)
 
     center = kept(Snapshots(tmp_path, **every), params=jnp.zeros(2))
-    monkeypatch.setattr(_directory.Directory, "save", saved)
+    directory = center.core._keeper._directory
+    save = directory.save
+    monkeypatch.setattr(directory, "save", saved)
     send(center)
     wait_for(center, lambda: center.core.saved_version == 1)
     assert not fails
@@ -570,16 +567,16 @@ def test_snapshot_on_request_that_fails_is_repeated_in_time(
     error, tmp_path, monkeypatch
 ):
     """The thread that writes snapshots would otherwise wait for another exchange."""
-    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", 0.1)
+    tuning.set_snapshot_retries(monkeypatch, 0.1)
     every = Snapshots(tmp_path, seconds=1.0)
     center = kept(every, params=jnp.zeros(2))
     send(center)
     with monkeypatch.context() as patch:
 
-        def save(self, *args):
+        def save(*args):
             raise error
 
-        patch.setattr(_directory.Directory, "save", save)
+        patch.setattr(center.core._keeper._directory, "save", save)
         with pytest.raises((KeyboardInterrupt, errors.DurabilityError)):
             center.write_snapshot()
     wait_for(center, lambda: center.core.saved_version == 1)
@@ -702,7 +699,7 @@ def test_journal_reserves_in_proportion_to_its_records(tmp_path):
 
 
 def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
+    tuning.set_most_records(monkeypatch, 5)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     for _ in range(4):  # joining makes one more
         send(center)
@@ -710,13 +707,22 @@ def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
     center.close()
 
 
-def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces():
+@pytest.mark.parametrize(
+    ("snapshot", "message"), [(1, 1 << 31), (1 << 31, 1 << 31), (1, 1)]
+)
+def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces(
+    snapshot, message, tmp_path, monkeypatch
+):
     """The planner has constants of its own, because it does not import this layer."""
-    disk, large = planning.Disk(bandwidth=1.0), 2.0 * _keeper._JOURNAL_SIZE
-    assert disk.journal_size(snapshot=1.0, message=large) == _keeper._JOURNAL_SIZE
-    size = disk.journal_size(snapshot=large, message=large)
-    assert size == _keeper._MIN_SNAPSHOTS * large
-    assert disk.journal_size(snapshot=1.0, message=1.0) == _keeper._MAX_RECORDS
+    size = planning.Disk(bandwidth=1.0).journal_size(snapshot, message)
+    keeper = Keeper(Journal(tmp_path), DOWNPOUR, threading.Condition())
+    monkeypatch.setattr(keeper, "_saved_size", snapshot)
+    for written, is_due in ((size - 1, False), (size, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(keeper, "_writer", types.SimpleNamespace(size=written))
+            patch.setattr(keeper, "_number", written // message)
+            assert (keeper._time_left() == 0.0) == is_due
+    keeper.close()
 
 
 @contextlib.contextmanager
@@ -852,15 +858,15 @@ class ControlledSyncs:
         self.ready = threading.Event()
         self.ready.set()
         self.error = None
-        self._sync = _writer._sync
-        monkeypatch.setattr(_writer, "_sync", self)
+        self.first_error = 1  # number of the first sync that fails
+        tuning.set_journal_sync(monkeypatch, self)
 
-    def __call__(self, file):
+    def __call__(self, file, sync):
         self.syncs += 1
         assert self.ready.wait(LIMIT)
-        if self.error is not None:
+        if self.error is not None and self.syncs >= self.first_error:
             raise OSError(self.error, os.strerror(self.error))
-        self._sync(file)
+        sync(file)
 
 
 @pytest.fixture
@@ -926,14 +932,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
 
 def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
     center = kept(Journal(tmp_path), params=jnp.zeros(2))
-    sync = disk._sync
-
-    def second_fails(file):
-        if disk.syncs > 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(file)
-
-    disk._sync = second_fails
+    disk.error, disk.first_error = errno.ENOSPC, 2
     disk.ready.clear()
 
     def exchange(worker):
@@ -957,7 +956,7 @@ def test_disk_failure_during_close_blocks_no_worker(tmp_path, disk):
 
 
 def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_keeper, "_MAX_RECORDS", 5)
+    tuning.set_most_records(monkeypatch, 5)
     tried = threading.Semaphore(0)
 
     def full(*args):
@@ -977,17 +976,16 @@ def test_failed_snapshots_of_a_journal_are_not_retried_at_once(tmp_path, monkeyp
 
 def test_initialization_is_undone_if_it_cannot_be_written(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
-    write = _records.write
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(_records, "write", full)
-    with pytest.raises(errors.DurabilityError, match="No space left on device"):
-        center.initialize(jnp.zeros(2), worker="chief")
-    assert not center.core.is_initialized
-    assert names(tmp_path / "a") == {"lock"}
-    monkeypatch.setattr(_records, "write", write)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(errors.DurabilityError, match="No space left on device"):
+            center.initialize(jnp.zeros(2), worker="chief")
+        assert not center.core.is_initialized
+        assert names(tmp_path / "a") == {"lock"}
     center.initialize(jnp.zeros(2), worker="other")
     center.close()
     again = kept(Journal(tmp_path / "a"))

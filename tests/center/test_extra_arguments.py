@@ -26,10 +26,9 @@ from helpers.support import (
 )
 
 import agn_optax
-from agn_optax import checkpoint, errors, rules
+from agn_optax import checkpoint, errors, rules, service
 from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
-from agn_optax.center._store import _extra, _programs
-from agn_optax.service.wire import _submission
+from agn_optax.service.transports import GrpcLink
 from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
@@ -360,11 +359,10 @@ def test_unused_extras_are_no_program_arguments():
     for rule, name in ((shared.diloco(), "ignores"), (RULE, "asks")):
         center = agn_optax.LocalCenter(rule, jnp.ones(3))
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
-        state = center.save().center_state
-        extra_args = _extra(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
-        lowered = _programs(rule).move.in_place.lower(
-            jnp.ones(3), extra_args, jnp.ones(3), state, None
-        )
+        store = center.core.store
+        sent = Submission(2, jnp.ones(3), anchor_version=1, steps=2, weight=3.0)
+        prepared = store.prepare([sent], [0])
+        lowered = prepared.program.in_place.lower(*store._arguments(prepared))
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")
     # The message, the center and its momentum; the state of ASKS is not read.
@@ -417,14 +415,21 @@ def test_weight_that_is_not_a_number_is_rejected(weight):
 )
 def test_service_rejects_invalid_extras(fields, message, monkeypatch):
     """The worker's own checks are disabled."""
-    with center_kinds.made("server", RULE, jnp.ones(3)) as center:
-        session, message_of = center.join("w"), _submission.message_of
+    send = GrpcLink.send
 
-        def lies(submission, **more):
-            return message_of(submission._replace(**fields), **more)
+    def lies(link, frame):
+        if frame.header.HasField("message"):
+            for name, value in fields.items():
+                setattr(frame.header.message, name, value)
+        send(link, frame)
 
+    with (
+        service.serve(RULE, jnp.ones(3)) as server,
+        service.connect(server.address, RULE, transports=["grpc"]) as center,
+    ):
+        session = center.join("w")
         with monkeypatch.context() as patch:
-            patch.setattr(_submission, "message_of", lies)
+            patch.setattr(GrpcLink, "send", lies)
             with pytest.raises(errors.InvalidArgumentError, match=message):
                 session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         answer = session.exchange(

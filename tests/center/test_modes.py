@@ -1,6 +1,7 @@
 """Modes by themselves, and a mode that does not come with the library."""
 
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,14 @@ from agn_optax.center import (
     Submission,
     Synchronous,
 )
-from agn_optax.center._modes import Due, Entry
+
+
+class Entry(NamedTuple):
+    """A message as modes see it."""
+
+    worker: str
+    submission: Any
+    arrived: float  # time, s
 
 
 class PendingMessages:
@@ -87,7 +95,9 @@ class Pairs(Mode):
 
     def due(self, waiting, now):
         entries = list(waiting.pending.values())[:2]
-        return Due(entries) if len(entries) == 2 else None
+        if len(entries) < 2:
+            return None
+        return Asynchronous().due(waiting, now)._replace(entries=entries)
 
     def weights(self, round_staleness):
         return (1.0,) * len(round_staleness)

@@ -19,10 +19,8 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import service
-from agn_optax.center import Journal, LocalCenter, PackedCenter
-from agn_optax.center._packing import Packing, packing_of
-from agn_optax.center._store import Store
-from agn_optax.service.wire import _trees
+from agn_optax.center import Journal, LocalCenter, PackedCenter, Store
+from agn_optax.service import wire
 
 SHAPES = [(25, 20), (13,), (7,), (3, 2, 4), (1000,), (64,), (0, 3)]
 OPTIMIZERS = {
@@ -57,6 +55,11 @@ def stores(rule, params):
     packed = Store(rule, params, None, None, flatten=True)
     assert packed.packing is not None
     return as_tree, packed
+
+
+def packing_of(rule, params):
+    """Return the layout of a flattened center; None if it is kept as a tree."""
+    return Store(rule, params, None, None, flatten=True).packing
 
 
 def everything(store):
@@ -175,7 +178,12 @@ def test_unsuitable_trees_are_not_packed():
 
 def test_packed_layout_is_that_of_the_wire():
     params = arrays(0)
-    packing, schema = Packing(params), _trees.schema_of(params)
+    with (
+        service.serve(shared.downpour(), params) as server,
+        service.Observer(server.address) as observer,
+    ):
+        schema = wire.from_bytes(observer.describe().schema)
+        packing = server.center.core.store.packing
     packed = packing.pack(params)
     assert_identical(packing.unpack(packed), params)
     for dtype in ("float32", "bfloat16"):
@@ -183,15 +191,15 @@ def test_packed_layout_is_that_of_the_wire():
         assert cast.packed.size == cast.size
         assert tuple(leaf.shape for leaf in cast.packed.leaves) == packing.shapes
         assert cast.packed.offsets[1] in cast.offsets
-    sent = b"".join(bytes(piece) for piece in schema.pieces(_trees.host_arrays(params)))
-    assert sent == b"".join(
-        bytes(piece) for piece in schema.packed.pieces(_trees.host_arrays(packed))
-    )
+    assert schema.paths == tuple(f"['{name}']" for name in params)
+    sent = b"".join(map(bytes, schema.pieces(list(params.values()))))
+    assert sent == b"".join(map(bytes, schema.packed.pieces(packed)))
 
 
 def test_packing_uses_memory_for_one_part_at_a_time():
     params = [np.ones(1000, np.float32) for _ in range(200)]
-    packing, size = Packing(params), sum(leaf.nbytes for leaf in params)
+    packing = packing_of(shared.downpour(), params)
+    size = sum(leaf.nbytes for leaf in params)
     packing.keep(params)  # compiles
     tracemalloc.start()
     try:

@@ -15,11 +15,10 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import sessions, shared
+from helpers import sessions, shared, tuning
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
-from agn_optax.center._ledger import Ledger
-from agn_optax.center.durability import Keeper, _directory, _files, _writer
+from agn_optax.center.durability import Keeper
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +64,7 @@ class Recording:
             "mkdir": lambda _, path, mode=0: [("make", str(path), True)],
         }.items():
             patch.setattr(os, name, self.recorded(name, note))
-        patch.setattr(_writer, "_sync", os.fdatasync)
+        tuning.set_journal_sync(patch, lambda file, sync: os.fdatasync(file))
 
     def _opened(self, file, path, flags, *mode):
         self._files[file] = str(path)
@@ -216,7 +215,7 @@ def run(durability, root, patch):
 @pytest.fixture
 def after_cuts(tmp_path, monkeypatch):
     """Yield cuts in a center's first run, and in the next after a close or a kill."""
-    monkeypatch.setattr(_directory, "_MIN_RESERVED", 1 << 13)
+    tuning.set_least_reserved(monkeypatch, 1 << 13)
 
     def after_cuts(make):
         count = itertools.count()
@@ -249,7 +248,8 @@ def found(durability):
     """Yield the store that the next process finds, and its keeper."""
     keeper = Keeper(durability, RULE, threading.Condition())
     try:
-        yield keeper.restore(Ledger(), None, None, None, False), keeper
+        ledger = LocalCenter(RULE).core.ledger
+        yield keeper.restore(ledger, None, None, None, False), keeper
     finally:
         keeper.close()
 
@@ -270,7 +270,7 @@ def test_journal_has_all_confirmed_exchanges(after_cuts, size):
 
 def test_with_an_interval_a_cut_changes_the_center_id(after_cuts, monkeypatch):
     """The id stays after a clean close; the data is always an earlier state."""
-    monkeypatch.setattr(_files, "boot_id", lambda: "the next one")
+    tuning.set_boot_id(monkeypatch, "the next one")
     make = functools.partial(Journal, size=1500, interval=1000.0)
     same = set()
     for known, durability in after_cuts(make):

@@ -1,6 +1,7 @@
 """``agn-optax doctor`` on one machine; test_doctor_networks.py has faulty networks."""
 
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -15,7 +16,7 @@ from helpers.disks import small_disks
 from helpers.network import Network
 
 from agn_optax import center, rules, service
-from agn_optax.ops.doctor import _checks
+from agn_optax.ops.doctor import Checks
 
 RULE = rules.easgd(0.25)
 
@@ -145,7 +146,7 @@ class AlteredObserver:
 def test_doctor_judges_the_description_of_a_center(
     server, check, result, message, altered
 ):
-    checks = _checks.Checks(
+    checks = Checks(
         server.address,
         lambda: AlteredObserver(server, **altered),
         None,
@@ -269,14 +270,19 @@ def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
     ],
 )
 def test_doctor_warns_of_a_proxy(monkeypatch, address, environment, result):
-    for name in (*_checks._PROXIES, "no_proxy"):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    checks = _checks.Checks(address, None, None, timeout=1.0, tls=None)
-    found, message = checks._check_proxy()
-    assert found == result
-    assert "secret" not in message
+    there = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 1))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **how: [there])
+    checks = Checks(address, None, None, timeout=1.0, tls=None)
+    # The next check would connect.
+    (proxy,) = (
+        found for found in itertools.islice(checks.run(), 2) if found.check == "proxy"
+    )
+    assert proxy.result == result
+    assert "secret" not in proxy.message
 
 
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):

@@ -1,10 +1,13 @@
 """``agn-optax serve``: choice of rule, settings, and shutdown."""
 
+import contextlib
 import dataclasses
 import errno
 import inspect
 import json
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import threading
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import certificates, ports, sessions
+from helpers import certificates, ports, sessions, tuning
 from helpers.commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
@@ -27,17 +30,47 @@ from agn_optax.center import (
     Submission,
     Synchronous,
 )
-from agn_optax.center.durability import _writer
-from agn_optax.ops.cli import _center_options, _rules
-from agn_optax.ops.cli._center_options import CenterOptions
-from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.rules import _named
-from agn_optax.service.wire import _fingerprint
+from agn_optax.service import fingerprint
 
 
 @pytest.fixture
 def address(tmp_path):
     return f"unix:{tmp_path}/center"
+
+
+def arguments_of(options):
+    """Return options by name as arguments of the command."""
+    words = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words.append(f"--{option}={value}")
+    return words
+
+
+class Served(Exception):  # noqa: N818 no error: the end of a test's command
+    """A rule, and the settings with which it would be served."""
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A function that returns the rule and the settings of a center that options make.
+
+    The center itself is not made.
+    """
+
+    def serve(rule, **settings):
+        raise Served(rule, settings)
+
+    def served(**options):
+        result = command("serve", "--open", *arguments_of(options))
+        assert isinstance(result.exception, Served), result.output
+        return result.exception.args
+
+    monkeypatch.setattr(service, "serve", serve)
+    return served
 
 
 @pytest.mark.parametrize(
@@ -85,22 +118,30 @@ def address(tmp_path):
         ),
     ],
 )
-def test_rule_is_made_by_name(options, rule):
-    made = _rules.make(RuleOptions(**options))
-    _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
+def test_rule_is_made_by_name(options, rule, served):
+    made, _ = served(**options)
+    fingerprint.compare(fingerprint.fingerprint(made), rule, "here")
 
 
 @pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
-def test_center_optimizers_accept_their_options(name):
-    options = RuleOptions(rule="agn", center_optimizer=name)
-    known = _named.settings_of(rules.CENTER_OPTIMIZERS[name])
+def test_center_optimizers_accept_their_options(name, served):
+    parameters = inspect.signature(rules.CENTER_OPTIMIZERS[name]).parameters
     others = {"nesterov": True, "delay": 2, "messages": 2}
-    every = {option: others.get(option, 0.5) for option in known}
-    assert _rules.make(dataclasses.replace(options, **every)).name == "agn"
-    needed = [option for option in known if known[option].default is inspect._empty]
+    values = {option: others.get(option, 0.5) for option in parameters}
+    chosen = {"rule": "agn", "center_optimizer": name}
+    needed = [n for n, each in parameters.items() if each.default is each.empty]
+    every = {**chosen, **{option: values[option] for option in needed}}
+    for option in parameters:  # of the library, which knows those that are settings
+        with contextlib.suppress(errors.InvalidArgumentError):
+            rules.rule_from_settings({**every, option: values[option]})
+            every[option] = values[option]
+    assert "learning_rate" in every
+    made, _ = served(**every)
+    assert made.name == "agn"
     for option in needed:
-        with pytest.raises(errors.InvalidArgumentError, match=f"needs --{option[:5]}"):
-            _rules.make(dataclasses.replace(options, **{**every, option: None}))
+        others = {n: value for n, value in every.items() if n != option}
+        output = fails("serve", *arguments_of(others), code=2)
+        assert f"needs --{option.replace('_', '-')}" in output
 
 
 @pytest.mark.parametrize(
@@ -153,8 +194,8 @@ def test_center_optimizers_accept_their_options(name):
     ],
 )
 def test_bad_rules_are_rejected(options, message):
-    with pytest.raises(errors.InvalidArgumentError, match=message):
-        _rules.make(RuleOptions(**options))
+    output = fails("serve", *arguments_of(options), code=2)
+    assert re.search(message, output), output
 
 
 @pytest.fixture
@@ -173,12 +214,14 @@ def training(tmp_path, monkeypatch):
     sys.modules.pop("my_training", None)
 
 
-def test_rule_is_imported_from_a_module(training):
-    assert _rules.make(RuleOptions(rule_from="my_training:rule")).name == "downpour"
-    made = _rules.make(RuleOptions(rule_from="my_training:settings.make"))
-    _fingerprint.compare(_fingerprint.fingerprint(made), rules.easgd(0.25), "here")
-    with pytest.raises(ZeroDivisionError):  # the user's error is not replaced
-        _rules.make(RuleOptions(rule_from="my_training:settings.broken"))
+def test_rule_is_imported_from_a_module(training, served):
+    made, _ = served(rule_from="my_training:rule")
+    assert made.name == "downpour"
+    made, _ = served(rule_from="my_training:settings.make")
+    fingerprint.compare(fingerprint.fingerprint(made), rules.easgd(0.25), "here")
+    result = command("serve", "--rule-from=my_training:settings.broken")
+    # The user's error is not replaced.
+    assert isinstance(result.exception, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
@@ -189,28 +232,34 @@ def test_rule_is_imported_from_a_module(training):
         ({"quorum": 2, "grace": 1.5, "late": "drop"}, Synchronous(2, 1.5, "drop")),
     ],
 )
-def test_mode_is_made_from_options(options, mode):
+def test_mode_is_made_from_options(options, mode, served):
     name = "bounded" if isinstance(mode, BoundedStaleness) else "synchronous"
-    settings = _center_options.settings(CenterOptions(mode=name, **options))
+    _, settings = served(rule="downpour", mode=name, **options)
     assert settings["mode"] == mode
 
 
-def test_message_limits_are_made_from_options():
+def test_message_limits_are_made_from_options(served):
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
     own |= {"staleness": 4, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(MessageLimits)}
-    options = CenterOptions(**{f"reject_{name}": own[name] for name in own})
-    assert _center_options.settings(options)["limits"].messages == MessageLimits(**own)
+    options = {f"reject_{name}": own[name] for name in own}
+    _, settings = served(rule="downpour", **options)
+    assert settings["limits"].messages == MessageLimits(**own)
 
 
-def test_defaults_are_those_of_the_library():
-    assert _center_options.settings(CenterOptions()) == {
-        "page": None,
-        "mode": Asynchronous(),
-        "durability": None,
-        "limits": service.Limits(messages=MessageLimits()),
-        "security": service.Security(),
-    }
+DEFAULTS = {
+    "page": None,
+    "parent": None,
+    "mode": Asynchronous(),
+    "durability": None,
+    "limits": service.Limits(messages=MessageLimits()),
+    "security": service.Security(),
+}
+
+
+def test_defaults_are_those_of_the_library(served):
+    _, settings = served(rule="downpour")
+    assert settings == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -220,9 +269,9 @@ def test_defaults_are_those_of_the_library():
         ({"calls": 0.5}, service.Limits(calls=0.5)),
     ],
 )
-def test_options_of_limits_become_limits(options, limits):
-    made = _center_options.settings(CenterOptions(**options))["limits"]
-    assert dataclasses.replace(made, messages=None) == limits
+def test_options_of_limits_become_limits(options, limits, served):
+    _, settings = served(rule="downpour", **options)
+    assert dataclasses.replace(settings["limits"], messages=None) == limits
 
 
 @pytest.mark.parametrize(
@@ -237,9 +286,9 @@ def test_options_of_limits_become_limits(options, limits):
         ({"insecure": True}, {"security": service.Security(insecure=True)}),
     ],
 )
-def test_options_become_arguments_of_serve(options, settings):
-    made = _center_options.settings(CenterOptions(**options))
-    assert made == _center_options.settings(CenterOptions()) | settings
+def test_options_become_arguments_of_serve(options, settings, served):
+    _, made = served(rule="downpour", **options)
+    assert made == DEFAULTS | settings
 
 
 def test_serve_applies_message_limits(address):
@@ -257,42 +306,42 @@ def test_serve_applies_message_limits(address):
     serve(address, rules.downpour(), *options, then=start)
 
 
+D = pathlib.Path("d")
+
+
 @pytest.mark.parametrize(
     ("options", "durability"),
     [
         ({}, None),
-        ({"journal": "d", "journal_size": 9}, Journal("d", size=9)),
-        (
-            {"journal": "d", "journal_interval": 0.5},
-            Journal("d", interval=0.5),
-        ),
+        ({"journal": "d", "journal_size": 9}, Journal(D, size=9)),
+        ({"journal": "d", "journal_interval": 0.5}, Journal(D, interval=0.5)),
         (
             {"snapshots": "d", "snapshots_kept_seconds": 9.0},
-            Snapshots("d", keep_seconds=9.0),
+            Snapshots(D, keep_seconds=9.0),
         ),
-        ({"snapshots": "d"}, Snapshots("d")),
-        ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots("d", seconds=5.0)),
+        ({"snapshots": "d"}, Snapshots(D)),
+        ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots(D, seconds=5.0)),
         (
             {"snapshots": "d", "snapshot_exchanges": 7, "snapshots_kept": 1},
-            Snapshots("d", seconds=None, exchanges=7, keep=1),
+            Snapshots(D, seconds=None, exchanges=7, keep=1),
         ),
     ],
 )
-def test_durability_is_made_from_options(options, durability):
-    settings = _center_options.settings(CenterOptions(**options))
+def test_durability_is_made_from_options(options, durability, served):
+    _, settings = served(rule="downpour", **options)
     assert settings["durability"] == durability
 
 
 def test_serve_ends_when_its_journal_cannot_be_written(address, tmp_path, monkeypatch):
     """It ends by itself, with an error that gives the reason."""
 
-    def full(file):
+    def full(file, sync):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def exchange(center):
         center.initialize(jnp.zeros(2), worker="w")
         sessions.join(center, "w")
-        monkeypatch.setattr(_writer, "_sync", full)
+        tuning.set_journal_sync(monkeypatch, full)
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 

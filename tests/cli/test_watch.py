@@ -1,6 +1,5 @@
 """``agn-optax status`` and ``watch`` of a center in the same process."""
 
-import contextlib
 import io
 import json
 import re
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 import rich.console
+import typer
 from helpers.commands import command, fails, succeeds
 
 from agn_optax import Worker, errors, rules, service
 from agn_optax.ops import units
-from agn_optax.ops.cli import _status, _table
 
 
 def test_status_shows_center_and_workers(new_server):
@@ -74,14 +73,19 @@ def test_watch_prints_a_table_at_each_interval(server):
     assert "0 updates/s, 0 B/s" in output
 
 
+def become_a_terminal(monkeypatch, width):
+    """Have the output of commands taken for a terminal of a width."""
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "LINES": "50"}
+    for name, value in {**terminal, "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
     """Each table replaces the one before."""
-    terminal = rich.console.Console(
-        file=io.StringIO(), force_terminal=True, width=160, height=50
-    )
-    monkeypatch.setattr(_table, "console", lambda: terminal)
-    assert succeeds("watch", server.address, "--count=2", "--interval=0.05") == ""
-    output = terminal.file.getvalue()
+    become_a_terminal(monkeypatch, 160)
+    output = succeeds("watch", server.address, "--count=2", "--interval=0.05")
     assert output.count("worker-0") >= 2
     assert "\x1b[1A" in output  # one line up
 
@@ -108,31 +112,30 @@ def a_worker(name, **values):
     }
 
 
-def shown(workers, width):
-    center = {
-        "error": "",
-        "rule": "agn",
-        "mode": "Asynchronous()",
-        "address": "127.0.0.1:5000",
-        "version": 3,
-        "parameters": 8,
-        "parameter_bytes": 32,
-        "parent": "",
-        "direct_address": "",
-        "page_address": "",
-        "uptime": 3.0,
-        "updates_per_second": 1.0,
-        "bytes_per_second": 1.0,
-        "degraded": "",
-        "workers": workers,
-    }
-    out = rich.console.Console(file=io.StringIO(), width=width)
-    out.print(_table.of([center], {}, width=width))
-    return out.file.getvalue()
+@pytest.fixture
+def replies(server, monkeypatch):
+    """A list of values by which those of the center's next statuses are replaced."""
+    left, status = [], service.Observer.status
+    monkeypatch.setattr(
+        service.Observer, "status", lambda self: {**status(self), **left.pop(0)}
+    )
+    return left
+
+
+@pytest.fixture
+def shown(server, replies, monkeypatch):
+    """A function that returns the table of workers on a terminal of a width."""
+
+    def show(workers, width):
+        become_a_terminal(monkeypatch, width)
+        replies.append({"workers": workers})
+        return re.sub(r"\x1b\[[\d;]*m", "", succeeds("status", server.address))
+
+    return show
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 240])
-def test_narrow_table_keeps_names_and_important_columns(width):
+def test_narrow_table_keeps_names_and_important_columns(width, shown):
     names = ["worker-0", "a-host-with-a-long-name.example.com-worker-1", "worker-17"]
     output = shown([a_worker(name) for name in names], width)
     assert max(map(len, output.splitlines())) <= width
@@ -148,13 +151,13 @@ def test_narrow_table_keeps_names_and_important_columns(width):
     assert ("sent" in titles) == (width >= 240)
 
 
-def test_table_shows_stalled_workers():
+def test_table_shows_stalled_workers(shown):
     output = shown([a_worker("anna", stalled=23.4), a_worker("bert")], 80)
     assert re.search("anna +│ stalled 23 s │", output)
     assert re.search("bert +│ +yes │", output)
 
 
-def test_names_that_would_become_equal_are_not_shortened():
+def test_names_that_would_become_equal_are_not_shortened(shown):
     names = [
         "a-rather-long-name-1-of-a-worker-here",
         "a-rather-long-name-2-of-a-worker-here",
@@ -166,26 +169,22 @@ def test_names_that_would_become_equal_are_not_shortened():
 def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
     """When the center stops, watch keeps the last table."""
     address = f"unix:{tmp_path}/center"
-    servers, looks = [], []
+    servers, looks, show = [], [], rich.console.Console.print
 
-    @contextlib.contextmanager
-    def live(*, enabled):
-        def show(table):
-            out = rich.console.Console(file=io.StringIO(), width=400)
-            out.print(table)
-            looks.append(out.file.getvalue())
-            if len(looks) == 1:
-                servers.append(
-                    service.serve(rules.downpour(), jnp.ones(2), address=address)
-                )
-            elif servers and "version 0" in looks[-1]:
-                servers.pop().stop()
-            elif not servers and "waiting: " in looks[-1]:
-                raise KeyboardInterrupt
+    def shows(console, table):
+        out = rich.console.Console(file=io.StringIO(), width=400)
+        show(out, table)
+        looks.append(out.file.getvalue())
+        if len(looks) == 1:
+            servers.append(
+                service.serve(rules.downpour(), jnp.ones(2), address=address)
+            )
+        elif servers and "version 0" in looks[-1]:
+            servers.pop().stop()
+        elif not servers and "waiting: " in looks[-1]:
+            raise KeyboardInterrupt
 
-        yield show
-
-    monkeypatch.setattr(_status._table, "live", live)
+    monkeypatch.setattr(rich.console.Console, "print", shows)
     try:
         fails("watch", address, "--interval=0.2", "--count=300", code=1)
     finally:
@@ -207,13 +206,23 @@ def test_watch_as_json(server):
     assert all(each["version"] == 2 for each in others)
 
 
+def at_each_line(monkeypatch, act):
+    """Have commands call ``act(values)`` where they would print a line of JSON."""
+    echo = typer.echo
+
+    def echoes(text, **how):
+        return echo(text, **how) if how else act(json.loads(text))
+
+    monkeypatch.setattr(typer, "echo", echoes)
+
+
 def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
     """When another center starts there, watch forgets the counts of the first."""
     address = f"unix:{tmp_path}/center"
     servers = [service.serve(rules.downpour(), jnp.ones(2), address=address)]
     looks = []
 
-    def print_json(values):
+    def act(values):
         looks.append(values)
         if len(looks) == 1:
             servers.pop().stop()
@@ -222,7 +231,7 @@ def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
         if len(looks) > 2 and "error" not in values:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_status._options, "print_json", print_json)
+    at_each_line(monkeypatch, act)
     try:
         result = command("watch", address, "--json", "--interval=0.2", "--count=300")
     finally:
@@ -236,7 +245,7 @@ def test_watch_waits_for_a_center_that_stops(tmp_path, monkeypatch):
 
 def test_watch_fails_when_its_last_look_finds_no_center(tmp_path, monkeypatch):
     server = service.serve(rules.downpour(), address=f"unix:{tmp_path}/center")
-    monkeypatch.setattr(_status._options, "print_json", lambda values: server.stop())
+    at_each_line(monkeypatch, lambda values: server.stop())
     output = fails(
         "watch", server.address, "--json", "--interval=0.05", "--count=2", code=1
     )
@@ -247,19 +256,23 @@ def test_watch_ends_at_an_interrupt(server, monkeypatch):
     def interrupt(values):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_status._options, "print_json", interrupt)
+    at_each_line(monkeypatch, interrupt)
     assert command("watch", server.address, "--json").exit_code == 0
 
 
-def test_rates_after_a_restart_are_unknown():
-    now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
+def test_rates_after_a_restart_are_unknown(server, replies):
+    now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 2}
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
-    rates = _status._rates(before, now)
-    assert (rates["updates_per_second"], rates["bytes_per_second"]) == (1.0, 1.5)
-    rates = _status._rates({}, now)
-    assert rates["updates_per_second"] == pytest.approx(2 / 3)
-    rates = _status._rates(now, before)
-    assert rates["updates_per_second"] is rates["bytes_per_second"] is None
+    replies += [before, now, before]
+    output = succeeds("watch", server.address, "--count=3", "--interval=0.05", "--json")
+    rates = [
+        (values["updates_per_second"], values["bytes_per_second"])
+        for values in map(json.loads, output.splitlines())
+    ]
+    assert rates == [(None, None), (1.0, 2.0), (None, None)]
+    replies.append(now)
+    since_start = json.loads(succeeds("status", server.address, "--json"))
+    assert since_start["updates_per_second"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

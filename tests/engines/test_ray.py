@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,6 @@ from orbax.checkpoint import v1
 
 from agn_optax import center, errors, rules
 from agn_optax.ops.engines import Ray, Resources, Run
-from agn_optax.ops.engines._ray_actors import (
-    ActorLocation,
-    CenterActor,
-    NewOutput,
-    Supervisor,
-    WorkerActor,
-)
 from agn_optax.ops.launch import Outcome
 
 # A node of Ray starts within seconds, on a busy machine within a minute.
@@ -149,13 +143,76 @@ def test_run_with_an_existing_center_needs_no_storage():
     assert "AGN_OPTAX_CENTER=192.0.2.1:5" in line
 
 
-def test_driver_that_takes_over_gets_only_new_lines():
-    supervisor = Supervisor()
-    for number in range(3):
-        supervisor._emit("center", f"line {number}")
-    assert supervisor.new_output(0).lines == ["line 0", "line 1", "line 2"]
-    supervisor._emit("center", "line 3")
-    assert supervisor.new_output(0).lines == ["line 3"]
+class Location(NamedTuple):
+    """Where an actor is."""
+
+    node: str
+    host: str
+    pid: int
+
+
+class Output(NamedTuple):
+    """A reply of an actor with its program's new output."""
+
+    session: str
+    lines: list[str]
+    outcome: Outcome | None
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """A table of functions, by the kind of an actor, that make actors without Ray."""
+    ray = pytest.importorskip("ray")
+    made = {}
+
+    def remote(kind):
+        make = types.SimpleNamespace(
+            remote=functools.partial(made[kind.__name__], kind)
+        )
+        return types.SimpleNamespace(options=lambda **options: make)
+
+    monkeypatch.setenv("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # `launch` would set it
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    return made
+
+
+class LocalActor:
+    """A real actor whose methods run in threads of this process."""
+
+    def __init__(self, kind, *arguments):
+        self._actor = kind(*arguments)
+        self._actor.location = lambda: Location("node", "host", 1)
+
+    def __getattr__(self, name):
+        def remote(*arguments):
+            loop = asyncio.get_running_loop()
+            return loop.run_in_executor(None, getattr(self._actor, name), *arguments)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+def test_each_line_of_a_worker_is_shown_once(here, actors):
+    (here / "lines.py").write_text(
+        "import pathlib, time\n"
+        "print('line 0', flush=True)\n"
+        "while not pathlib.Path('shown').exists(): time.sleep(0.01)\n"
+        "print('line 1')\n"
+        "print('line 2')\n"
+    )
+    actors["WorkerActor"] = LocalActor
+    lines = []
+
+    def output(name, line):
+        if not line.startswith("agn-optax: "):
+            lines.append((name, line))
+            (here / "shown").touch()
+
+    program, center = [str(here / "lines.py")], "127.0.0.1:5"
+    run = Run(name="run", program=program, workers=1, center=center)
+    assert Ray(run).launch(output)["returncode"] == 0, lines
+    assert lines == [("worker-0", f"line {number}") for number in range(3)]
 
 
 class Actor:
@@ -174,7 +231,7 @@ class Actor:
         return types.SimpleNamespace(remote=getattr(self, f"do_{name}"))
 
     async def do_location(self):
-        return ActorLocation("node", "host", 1)
+        return Location("node", "host", 1)
 
     async def do_start(self, restarts):
         self._session, self._code = str(restarts), next(self._codes)
@@ -186,29 +243,17 @@ class Actor:
             outcome = Outcome("", self._code or 0, 0, 0.0, stopped=False)
         else:
             await asyncio.sleep(0.01)
-        return NewOutput(self._session, [self._line], outcome)
+        return Output(self._session, [self._line], outcome)
 
     def do_stop(self):
         self._stopping.set()
 
 
-def test_center_that_ends_as_soon_as_it_serves_is_started_again(here, monkeypatch):
+def test_center_that_ends_as_soon_as_it_serves_is_started_again(here, actors):
     """One reply of its actor then has the line that it serves, and its end."""
     serving = json.dumps({"event": "serving"})
-    ray = pytest.importorskip("ray")
-    from agn_optax.ops.engines._ray_driver import Driver  # noqa: PLC0415 imports ray
-
-    actors = {
-        CenterActor: lambda run: Actor(serving, [1, None]),
-        WorkerActor: lambda run, rank: Actor("works", [0]),
-    }
-
-    def remote(kind):
-        made = types.SimpleNamespace(remote=actors[kind])
-        return types.SimpleNamespace(options=lambda **options: made)
-
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    actors["CenterActor"] = lambda kind, run: Actor(serving, [1, None])
+    actors["WorkerActor"] = lambda kind, run, rank: Actor("works", [0])
     run = Run(
         name="run",
         program=["t.py"],
@@ -218,12 +263,7 @@ def test_center_that_ends_as_soon_as_it_serves_is_started_again(here, monkeypatc
         center_restarts=1,
     )
     lines = []
-    driver = Driver(
-        *(run, lambda name, line: lines.append((name, line)), Ray(run).settings),
-        center={},
-        worker={},
-    )
-    summary = driver.run()
+    summary = Ray(run).launch(lambda name, line: lines.append((name, line)))
     assert summary["returncode"] == 0, lines
     assert ("center", "agn-optax: starts again (1 of 1)") in lines
     assert ("worker-0", "works") in lines

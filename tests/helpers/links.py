@@ -1,5 +1,7 @@
 """Links to a center as its clients make them, and single frames."""
 
+import io
+
 import numpy as np
 
 from agn_optax.service import address
@@ -7,7 +9,12 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import TRANSPORTS, GrpcLink, Target
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._frames import Frame, bytes_schema, random_frame
+from agn_optax.service.wire._frames import (
+    Frame,
+    FrameReader,
+    bytes_schema,
+    random_frame,
+)
 from helpers import sessions
 
 
@@ -46,6 +53,11 @@ def begin_to_initialize(center, params, worker):
 def as_bytes(header, schema=None, arrays=()):
     """Return a frame as it travels, with arrays of a schema if one is given."""
     return b"".join(Frame(header, schema, arrays).pieces())
+
+
+def reader_of(data):
+    """Return a reader of the frames that have travelled as these bytes."""
+    return FrameReader(io.BytesIO(data).readinto, Buffers())
 
 
 def around(header, data):

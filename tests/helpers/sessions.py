@@ -3,10 +3,8 @@
 import weakref
 
 from agn_optax.center import Submission
-from agn_optax.service import _address
+from agn_optax.service import EVERYBODY, address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client._session import RemoteSession
-from agn_optax.service.security._access import EVERYBODY
 
 _sessions = (
     weakref.WeakKeyDictionary()
@@ -36,14 +34,9 @@ def leave(center, worker):
     _sessions[center].pop(worker)[0].leave()
 
 
-def wait_for_farewells(monkeypatch):
-    """Allow 20 seconds for leaving: if that call is lost, a worker keeps its lease."""
-    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
-
-
 def offer(server, transport, caller=EVERYBODY):
     """Return the offer of a transport besides gRPC, with its key, or None."""
-    request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+    request = pb.DescribeRequest(protocol=address.PROTOCOL)
     said = server._servicer.describe(request, caller)
     offers = pb.Description.FromString(said.description).offers
     return next((each for each in offers if each.transport == transport), None)

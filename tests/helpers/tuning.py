@@ -3,21 +3,30 @@
 Tests use a public setting instead where there is one.
 """
 
+import time
 import types
 
 from agn_optax.center import _core
-from agn_optax.center.durability import _writer
+from agn_optax.center.durability import _directory, _files, _keeper, _writer
+from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
 from agn_optax.service.client import _client, _session
-from agn_optax.service.security import _call_limits, _files
+from agn_optax.service.security import _call_limits
+from agn_optax.service.security import _files as _secrets
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes, _tree
 
 
 def set_center_clock(monkeypatch, monotonic):
-    """Have centers call ``monotonic()`` for the time."""
-    monkeypatch.setattr(_core, "time", types.SimpleNamespace(monotonic=monotonic))
+    """Have centers, and the pauses of their snapshots, call ``monotonic()``."""
+    for module in (_core, _keeper):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=monotonic))
+
+
+def set_failure_checks(monkeypatch, seconds):
+    """Set the pause after which a waiting call checks whether workers have failed."""
+    monkeypatch.setattr(_core, "_FAILURE_CHECK_INTERVAL", seconds)
 
 
 def set_greeting_timeout(monkeypatch, seconds):
@@ -37,6 +46,11 @@ def set_stall_timeout(monkeypatch, seconds):
     monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
 
 
+def set_call_burst(monkeypatch, tokens):
+    """Set how many calls a caller may make at once beyond its rate."""
+    monkeypatch.setattr(_call_limits, "BURST", tokens)
+
+
 def set_session_patience(monkeypatch, seconds):
     """Set for how long a session retries to send a message or to get its answer."""
     monkeypatch.setattr(_session, "SHORT_TIMEOUT", seconds)
@@ -47,6 +61,12 @@ def set_call_patience(monkeypatch, seconds):
     monkeypatch.setattr(_connection, "SHORT_TIMEOUT", seconds)
 
 
+def set_farewell_patience(monkeypatch, seconds):
+    """Set the timeout of leaving: if that call is lost, a worker keeps its lease."""
+    leave = _session.RemoteSession.leave
+    monkeypatch.setattr(leave, "__defaults__", (seconds,))
+
+
 def set_chief_warnings(monkeypatch, first, others):
     """Set the pauses before the first and the later warnings of a missing chief."""
     monkeypatch.setattr(_client, "_FIRST_WARNING", first)
@@ -55,12 +75,12 @@ def set_chief_warnings(monkeypatch, first, others):
 
 def set_file_checks(monkeypatch, seconds):
     """Set the pause between two checks whether a token or certificate has changed."""
-    monkeypatch.setattr(_files, "_CHECK_INTERVAL", seconds)
+    monkeypatch.setattr(_secrets, "_CHECK_INTERVAL", seconds)
 
 
 def set_file_patience(monkeypatch, seconds):
     """Set for how long the last content of an unreadable file stays in use."""
-    monkeypatch.setattr(_files, "MAX_AGE", seconds)
+    monkeypatch.setattr(_secrets, "MAX_AGE", seconds)
 
 
 def set_parent_pauses(monkeypatch, first, longest=None):
@@ -79,6 +99,47 @@ def set_journal_sync(monkeypatch, act):
     """Have journals call ``act(file, sync)`` where they would call ``sync(file)``."""
     sync = _writer._sync
     monkeypatch.setattr(_writer, "_sync", lambda file: act(file, sync))
+
+
+def set_journal_clock(monkeypatch, monotonic):
+    """Have journals call ``monotonic()`` for the time of their next sync."""
+    monkeypatch.setattr(_writer, "time", types.SimpleNamespace(monotonic=monotonic))
+
+
+def set_least_reserved(monkeypatch, size):
+    """Set the least bytes that a journal reserves, so that it is copied quickly."""
+    monkeypatch.setattr(_directory, "_MIN_RESERVED", size)
+
+
+def set_most_records(monkeypatch, most):
+    """Set the number of records after which a snapshot replaces a journal."""
+    monkeypatch.setattr(_keeper, "_MAX_RECORDS", most)
+
+
+def set_snapshot_retries(monkeypatch, seconds):
+    """Set the pause before a failed snapshot is tried again."""
+    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", seconds)
+
+
+def set_boot_id(monkeypatch, text):
+    """Have centers find their files after another boot of the machine."""
+    monkeypatch.setattr(_files, "boot_id", lambda: text)
+
+
+def set_page_clock(monkeypatch, monotonic):
+    """Have pages call ``monotonic()`` for the time; they still measure CPU time."""
+    clock = types.SimpleNamespace(monotonic=monotonic, thread_time=time.thread_time)
+    monkeypatch.setattr(_page, "time", clock)
+
+
+def set_page_timeout(monkeypatch, seconds):
+    """Set a page's timeout of a request, and of stalled sending."""
+    monkeypatch.setattr(_page, "_TIMEOUT", seconds)
+
+
+def set_page_connections(monkeypatch, most):
+    """Set the maximum number of connections of a page that starts later."""
+    monkeypatch.setattr(_page, "_MAX_CONNECTIONS", most)
 
 
 def set_host_support(monkeypatch, *, is_there):

@@ -1,13 +1,13 @@
 """Fixtures that several tests of the service use."""
 
 import pytest
-from helpers import sessions, tuning
+from helpers import tuning
 
 
 @pytest.fixture(autouse=True)
 def patient_farewells(monkeypatch):
     """Wait for the answer to each leave, however busy the center is."""
-    sessions.wait_for_farewells(monkeypatch)
+    tuning.set_farewell_patience(monkeypatch, 20.0)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The HTTP parser of a center's page: valid and invalid requests."""
 
+import contextlib
 import itertools
 import re
 import socket
@@ -11,22 +12,53 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agn_optax import service
-from agn_optax.ops.watch import _http
 
 RULE = shared.downpour()
 STATE = b"GET /state.json HTTP/1.1\r\n"
 LIMIT = 20  # s, generous: no test should come near it
 
 
+@contextlib.contextmanager
+def page_at(host):
+    """Yield an address of the page of an open center without rate limits."""
+    with service.serve(
+        RULE,
+        np.zeros(3, np.float32),
+        page=f"{host}:0",
+        limits=service.Limits(calls=None),
+        security=service.Security(insecure=True),
+    ) as server:
+        yield "127.0.0.1", int(server.page_address.strip("/").rpartition(":")[2])
+
+
 @pytest.fixture(scope="module")
 def address():
-    """Host and port of the page of an open center without rate limits."""
-    start = np.zeros(3, np.float32)
-    with service.serve(
-        RULE, start, page="127.0.0.1:0", limits=service.Limits(calls=None)
-    ) as server:
-        host, _, port = server.page_address.strip("/").rpartition("/")[2].partition(":")
-        yield host, int(port)
+    """The address of a page for this machine only."""
+    with page_at("127.0.0.1") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def public_address():
+    """The address of a page for all machines."""
+    with page_at("0.0.0.0") as found:  # noqa: S104 that is tested
+        yield found
+
+
+def answer_to(address, text):
+    """Send bytes and nothing after them; return all that comes back."""
+    with socket.create_connection(address, timeout=LIMIT) as end:
+        end.sendall(text)
+        end.shutdown(socket.SHUT_WR)
+        received = b""
+        while more := end.recv(1 << 16):
+            received += more
+    return received
+
+
+def status_of(address, text):
+    """Return the status of the answer to a request."""
+    return int(answer_to(address, text).split(b" ", 2)[1])
 
 
 @pytest.mark.parametrize(
@@ -40,8 +72,10 @@ def address():
         *(("192.0.2.1:80", False), ("[::]", False), ("localhost:80:80", False)),
     ],
 )
-def test_loopback_hosts_are_recognized(host, is_own):
-    assert _http.is_loopback(host) is is_own
+def test_loopback_hosts_are_recognized(host, is_own, address):
+    status = status_of(address, f"HEAD / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    is_malformed = host in ("", ":80", "localhost:80:80")
+    assert status == (200 if is_own else 400 if is_malformed else 421)
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -75,37 +109,47 @@ def test_loopback_hosts_are_recognized(host, is_own):
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \r\n\r\n", 400),
     ],
 )
-def test_bad_requests_are_rejected(text, status, is_local):
-    with pytest.raises(_http.RejectedRequestError) as rejected:
-        _http.parse(text, is_local=is_local)
-    assert rejected.value.status == status
+def test_bad_requests_are_rejected(text, status, is_local, address, public_address):
+    assert status_of(address if is_local else public_address, text) == status
 
 
-def test_foreign_host_is_rejected_before_all_else():
+def test_foreign_host_is_rejected_before_all_else(address):
     for rest in (b"Content-Length: 9\r\n\r\n", b"\r\nGET / HTTP/1.1\r\n\r\n", b"\r\n"):
         for line in (b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n"):
-            with pytest.raises(_http.RejectedRequestError) as rejected:
-                _http.parse(line + b"Host: evil.example\r\n" + rest, is_local=True)
-            assert rejected.value.status == 421
+            text = line + b"Host: evil.example\r\n" + rest
+            assert status_of(address, text) == 421
 
 
-def test_request_is_parsed():
+def test_request_is_parsed(address):
     text = (
-        b"HEAD /a?b=c HTTP/1.1\r\nHOST:localhost:80 \r\nAccept: a\r\naccept: b\r\n"
-        b"Content-Length: 0\r\nConnection: x, Close\r\n\r\n"
+        b"HEAD /state.json?b=c HTTP/1.1\r\nHOST:localhost:80 \r\nAccept: a\r\n"
+        b"accept: b\r\nContent-Length: 0\r\nConnection: x, Close\r\n\r\n"
     )
-    read = _http.parse(text, is_local=True)
-    assert (read.method, read.path) == ("HEAD", "/a")
-    assert (read.fields["host"], read.fields["accept"]) == ("localhost:80", "a, b")
+    head, _, body = answer_to(address, text).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nContent-Type: application/json\r\n" in head
+    assert not body
+    # The names of fields have no case, and the first line is no field.
+    assert status_of(address, text.replace(b"HOST", b"hOsT")) == 200
 
 
-@given(st.data())
-def test_request_is_received_in_any_pieces(data):
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_request_is_received_in_any_pieces(address, data):
     text = STATE + b"Host: localhost\r\n\r\n"
     cuts = data.draw(st.sets(st.integers(1, len(text) - 1)))
     ends = [0, *sorted(cuts), len(text)]
-    pieces = iter([text[a:b] for a, b in itertools.pairwise(ends)])
-    assert _http.receive(lambda most: next(pieces)) == text
+    sizes = [end - begin for begin, end in itertools.pairwise(ends)]
+    receive = socket.socket.recv
+
+    def in_pieces(end, most, *flags):
+        is_page = end.getsockname()[1] == address[1]
+        return receive(end, sizes.pop(0) if is_page and sizes else most, *flags)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "recv", in_pieces)
+        assert answer_to(address, text).startswith(b"HTTP/1.1 200 ")
+    assert not sizes
 
 
 OWN = ["localhost", "127.0.0.1:8080", "[::1]"]
@@ -166,12 +210,7 @@ def is_answered(text):
 @given(text=STREAMS)
 def test_state_is_shown_only_for_one_loopback_host(address, text):
     """For any bytes; and nothing is answered after a body or an error."""
-    with socket.create_connection(address, timeout=LIMIT) as end:
-        end.sendall(text)
-        end.shutdown(socket.SHUT_WR)
-        received = b""
-        while more := end.recv(1 << 16):
-            received += more
+    received = answer_to(address, text)
     statuses = re.findall(rb"HTTP/1\.1 (\d+) ", received)
     assert len(statuses) <= 1
     if b"downpour" in received or (b"200" in statuses and b"/html" not in received):

@@ -11,19 +11,16 @@ import ssl
 import sys
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
-from helpers import certificates, ports, shared
+from helpers import certificates, ports, shared, tuning
 from helpers.waiting import returned, wait_until
 from prometheus_client import parser
 
 from agn_optax import errors, service
 from agn_optax.center import Submission
-from agn_optax.ops.watch import _page
 from agn_optax.service import Access, Tls
-from agn_optax.service.security import _call_limits
 
 RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
@@ -247,7 +244,7 @@ def test_page_needs_the_tokens_of_the_center():
 
 
 def test_rate_limited_request_gets_status_503(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", 0.0)
+    tuning.set_call_burst(monkeypatch, 0.0)
     settings = {
         "security": service.Security(access=Access(TOKENS)),
         "limits": service.Limits(calls=0.01),
@@ -333,7 +330,7 @@ def test_malformed_request_gets_an_error_and_is_closed(open_server, text, answer
 
 
 def test_slow_request_is_disconnected(open_server, monkeypatch):
-    monkeypatch.setattr(_page, "_TIMEOUT", 0.3)
+    tuning.set_page_timeout(monkeypatch, 0.3)
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         began = time.monotonic()
         with contextlib.suppress(ConnectionError):
@@ -348,7 +345,7 @@ def test_slow_request_is_disconnected(open_server, monkeypatch):
 
 def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
     page = open_server._listeners["page"]
-    monkeypatch.setattr(_page, "_TIMEOUT", 0.3)
+    tuning.set_page_timeout(monkeypatch, 0.3)
     monkeypatch.setattr(page, "_html", bytes(64 << 20))
     wait_until(lambda: not page._connections)
     cut = returned(monkeypatch, page, "_close")
@@ -357,7 +354,9 @@ def test_client_that_does_not_read_is_disconnected(open_server, monkeypatch):
         assert cut.wait(LIMIT)  # without reading anything
 
 
-def test_many_connections_use_few_threads_and_block_no_request():
+def test_many_connections_use_few_threads_and_block_no_request(monkeypatch):
+    most = 16
+    tuning.set_page_connections(monkeypatch, most)
     with (
         service.serve(RULE, START, page=HERE) as server,
         service.connect(server.address, RULE) as center,
@@ -365,23 +364,22 @@ def test_many_connections_use_few_threads_and_block_no_request():
     ):
         session = center.join("anna")
         before = threading.active_count()
-        for _ in range(3 * _page._MAX_CONNECTIONS):
+        for _ in range(3 * most):
             end = socket.create_connection(place(server), timeout=LIMIT)
             stack.enter_context(end)
+            end.sendall(b"G")  # without it, the system accepts no connection yet
         assert ask(server, "/state.json")[0] == 200
-        assert len(server._listeners["page"]._connections) <= _page._MAX_CONNECTIONS
-        most = before + _page._MAX_CONNECTIONS + 1
+        assert len(server._listeners["page"]._connections) <= most
         # Some are about to end; silent connections would be closed after 10 s only.
-        wait_until(lambda: threading.active_count() <= most, limit=5)
+        wait_until(lambda: threading.active_count() <= before + most + 1, limit=5)
         session.exchange(Submission(1, ONES, anchor_version=0))
         server.stop()
         wait_until(lambda: threading.active_count() < before)
 
 
-def test_expensive_state_is_cached_longer(monkeypatch):
-    stopped = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: 100.0})
-    monkeypatch.setattr(_page, "time", stopped)
-    computed = []
+def test_expensive_state_is_cached_longer(open_server, monkeypatch):
+    now, computed = 100.0, []
+    tuning.set_page_clock(monkeypatch, lambda: now)
 
     def make():
         end = time.thread_time() + 0.02
@@ -390,14 +388,14 @@ def test_expensive_state_is_cached_longer(monkeypatch):
         computed.append(1)
         return b""
 
-    state = _page._Cached(make)
+    state = type(open_server._listeners["page"]._state)(make)
     for _ in range(100):
         state()
     assert len(computed) == 1
-    state._next -= 0.35  # less than the pause: 0.02 / 0.05 = 0.4, and 0.5 at least
+    now += 0.35  # less than the pause: 0.02 / 0.05 = 0.4, and 0.5 at least
     state()
     assert len(computed) == 1
-    state._next -= 0.65
+    now += 0.65
     state()
     assert len(computed) == 2
 
