@@ -205,10 +205,15 @@ class Rotation:
         ocp = orbax()
         training, options = ocp.training, ocp.options.ArrayOptions
         # Compressing floats takes several times as long as writing them.
-        uncompressed = options(saving=options.Saving(use_compression=False))
+        context = ocp.Context()
+        if hasattr(context, "array"):
+            context.array.saving.use_compression = False
+        else:  # Orbax before 0.12.5
+            uncompressed = options(saving=options.Saving(use_compression=False))
+            context = ocp.Context(array_options=uncompressed)
         self._checkpointer = training.Checkpointer(
             pathlib.Path(directory).resolve(),
-            context=ocp.Context(array_options=uncompressed),
+            context=context,
             preservation_policy=training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )

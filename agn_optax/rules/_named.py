@@ -225,7 +225,14 @@ def _load(name: str, label: str) -> Rule:
             f'{label} must be "module:object", got {name!r}: {error} (looked for in '
             f"{folder} as well)"
         ) from error
-    rule = found if isinstance(found, Rule) or not callable(found) else found()
+    rule = found
+    if callable(found) and not isinstance(found, Rule):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError):  # needs arguments, or has no signature
+            pass
+        else:
+            rule = found()
     if not isinstance(rule, Rule):
         raise errors.InvalidTypeError(
             f"{label} {name} must be an agn_optax.rules.Rule, or a function "

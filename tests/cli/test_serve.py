@@ -209,6 +209,7 @@ def training(tmp_path, monkeypatch):
         "class settings:\n"
         "    def make(): return agn_optax.rules.easgd(0.25)\n"
         "    def broken(): return 1 / 0\n"
+        "    def needs(rate): return agn_optax.rules.easgd(rate)\n"
     )
     yield
     sys.modules.pop("my_training", None)
@@ -222,6 +223,8 @@ def test_rule_is_imported_from_a_module(training, served):
     result = command("serve", "--rule-from=my_training:settings.broken")
     # The user's error is not replaced.
     assert isinstance(result.exception, ZeroDivisionError)
+    output = fails("serve", "--rule-from=my_training:settings.needs", code=2)
+    assert "a function without arguments" in output
 
 
 @pytest.mark.parametrize(

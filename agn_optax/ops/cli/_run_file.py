@@ -154,7 +154,8 @@ def _engine(
     given = _options.given(options)
     if "workers" not in given:
         raise errors.InvalidArgumentError(
-            "the number of workers is missing: give --workers"
+            "the number of workers is missing: give --workers, before the program "
+            "(options after it are the program's)"
         )
     given["name"] = options.name or _name(program)
     given["center"] = None if options.center in (None, "embedded") else options.center
