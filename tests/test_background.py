@@ -87,8 +87,9 @@ def test_failing_cut_does_not_block_other_connections():
 class Clock:
     """A clock that stands still but for pauses, and a call that fails on purpose."""
 
-    def __init__(self, failures=math.inf):
-        self.now, self.pauses, self.failures, self.stops_after = 100.0, [], failures, 99
+    def __init__(self):
+        self.now, self.pauses = 100.0, []
+        self.failures, self.stops_after = 99, math.inf
 
     def monotonic(self):
         return self.now
