@@ -7,7 +7,7 @@
 - `layout`: offsets of leaves in one flat buffer
 - `extras`: a check that the packages of an extra are installed
 - `attempt`: run an optional step, and skip it when it raises
-- `Backoff`: the pauses between attempts
+- `retry`: repeat a call that may succeed later; `Outage`: its failed attempts
 - `in_background`: run a function on a daemon thread
 - `keep_running`: run a loop on a daemon thread, and restart it when it raises
 - `write_whole`: write a file atomically
@@ -22,7 +22,8 @@ from agn_optax._internal import trees as trees
 from agn_optax._internal.attempts import attempt as attempt
 from agn_optax._internal.background import in_background as in_background
 from agn_optax._internal.background import keep_running as keep_running
-from agn_optax._internal.backoff import Backoff as Backoff
 from agn_optax._internal.description import Description as Description
 from agn_optax._internal.description import Leaf as Leaf
 from agn_optax._internal.files import write_whole as write_whole
+from agn_optax._internal.retries import Outage as Outage
+from agn_optax._internal.retries import retry as retry

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from agn_optax._internal.retries import Outage, retry
+
 T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
@@ -63,17 +65,15 @@ def keep_running(loop: Callable[[], object], name: str) -> Future[None]:
 def _repeat(loop: Callable[[], object], name: str) -> None:
     logged_type: type[BaseException] | None = None
     logged_at = 0.0
-    while True:
-        try:
-            loop()
-        except Exception as error:
-            now = time.monotonic()
-            if logged_type is not type(error) or now >= logged_at + _LOG_INTERVAL:
-                _log.exception("thread %r failed, and goes on", name)
-                logged_type, logged_at = type(error), now
-        else:
-            return
-        time.sleep(_PAUSE)
+
+    def log(error: Exception) -> None:
+        nonlocal logged_type, logged_at
+        now = time.monotonic()
+        if logged_type is not type(error) or now >= logged_at + _LOG_INTERVAL:
+            _log.exception("thread %r failed, and goes on", name)
+            logged_type, logged_at = type(error), now
+
+    retry(loop, Outage(), pauses=(_PAUSE, _PAUSE), wait=time.sleep, record=log)
 
 
 def _log_failure(name: str, future: Future[Any]) -> None:

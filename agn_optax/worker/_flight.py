@@ -13,14 +13,13 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import Backoff, in_background
+from agn_optax._internal import Outage, in_background, retry
 from agn_optax.center import Answer, Submission
 from agn_optax.worker._programs import Sent
 
 PyTree = Any
 
-# Pauses between attempts, in addition to those inside an attempt.
-_BACKOFF = Backoff(first=0.5)
+_PAUSE = 0.5  # s between attempts, in addition to the pauses inside an attempt
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,21 +70,19 @@ class Message:
         return _result_of(self.flight)
 
     def _retried(self, give_up: float) -> Answer:
-        lost_at: float | None = None
         # Wait until the contribution is computed: if the worker leaves meanwhile,
         # nothing may be sent.
         jax.block_until_ready(self.submission.contribution)
-        pauses = _BACKOFF.pauses()
-        while True:
-            try:
-                return self.send_once()
-            except errors.CenterClosedError:
-                raise
-            except errors.CenterUnreachableError:
-                lost_at = lost_at or time.monotonic()
-                gives_up = time.monotonic() - lost_at >= give_up
-                if gives_up or self.abandoned.wait(next(pauses)):
-                    raise
+        return retry(
+            self.send_once,
+            Outage(give_up),
+            pauses=(_PAUSE, _PAUSE),
+            wait=self.abandoned.wait,
+            is_final=lambda error: (
+                not isinstance(error, errors.CenterUnreachableError)
+                or isinstance(error, errors.CenterClosedError)
+            ),
+        )
 
 
 def was_not_applied(error: Exception) -> bool:

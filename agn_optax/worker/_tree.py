@@ -28,7 +28,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import Backoff, combinations, in_background, trees
+from agn_optax._internal import Outage, combinations, in_background, retry, trees
 from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
@@ -137,22 +137,15 @@ class Uplink:
     # The loop.
 
     def _run(self) -> None:
-        backoff = Backoff(_POLL, longest=_MAX_PAUSE)
-        pauses = backoff.pauses()
         try:
             while not self._is_over:
-                try:
-                    if self._is_due:
-                        self._attempt()
-                    else:
-                        self._core.wait_for(lambda: self._steps >= self._period, _POLL)
-                    pauses = backoff.pauses()
-                except Exception as error:  # any: a later attempt may succeed
-                    self._record_failure(error)
-                    if self._stopped.is_set():
-                        self._stop_waiting.wait(_POLL)
-                    else:
-                        self._stopped.wait(next(pauses))
+                retry(  # after any error: a later attempt may succeed
+                    self._attempt,
+                    Outage(),
+                    pauses=(_POLL, _MAX_PAUSE),
+                    wait=self._wait,
+                    record=self._record_failure,
+                )
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
@@ -178,11 +171,23 @@ class Uplink:
         enough = 1 if self._stopped.is_set() else self._period
         return not self._joined or bool(self._rounds) or self._steps >= enough
 
+    def _wait(self, pause: float) -> None:
+        """Wait before the next attempt; once the site ends, only for a short time."""
+        if self._stopped.is_set():
+            self._stop_waiting.wait(min(pause, _POLL))
+        else:
+            self._stopped.wait(pause)
+
     def _attempt(self) -> None:
-        """Join the parent, or send a round.
+        """Join the parent, send a round, or wait for progress, unless this has ended.
 
         If this raises, the steps before the error are not undone.
         """
+        if self._is_over:
+            return
+        if not self._is_due:
+            self._core.wait_for(lambda: self._steps >= self._period, _POLL)
+            return
         if not self._joined:
             if not self._initialize_either():
                 self._core.wait_for(lambda: self._core.is_initialized, _POLL)

@@ -189,6 +189,19 @@ def test_worker_joins_soon_after_an_outage(transport, outage):
         assert server.center.workers == {"anna"}
 
 
+def test_closing_a_connection_ends_its_retries(caplog):
+    with (
+        service.serve(RULE, ZEROS) as server,
+        service.connect(server.address, RULE, timeout=2 * LIMIT) as center,
+    ):
+        server.stop()
+        pulled = in_background(center.pull, "a test")
+        wait_until(lambda: "does not answer" in caplog.text)
+        center.close()
+        with pytest.raises(errors.CenterClosedError, match="is closed"):
+            pulled.result(LIMIT)
+
+
 def test_exchanges_while_a_site_joins_its_parent_are_kept():
     class Slow(agn_optax.LocalCenter):
         def join(self, *args, **settings):

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
-from agn_optax._internal import Backoff
+from agn_optax._internal import Outage, retry
 from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import MIN_RATE, watchdog
@@ -45,7 +44,7 @@ SHORT_TIMEOUT = 2.0
 # reconnects within five seconds after an outage, even if its old connections hang.
 FIRST_RESPONSE_TIMEOUT = 3.5
 
-_BACKOFF = Backoff(first=0.1, longest=1.0)
+_PAUSES = (0.1, 1.0)  # s, the first and the longest between two attempts
 _MAX_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
 # gRPC's text for a connection that cannot be made, and its reasons if no host answers.
 _CANNOT_CONNECT = "failed to connect to all addresses"
@@ -121,54 +120,70 @@ class Connection:
           EncryptionError: the TLS settings do not match, and the center has never
             answered.
         """
-        begin = time.monotonic()
         if self.unreachable_since is not None:
             within = SHORT_TIMEOUT
-        end = begin + min(self.timeout, within)
-        attempts, is_logged, pauses = 0, False, _BACKOFF.pauses()
-        while True:
-            attempts += 1
-            began = time.monotonic()
-            try:
-                result = attempt()
-            except errors.CenterUnreachableError as error:
-                is_permanent = isinstance(error, errors.EncryptionError)
-                if self.closed or (is_permanent and not self._has_answered):
-                    raise
-                reason, is_busy = str(error), isinstance(error, errors.CenterBusyError)
-            else:
-                self._record_answer()
-                return result
+        outage = Outage(min(self.timeout, within), since=time.monotonic())
+        is_logged = False
+
+        def record(error: Exception) -> None:
+            nonlocal is_logged
             now = time.monotonic()
             # The center responded during this attempt, so the timeout begins again. A
             # center that only responds that it is closed does not restart the timeout.
-            if self._last_served > began:
-                begin, attempts, pauses = self._last_received, 1, _BACKOFF.pauses()
-                end = max(begin + self.timeout, now + SHORT_TIMEOUT)
-                end = min(end, now + within)
+            if self._last_served > outage.began:
+                outage.since, outage.attempts = self._last_received, 1
+                elapsed = now - outage.since
+                seconds = max(self.timeout, elapsed + SHORT_TIMEOUT)
+                outage.seconds = min(seconds, elapsed + within)
+            is_busy = isinstance(error, errors.CenterBusyError)
             if is_busy:
                 self._record_answer()
             if not is_logged if is_busy else self.unreachable_since is None:
                 state = "is busy" if is_busy else "does not answer"
                 text = "the center at %s %s (%s); trying for %.0f s"
-                _log.warning(text, self.address, state, reason, end - begin)
+                _log.warning(text, self.address, state, error, outage.seconds)
                 is_logged = True
             if not is_busy and self.unreachable_since is None:
-                self.unreachable_since = time.time() - (now - begin)
-            pause = next(pauses) * random.uniform(0.5, 1)  # noqa: S311 jitter
-            if now + pause <= end:
-                self._closed.wait(pause)
-                continue
-            if is_busy:
-                raise errors.CenterBusyError(
-                    f"the center at {self.address} answers, but has not accepted this "
-                    f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
-                )
-            since = time.strftime("%X", time.localtime(self.unreachable_since))
-            raise errors.CenterUnreachableError(
-                f"the center at {self.address} does not answer since {since} "
-                f"({attempts} attempts in this call): {reason}"
+                self.unreachable_since = time.time() - (now - outage.since)
+
+        try:
+            result = retry(
+                attempt,
+                outage,
+                pauses=_PAUSES,
+                wait=self._closed.wait,
+                is_final=self._is_final,
+                record=record,
             )
+        except errors.CenterUnreachableError as error:
+            if self._is_final(error) and not self.closed:
+                raise
+            reason, is_busy = str(error), isinstance(error, errors.CenterBusyError)
+        else:
+            self._record_answer()
+            return result
+        # Raised outside the handler: with the cause, they would keep its arrays alive.
+        self.check_open()
+        if is_busy:
+            seconds = time.monotonic() - outage.since
+            raise errors.CenterBusyError(
+                f"the center at {self.address} answers, but has not accepted this call "
+                f"in {seconds:.0f} s and {outage.attempts} attempts: {reason}"
+            )
+        since = time.strftime("%X", time.localtime(self.unreachable_since))
+        raise errors.CenterUnreachableError(
+            f"the center at {self.address} does not answer since {since} "
+            f"({outage.attempts} attempts in this call): {reason}"
+        )
+
+    def _is_final(self, error: Exception) -> bool:
+        """Return whether an error ends a call at once."""
+        is_unencrypted = isinstance(error, errors.EncryptionError)
+        return (
+            not isinstance(error, errors.CenterUnreachableError)
+            or self.closed
+            or (is_unencrypted and not self._has_answered)
+        )
 
     def _record_answer(self) -> None:
         """Record that the center has answered."""
