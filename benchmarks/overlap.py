@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from measuring import Benchmark, Process, Row, spread
+from optimizer_overhead import loss
 
 import agn_optax
 from agn_optax.center import Session
@@ -50,14 +51,12 @@ class Model(NamedTuple):
         """Return a compiled function (params, state) -> (params, state)."""
         inputs = jnp.ones((self.batch, WIDTH))
 
-        def loss(params: PyTree) -> jax.Array:  # of an autoencoder
-            hidden = inputs
-            for weights in params[: self.trained]:
-                hidden = jnp.tanh(hidden @ weights.reshape(WIDTH, WIDTH))
-            return jnp.mean((hidden - inputs) ** 2)
+        def own_loss(params: PyTree) -> jax.Array:
+            own = [leaf.reshape(WIDTH, WIDTH) for leaf in params[: self.trained]]
+            return loss(own, inputs)
 
         def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            updates, state = tx.update(jax.grad(own_loss)(params), state, params)
             return optax.apply_updates(params, updates), state
 
         return jax.jit(step, donate_argnums=(0, 1))
