@@ -8,7 +8,7 @@
     ├── UnboundAxisError (NameError)          the axis name is not bound here
     ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
     ├── AmbiguousCenterError (LookupError)    an optimizer state holds several centers
-    ├── MissingExtraError (ImportError)       packages of an extra are not installed
+    ├── MissingExtraError (ImportError)       optional packages are not installed
     └── CenterError                           a call to a center failed
         ├── NotInitializedError               the center has no parameters yet
         ├── AlreadyInitializedError           the center already has parameters
@@ -67,7 +67,7 @@ class AmbiguousCenterError(AgnOptaxError, LookupError):
 
 
 class MissingExtraError(AgnOptaxError, ImportError):
-    """Packages that are not installed; names the packages and their extra."""
+    """Optional packages that are not installed; names them, and what installs them."""
 
 
 class CenterError(AgnOptaxError):

@@ -58,7 +58,7 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
             key = f"{network}, {self.megabytes:g} MB"
             self.add(key, f"{key} in {centers.LEAVES} leaves; {best} is the peer", rows)
             del forms  # frees their buffers
-        if size <= 1e8:  # all eight centers are there at once
+        if size <= 1e8:  # all six centers are there at once
             forms = self.trusted(size)
             rows = self.turns(forms).rows(forms, size)
             self.add("trust", f"{self.megabytes:g} MB, with tokens and TLS", rows)
@@ -102,10 +102,7 @@ class Exchange(Benchmark, quick="--megabytes 0.1"):
         )
         # The token, and the TLS settings of the center and of its worker.
         ways: Row = {"open": ("", None, None), "a token": (TOKEN, None, None)}
-        ways |= {
-            "TLS": ("", server_tls, worker_tls),
-            "TLS, a token": (TOKEN, server_tls, worker_tls),
-        }
+        ways["TLS"] = "", server_tls, worker_tls
         for transport in ("socket", "grpc"):
             for way, (token, theirs, ours) in ways.items():
                 tokens = f"worker * {token}" if token else ""

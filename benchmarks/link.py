@@ -7,12 +7,10 @@ sockets, with contributions of normal random numbers, which the codecs encode fi
 "bfloat16, cast when sent" is cast by the connection instead. Centers in shards have a
 process each, and a connection each, like connections to hosts with separate links.
 
-"of link" is the part of the exchange's time that the link takes at that rate, one
-direction after the other. "speed" is relative to the peer's, the median of neighbors in
-time with its quartiles. "planned" is the prediction of `agn_optax.planning` in
-milliseconds, from this machine's constants and the codec's speed, which are measured
-first. "pays below" is the rate of a link at which, by that plan, an exchange takes as
-long as one in float32.
+"speed" is relative to the peer's, the median of neighbors in time with its quartiles.
+"planned" is the prediction of `agn_optax.planning` in milliseconds, from this machine's
+constants and the codec's speed, which are measured first. "pays below" is the rate of a
+link at which, by that plan, an exchange takes as long as one in float32.
 
     python benchmarks/link.py --codecs bfloat16 int8 int4
     python benchmarks/link.py --megabytes 400 --gigabits 1 10 --codecs
@@ -85,14 +83,12 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
                 codec, shards, constants = cases[row["form"]]
                 ways = {"bandwidth": shards * rate, "center_bandwidth": rate}
                 cost = centers.plan(size, constants, codec, shards=shards, **ways)
-                seconds = (cost.message + cost.answer) / shards / rate
                 below = cost.coding.pays_below if cost.coding else 0.0
                 rows.append(
                     {
                         "Gbit/s": gigabits,
                         **row,
                         "message_MB": cost.message / 1e6,
-                        "of_link": 1e3 * seconds / row["milliseconds"],
                         "planned": 1e3 * cost.exchange,
                         "pays_below_Gbit/s": "any" if below is None else 8e-9 * below,
                     }

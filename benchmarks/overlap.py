@@ -7,9 +7,6 @@ the rate during the exchange relative to the other rate, the median of the round
 its quartiles. The first step of an exchange waits until the contribution is made;
 "later" is the rate without that step. "whole round" includes the adoption after it.
 
-The bound is the rate of local steps with no exchange at all, while the other core
-copies memory from time to time: the rows "copies".
-
 There are two models of the same size: one trains a few of its layers (a step of matrix
 products), the other all of them (so that a step also moves the whole model through
 memory).
@@ -18,7 +15,6 @@ memory).
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -34,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from measuring import Benchmark, Process, Row, spread
+from optimizer_overhead import loss
 
 import agn_optax
 from agn_optax.center import Session
@@ -54,20 +51,17 @@ class Model(NamedTuple):
         """Return a compiled function (params, state) -> (params, state)."""
         inputs = jnp.ones((self.batch, WIDTH))
 
-        def loss(params: PyTree) -> jax.Array:  # of an autoencoder
-            hidden = inputs
-            for weights in params[: self.trained]:
-                hidden = jnp.tanh(hidden @ weights.reshape(WIDTH, WIDTH))
-            return jnp.mean((hidden - inputs) ** 2)
+        def own_loss(params: PyTree) -> jax.Array:
+            own = [leaf.reshape(WIDTH, WIDTH) for leaf in params[: self.trained]]
+            return loss(own, inputs)
 
         def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            updates, state = tx.update(jax.grad(own_loss)(params), state, params)
             return optax.apply_updates(params, updates), state
 
         return jax.jit(step, donate_argnums=(0, 1))
 
 
-compiled = functools.cache(Model.local_step)
 Spans = list[tuple[float, float]]  # begins and ends
 
 
@@ -78,26 +72,6 @@ def on_cores(cores: list[int]) -> Iterator[None]:
     os.sched_setaffinity(0, cores)
     yield
     os.sched_setaffinity(0, before)
-
-
-def copy(size: int, when: Spans) -> None:
-    """Copy ``size`` bytes repeatedly within given spans."""
-    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    for start, end in when:
-        time.sleep(max(0.0, start - time.monotonic()))
-        while time.monotonic() < end:
-            np.copyto(target, source)
-
-
-def train_alone(model: Model, end: float) -> Spans:
-    """Make local steps until ``end``, and return all but the first."""
-    params: PyTree = [jnp.zeros(WIDTH**2) for _ in range(model.layers)]
-    step, steps = compiled(model, SGD), Spans()
-    loop = step(params, SGD.init(params))
-    while (start := time.monotonic()) < end:
-        loop = jax.block_until_ready(step(*loop))
-        steps.append((start, time.monotonic()))
-    return steps
 
 
 def train(
@@ -175,23 +149,21 @@ def row_of(steps: Spans, flights: Spans) -> Row:
     return {"later": None} | medians | spread("speed", samples["speed"])
 
 
-class Overlap(Benchmark, quick="--megabytes 8 --window 0.2 --transports memory"):
+class Overlap(Benchmark, quick="--megabytes 8 --transports memory"):
     """Local steps during an exchange.
 
     Args:
       megabytes: size of the model.
       rounds: exchanges that are measured.
-      window: seconds of copying, for the bound.
       transports: transports of the exchanges.
     """
 
     megabytes: float = 400.0
     rounds: int = 8
-    window: float = 2.0
     transports: Sequence[str] = centers.TRANSPORTS
 
     def run(self) -> None:
-        """Measure both models, with copies and with each transport."""
+        """Measure both models with each transport."""
         layers = max(2, round(1e6 * self.megabytes / 4 / WIDTH**2))
         size, some = 4 * layers * WIDTH**2, min(TRAINED, layers - 1)
         models = {f"{some} of": Model(layers, some, BATCH)}
@@ -200,23 +172,15 @@ class Overlap(Benchmark, quick="--megabytes 8 --window 0.2 --transports memory")
         others, rows = cores[1:] or cores, []
         server, process = self.use(Process()), self.use(Process())
         server.call(os.sched_setaffinity, 0, others)
-        process.call(os.sched_setaffinity, 0, cores[:1])  # before JAX has threads
+        process.call(os.sched_setaffinity, 0, cores[:1])
+        process.call(centers.tree, 4.0)  # starts all threads of JAX, on one core
         for trained, model in models.items():
-            process.call(train_alone, model, 0.0)  # compiles
-            start = time.monotonic() + self.window
-            starts = start + 2 * self.window * np.arange(self.rounds + 1)
-            when = [(start, start + self.window) for start in starts.tolist()]
-            copied = server.submit(copy, size, when)
-            found = {"copies": (process.call(train_alone, model, when[-1][1]), when)}
-            copied.result()
             for transport in self.transports:
                 address = server.call(centers.serve, size, layers)
                 how = (model, address, transport, self.rounds, others)
-                found[transport] = process.call(train, *how)
-                server.call(centers.stop, address)
-            for transport, spans in found.items():
                 row = {"trained": f"{trained} {layers} layers", "transport": transport}
-                rows.append(row | row_of(*spans))
+                rows.append(row | row_of(*process.call(train, *how)))
+                server.call(centers.stop, address)
         title = f"local steps during an exchange of {self.megabytes:g} MB"
         self.add("overlap", f"{title}, JAX on one of {len(cores)} cores", rows)
 

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 from measuring import Benchmark, Form, Row, Run
 from optimizer_overhead import RULES
-from traffic import traffic
 
 import agn_optax
 from agn_optax import rules
+from tests.helpers.traffic import traffic
 
 PyTree = Any
 TOWERS = 4  # CPU devices where there are no others

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,39 +74,35 @@ class Trainer:
         self, shared: center.Center, name: str, data: Iterator[datasets.Split]
     ) -> None:
         self.worker = agn_optax.Worker(shared, INNER, period=PERIOD, name=name)
+        self._local_step = local_step_of(self.worker.tx.update)
         self._data = data
         self._params, self._state = self.worker.start()
 
     def round(self) -> None:
         """Make the local steps of a round, and its exchange."""
         for _ in range(PERIOD):
-            self._params, self._state = _local_step(
-                self.worker.tx.update, self._params, self._state, next(self._data)
+            self._params, self._state = self._local_step(
+                self._params, self._state, next(self._data)
             )
             self._params, self._state = self.worker.exchange(self._params, self._state)
 
 
-def _local_step(update: Any, params: PyTree, state: PyTree, batch: Any) -> Any:
-    return _compiled(update)(params, state, batch)
+@functools.cache
+def local_step_of(update: Any) -> Any:
+    """Return a compiled local step, the same one for all workers of a rule."""
 
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def local_step(params: PyTree, state: PyTree, batch: Any) -> Any:
+        grads = jax.grad(two_hosts.loss_fn)(params, batch)
+        updates, state = update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-_programs: dict[Any, Any] = {}
-
-
-def _compiled(update: Any) -> Any:
-    if update not in _programs:
-
-        def step(params: PyTree, state: PyTree, batch: Any) -> Any:
-            grads = jax.grad(two_hosts.loss_fn)(params, batch)
-            updates, state = update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        _programs[update] = jax.jit(step, donate_argnums=(0, 1))
-    return _programs[update]
+    return local_step
 
 
 @jax.jit
-def _right(params: PyTree, data: datasets.Split) -> jax.Array:
+def accuracy(params: PyTree, data: datasets.Split) -> jax.Array:
+    """Return the fraction of images that are classified correctly."""
     return two_hosts.is_right(params, data).mean()
 
 
@@ -130,9 +127,8 @@ def errors_of(
                 else:
                     for trainer in trainers:
                         trainer.round()
-            errors.append(
-                100.0 * (1.0 - float(_right(shared.pull().params, data.test)))
-            )
+            right = float(accuracy(shared.pull().params, data.test))
+            errors.append(100.0 * (1.0 - right))
     for trainer in trainers:
         trainer.worker.leave()
     return errors

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import matplotlib as mpl
 import numpy as np
-from digits_worker import EVERY_STEP, Method, PyTree, Report
+from digits import EVERY_STEP, Method, PyTree
+from digits_worker import Report
 from matplotlib import ticker
 from orbax.checkpoint import v1 as ocp
 from rich.console import Console

@@ -99,11 +99,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     center: Any = ray.remote(Center).options(max_restarts=-1).remote(folder, token)
-    ray.get(center.pid.remote())  # it serves
-    makes: Any = ray.remote(Worker).options(
+    ray.get(center.pid.remote())  # returns when the center serves
+    actor: Any = ray.remote(Worker).options(
         num_cpus=1, max_restarts=-1, max_task_retries=-1
     )
-    workers = [makes.remote() for _ in range(options.workers)]
+    workers = [actor.remote() for _ in range(options.workers)]
     exchanges = ray.get(
         [
             worker.train.remote(rank, folder, token, options.steps)

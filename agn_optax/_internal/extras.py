@@ -1,4 +1,4 @@
-"""A check that the packages of an extra are installed."""
+"""Checks that modules, such as those of an extra, are installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def require(extra: str, *modules: str) -> None:
     Raises:
       MissingExtraError: a module is not installed; the error has the pip command.
     """
-    if missing := [name for name in modules if not _is_installed(name)]:
+    if missing := [name for name in modules if not is_installed(name)]:
         raise errors.MissingExtraError(
             f"{' and '.join(missing)} cannot be found: this needs the extra {extra!r}, "
             f"pip install 'agn_optax[{extra}]'",
@@ -27,7 +27,8 @@ def require(extra: str, *modules: str) -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Return whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its parent package is missing

@@ -2,6 +2,7 @@
 
 Session, wire, core, ledger, store and journal pass on their plain fields by name. A new
 field is therefore added only here, and in center.proto if it is sent over a network.
+Append it last: callers may pass the others by position.
 """
 
 from __future__ import annotations

@@ -11,38 +11,38 @@ class Frames(_message.Message):
     def __init__(self) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "failure", "attach", "attached", "probe", "probed", "answer_segment", "segment")
+    __slots__ = ("join", "joined", "message", "snapshot", "acknowledge", "waiting", "failure", "start", "parameters", "attach", "attached", "probe", "probed", "segment", "answer_segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     join: Join
-    message: Message
-    acknowledge: int
-    start: Start
-    parameters: Parameters
     joined: Joined
+    message: Message
     snapshot: Snapshot
+    acknowledge: int
     waiting: Waiting
     failure: Failure
+    start: Start
+    parameters: Parameters
     attach: Segment
     attached: Attached
     probe: Probe
     probed: Probed
-    answer_segment: int
     segment: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+    answer_segment: int
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., acknowledge: _Optional[int] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., segment: _Optional[int] = ..., answer_segment: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "address", "key")
@@ -131,7 +131,7 @@ class Described(_message.Message):
     def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "versions", "lease", "heartbeat", "waiting_interval", "clock")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -145,31 +145,31 @@ class Description(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
     rule: _containers.RepeatedCompositeFieldContainer[Print]
     schema: bytes
     schema_hash: bytes
-    clock: float
-    lease: float
-    waiting_interval: float
-    mode: str
     dtype: str
+    mode: str
     barrier: int
-    heartbeat: float
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
     versions: _containers.ScalarMap[str, str]
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    lease: float
+    heartbeat: float
+    waiting_interval: float
+    clock: float
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "session_id", "center")
@@ -194,7 +194,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ..., before: _Optional[str] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported", "weight", "has_anchor")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "has_anchor", "reported")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -207,18 +207,18 @@ class Message(_message.Message):
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    REPORTED_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
     dtype: str
     steps: int
-    reported: _containers.ScalarMap[str, float]
     weight: float
     has_anchor: bool
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., weight: _Optional[float] = ..., has_anchor: bool = ...) -> None: ...
+    reported: _containers.ScalarMap[str, float]
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., has_anchor: bool = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema_hash", "schema_size")
@@ -251,26 +251,26 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ..., broadcast: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "rejected", "pace", "differences")
+    __slots__ = ("version", "schema_hash", "differences", "sequence", "applied", "rejected", "staleness", "norm", "pace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
-    APPLIED_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
+    differences: int
+    sequence: int
+    applied: bool
+    rejected: str
     staleness: int
     norm: float
-    applied: bool
-    sequence: int
-    rejected: str
     pace: float
-    differences: int
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., rejected: _Optional[str] = ..., pace: _Optional[float] = ..., differences: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., differences: _Optional[int] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()
@@ -329,7 +329,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "rejected", "transport", "reported", "exchanges_per_second", "steps_per_second", "stalled")
+    __slots__ = ("name", "connected", "waits", "stalled", "exchanges", "dropped", "rejected", "staleness", "norm", "period", "exchanges_per_second", "steps_per_second", "reported", "joined", "seen", "transport", "bytes_received", "bytes_sent")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -339,44 +339,44 @@ class WorkerStatus(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     EXCHANGES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     PERIOD_FIELD_NUMBER: _ClassVar[int]
-    JOINED_FIELD_NUMBER: _ClassVar[int]
-    SEEN_FIELD_NUMBER: _ClassVar[int]
-    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
-    WAITS_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    REPORTED_FIELD_NUMBER: _ClassVar[int]
     EXCHANGES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    STALLED_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
+    waits: bool
+    stalled: float
     exchanges: int
     dropped: int
+    rejected: int
     staleness: int
     norm: float
     period: int
-    joined: float
-    seen: float
-    bytes_received: int
-    bytes_sent: int
-    waits: bool
-    rejected: int
-    transport: str
-    reported: _containers.ScalarMap[str, float]
     exchanges_per_second: float
     steps_per_second: float
-    stalled: float
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., rejected: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
+    reported: _containers.ScalarMap[str, float]
+    joined: float
+    seen: float
+    transport: str
+    bytes_received: int
+    bytes_sent: int
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "rejected", "degraded", "page_address", "disk_free", "disk_needed", "center")
+    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "disk_free", "disk_needed", "parent", "listens_at", "direct_address", "page_address")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -385,39 +385,39 @@ class StatusReply(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    DISK_FREE_FIELD_NUMBER: _ClassVar[int]
+    DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_FIELD_NUMBER: _ClassVar[int]
-    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    DISK_FREE_FIELD_NUMBER: _ClassVar[int]
-    DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
-    CENTER_FIELD_NUMBER: _ClassVar[int]
     version: int
+    center: str
     rule: str
     mode: str
     uptime: float
     parameters: int
     parameter_bytes: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     bytes_received: int
     bytes_sent: int
-    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    rejected: _containers.ScalarMap[str, int]
+    degraded: str
+    disk_free: int
+    disk_needed: int
     parent: str
     listens_at: str
     direct_address: str
-    rejected: _containers.ScalarMap[str, int]
-    degraded: str
     page_address: str
-    disk_free: int
-    disk_needed: int
-    center: str
-    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., center: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import digits
+import digits_launch
 import digits_results as results
 
 pytestmark = [
@@ -22,7 +23,7 @@ pytestmark = [
 def run_demo(*arguments):
     """Run the demo; return for each method its runs, one per seed."""
     quick = ("--mbit", 2000)
-    return results.by_method(digits.main([str(x) for x in (*quick, *arguments)]))
+    return results.by_method(digits_launch.main([str(x) for x in (*quick, *arguments)]))
 
 
 def check_exchanges(run, wanted, extra=2):
@@ -157,7 +158,7 @@ def test_common_level_is_reached_by_all_and_costs_its_first_time():
 )
 def test_options_of_zero_are_rejected(option, capsys):
     with pytest.raises(SystemExit) as rejected:
-        digits.main([option, "0"])
+        digits_launch.main([option, "0"])
     assert rejected.value.code == 2
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
@@ -165,7 +166,7 @@ def test_options_of_zero_are_rejected(option, capsys):
 def test_folder_without_the_files_is_rejected(tmp_path):
     output = tmp_path / "output"
     with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte"):
-        digits.main(["--mnist", str(tmp_path), "--output", str(output)])
+        digits_launch.main(["--mnist", str(tmp_path), "--output", str(output)])
     assert not output.exists()
 
 
@@ -178,11 +179,11 @@ def run_with(tmp_path, monkeypatch):
         worker.write_text(program)
         scratch = tmp_path / "scratch"
         scratch.mkdir()
-        monkeypatch.setattr(digits, "WORKER", worker)
+        monkeypatch.setattr(digits_launch, "WORKER", worker)
         monkeypatch.setattr(tempfile, "tempdir", str(scratch))
         try:
             small = ["--methods", "DOWNPOUR", "--seeds", "1"]
-            digits.main([*small, "--output", str(tmp_path / "output")])
+            digits_launch.main([*small, "--output", str(tmp_path / "output")])
         finally:
             assert not list(scratch.iterdir())
 

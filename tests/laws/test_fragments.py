@@ -527,7 +527,7 @@ def test_local_steps_do_not_depend_on_a_message_in_flight():
 
 
 def test_compiled_round_sends_one_fragment_at_a_time():
-    from traffic import traffic  # noqa: PLC0415 it is rarely needed
+    from helpers.traffic import traffic  # noqa: PLC0415 it is rarely needed
 
     function, arguments = round_of_a_mesh(agn_optax.Fragments(2, delay=1))
     text = function.lower(*arguments).compile().as_text()

@@ -17,7 +17,7 @@ from helpers.support import (
     needs_host,
     step,
 )
-from traffic import traffic
+from helpers.traffic import traffic
 
 import agn_optax
 from agn_optax import errors

@@ -11,7 +11,7 @@ import optax
 import pytest
 from helpers import leaf_groups, shared
 from helpers.support import assert_close, assert_identical
-from traffic import traffic
+from helpers.traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, errors, robust, rules

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from helpers import support
+from helpers.traffic import traffic
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding
-from traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, errors

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import problem, support
-from traffic import traffic
+from helpers.traffic import traffic
 
 import agn_optax
 

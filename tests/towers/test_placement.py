@@ -14,7 +14,7 @@ import optax
 import pytest
 from helpers import problem, support, tuning
 from helpers.support import find_state
-from traffic import traffic
+from helpers.traffic import traffic
 
 import agn_optax
 from agn_optax import errors

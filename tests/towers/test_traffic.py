@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.traffic import Traffic, traffic
 from jax.sharding import Mesh
-from traffic import Traffic, traffic
 
 P = jax.P
 

@@ -14,7 +14,7 @@ import weakref
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations
+from agn_optax._internal import check, combinations, extras
 from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
@@ -212,6 +212,7 @@ def serve(
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
         center on disk is of another model.
       RuleMismatchError: the center on disk has another rule.
+      MissingExtraError: ``page`` is given, and ``agn_optax/ops`` is not installed.
       DurabilityError: the center on disk cannot be read, or nothing can be written.
 
     Example:
@@ -282,6 +283,7 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
       InvalidArgumentError: an address is not valid, or plain text would leave this
         machine.
       InvalidTypeError: an address is not a string.
+      MissingExtraError: a page is wanted, and ``agn_optax/ops`` is not installed.
     """
     ports = {
         "direct_address": settings.direct_address,
@@ -294,6 +296,12 @@ def _check_settings(settings: ListenSettings, security: Security) -> bool:
                 f'{name} must be "host:port", got {address!r}'
             )
     _address.check(settings.address)
+    if settings.page is not None and not extras.is_installed("agn_optax.ops.watch"):
+        raise errors.MissingExtraError(
+            "page needs agn_optax/ops, which this copy of the package lacks: install "
+            "agn_optax whole, or pass page=None",
+            name="agn_optax.ops.watch",
+        )
     listening = (settings.address, settings.direct_address, settings.page)
     addresses = [address for address in listening if address is not None]
     _tls.check(security.tls, security.insecure, *addresses)
