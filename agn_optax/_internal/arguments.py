@@ -24,9 +24,12 @@ T = TypeVar("T")
 def for_function(
     settings: Callable[P, S],
 ) -> Callable[[Callable[[S], R]], Callable[P, R]]:
-    """Return a decorator of a function of settings: it takes their fields instead.
+    """Return a decorator by which a function of settings takes their fields instead.
 
     The descriptions of the fields follow the summary of the function's docstring.
+
+    Args:
+      settings: a dataclass that describes its fields in its docstring.
     """
 
     def decorate(function: Callable[[S], R]) -> Callable[P, R]:
@@ -35,7 +38,7 @@ def for_function(
             _check(call, *args, **kwargs)
             return function(settings(*args, **kwargs))
 
-        _describe(call, settings, [])
+        _describe(call, settings)
         return call
 
     return decorate
@@ -52,7 +55,7 @@ def for_method(
             _check(call, self, *args, **kwargs)
             return method(self, settings(*args, **kwargs))
 
-        _describe(call, settings, [*inspect.signature(method).parameters.values()][:1])
+        _describe(call, settings)
         return call
 
     return decorate
@@ -93,19 +96,17 @@ def _check(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"{call.__qualname__}() {error}") from None
 
 
-def _describe(
-    call: Any, settings: Callable[..., Any], leading: list[inspect.Parameter]
-) -> None:
+def _describe(call: Any, settings: Callable[..., Any]) -> None:
     """Give a function a signature and a docstring with the fields of settings."""
     types = typing.get_type_hints(settings)
+    *owner, _ = inspect.signature(call).parameters.values()  # `self` of a method
     fields = [
         each.replace(annotation=types[name])
         for name, each in inspect.signature(settings).parameters.items()
     ]
     returned = typing.get_type_hints(call)["return"]
-    call.__signature__ = inspect.Signature(
-        [*leading, *fields], return_annotation=returned
-    )
+    signature = inspect.Signature([*owner, *fields], return_annotation=returned)
+    call.__signature__ = signature
     summary, _, rest = inspect.cleandoc(call.__doc__ or "").partition("\n\n")
     wrap = textwrap.TextWrapper(80, initial_indent="  ", subsequent_indent="    ").fill
     entries = [wrap(f"{name}: {t}") for name, t in argument_texts(settings).items()]
