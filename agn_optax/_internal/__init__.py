@@ -1,5 +1,6 @@
 """Helpers for every layer of the package; none of them is about training.
 
+- `arguments`: functions whose arguments are the fields of a dataclass
 - `check`: checks of callers' arguments
 - `combinations`: features that do not go together, with the reason
 - `trees`: functions on trees that `optax.tree` lacks
@@ -13,6 +14,7 @@
 - `write_whole`: write a file atomically
 """
 
+from agn_optax._internal import arguments as arguments
 from agn_optax._internal import check as check
 from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description

@@ -25,6 +25,7 @@ from agn_optax.center._packing import release_arguments as release_arguments
 from agn_optax.center._protocol import MAX_REPORTED as MAX_REPORTED
 from agn_optax.center._protocol import Center, Session
 from agn_optax.center._recent import Recent as Recent
+from agn_optax.center._settings import CenterSettings as CenterSettings
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store

@@ -32,13 +32,13 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations, in_background
-from agn_optax.center._ledger import Batch, Ledger, Member, State
+from agn_optax.center._ledger import Batch, Member, State
 from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
+from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import Bound, CenterState, Prepared, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
-from agn_optax.center.durability import DiskSpace, Durability, Image, Keeper
-from agn_optax.rules import Rule, check_outside, check_rule
+from agn_optax.center.durability import DiskSpace, Image, Keeper
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -98,8 +98,7 @@ class _FinitenessCheck:
 class Core:
     """The implementation of a center, for `LocalCenter` and for servers.
 
-    Arguments and exceptions are those of `LocalCenter`; ``ledger_arguments`` are the
-    arguments of `Ledger`, and ``flatten`` is that of `Store`.
+    Exceptions are those of `LocalCenter`, and ``flatten`` is that of `Store`.
 
     Attributes:
       rule: the rule.
@@ -113,30 +112,18 @@ class Core:
         attached or has none.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        params: PyTree = None,
-        *,
-        durability: Durability | None = None,
-        dtype: Any = None,
-        device: Any = None,
-        flatten: bool = False,
-        **ledger_arguments: Any,
-    ) -> None:
-        check_rule(rule)
-        check_outside(rule.center)
-        self.rule = rule
+    def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
+        rule = self.rule = settings.rule
         self.center_id = uuid.uuid4().hex
-        self.ledger = Ledger(**ledger_arguments)
+        self.ledger = settings.make_ledger()
         if not rule.is_summed and not self.ledger.mode.combines:
             combinations.reject(
                 "a robust combine",
                 "a center that is not synchronous",
                 f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
             )
-        self._dtype = check.float_dtype(dtype, "dtype")
-        self._device = device
+        self._dtype = check.float_dtype(settings.dtype, "dtype")
+        self._device = settings.find_device()
         self._flatten = flatten
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -153,8 +140,9 @@ class Core:
         # with its parameters. None if any worker may call `initialize`.
         self._chief: str | None = None
         self._keeper: Keeper | None = None
-        if durability is not None:
-            self._keeper = Keeper(durability, rule, self._changed)
+        if settings.durability is not None:
+            self._keeper = Keeper(settings.durability, rule, self._changed)
+        params = settings.params
         try:
             if self._keeper is not None:
                 self._continue_from_disk(self._keeper, params)

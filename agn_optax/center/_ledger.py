@@ -28,10 +28,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check
 from agn_optax.center._limits import Limits
 from agn_optax.center._message_limits import MessageLimits, Rejection, Rejections, Size
-from agn_optax.center._modes import Asynchronous, Entry, Mode
+from agn_optax.center._modes import Entry, Mode
 from agn_optax.center._recent import Recent
 from agn_optax.center._submission import Submission
 
@@ -142,7 +141,6 @@ class Ledger:
       mode: when messages are applied.
       limits: limits on workers and their messages.
       barrier: number of workers that must have joined before any worker may start.
-      version: number of updates of the center in an earlier process.
 
     Attributes:
       rejections: the decisions on rejections.
@@ -151,40 +149,12 @@ class Ledger:
       is_open: whether the barrier is open.
     """
 
-    def __init__(
-        self,
-        mode: Mode | None = None,
-        *,
-        limits: Limits | None = None,
-        barrier: int = 0,
-        version: int = 0,
-    ) -> None:
-        if limits is None:
-            limits = Limits()
-        if type(limits) is not Limits:  # a subclass has limits that would be ignored
-            raise errors.InvalidTypeError(
-                "limits must be agn_optax.center.Limits(...), not those of a served "
-                f"center, got {limits!r}"
-            )
-        if mode is None:
-            mode = Asynchronous()
-        if not isinstance(mode, Mode):
-            raise errors.InvalidTypeError(
-                "mode must be Asynchronous(), BoundedStaleness(...) or "
-                f"Synchronous(...), got {mode!r}"
-            )
-        check.whole_number(barrier, "barrier", least=0, optional=False)
-        max_workers = limits.max_workers
-        if max_workers is not None and barrier > max_workers:
-            raise errors.InvalidArgumentError(
-                f"barrier must be at most max_workers, {max_workers}, or no worker "
-                f"ever starts; got {barrier}"
-            )
+    def __init__(self, mode: Mode, *, limits: Limits, barrier: int) -> None:
         self.mode = mode
         self.limits = limits
         self.barrier = barrier
         self.rejections = Rejections(limits.messages or MessageLimits())
-        self.version = version
+        self.version = 0
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         # True once as many workers were registered at a time as the barrier needs.
         self.is_open = barrier == 0

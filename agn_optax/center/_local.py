@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-import jax
-
 from agn_optax import errors
+from agn_optax._internal import arguments
 from agn_optax.center._core import Core
-from agn_optax.center._limits import Limits
-from agn_optax.center._modes import Mode
 from agn_optax.center._protocol import Session
+from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState
 from agn_optax.center._submission import Snapshot
-from agn_optax.center.durability import Durability
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -29,45 +26,11 @@ class LocalCenter:
     dispatched to the device, and not while they run. A version never changes, so that
     readers may keep its arrays and delay no exchange.
 
-    Args:
-      rule: a rule of `agn_optax.rules`. A rule that combines messages by their mean,
-        such as ``average`` and ``diloco``, needs ``mode=Synchronous()``: in the other
-        modes n workers move the center n times as far, and a warning is logged.
-      params: the first parameters, which are copied; None if a chief will `initialize`
-        them.
-      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
-        `BoundedStaleness` or `Synchronous`.
-      barrier: number of workers that must have joined before any of them starts.
-      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process. If the directory has a center, that center
-        continues, and the values of ``params`` are not used. None keeps the center in
-        memory.
-      dtype: floating dtype of the center and its optimizer; None keeps that of the
-        parameters. With bfloat16 parameters, float32 makes the center a master copy.
-      device: the device that holds the center and runs its optimizer: a `jax.Device`,
-        or the name of a platform, such as ``"gpu"``, for its first device. None leaves
-        the center where its first parameters are.
-      limits: `agn_optax.center.Limits` on workers and their messages; None for
-        ``Limits()``, which rejects messages that are not finite. To measure a message,
-        the center waits for the device at every exchange. With
-        ``Limits(messages=MessageLimits(nonfinite=False))`` it applies all messages, and
-        waits for none.
-
     Attributes:
       rule: the rule.
       center_id: the center id, for workers. A center that continues from disk keeps its
         id, unless updates were lost.
       core: the core, for a server of this center or a parent center.
-
-    Raises:
-      InvalidTypeError: ``rule`` is not a rule, ``mode`` not a mode, or ``limits`` are
-        not those of a center in this process.
-      InvalidArgumentError: another argument is out of range.
-      TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
-        center on disk has another model.
-      RuleMismatchError: the center on disk has another rule.
-      DurabilityError: the center on disk cannot be read, or the directory cannot be
-        written.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -91,30 +54,22 @@ class LocalCenter:
 
     _flatten: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        rule: Rule,
-        params: PyTree = None,
-        *,
-        mode: Mode | None = None,
-        barrier: int = 0,
-        durability: Durability | None = None,
-        dtype: Any = None,
-        device: Any = None,
-        limits: Limits | None = None,
-    ) -> None:
-        self.rule = rule
-        self.core = Core(
-            rule,
-            params,
-            mode=mode,
-            barrier=barrier,
-            durability=durability,
-            dtype=dtype,
-            device=_device(device),
-            limits=limits,
-            flatten=self._flatten,
-        )
+    @arguments.for_method(CenterSettings)
+    def __init__(self, settings: CenterSettings) -> None:
+        """Make a center, or continue with one on disk.
+
+        Raises:
+          InvalidTypeError: ``rule`` is not a rule, ``mode`` not a mode, or ``limits``
+            are not those of a center in this process.
+          InvalidArgumentError: another argument is out of range.
+          TreeMismatchError: ``params`` has leaves that are not real floating arrays, or
+            the center on disk has another model.
+          RuleMismatchError: the center on disk has another rule.
+          DurabilityError: the center on disk cannot be read, or the directory cannot be
+            written.
+        """
+        rule = self.rule = settings.rule
+        self.core = Core(settings, flatten=self._flatten)
         self.center_id = self.core.center_id
         if rule.combine == "mean" and not self.core.ledger.mode.combines:
             _log.warning(
@@ -293,16 +248,3 @@ class PackedCenter(LocalCenter):
     """
 
     _flatten = True
-
-
-def _device(device: Any) -> Any:
-    """Return the first device of a platform given by its name, or ``device`` itself."""
-    if not isinstance(device, str):
-        return device
-    try:
-        return jax.devices(device)[0]
-    except RuntimeError as error:
-        raise errors.InvalidArgumentError(
-            f"device must be a jax.Device or the name of a platform, got {device!r} "
-            f"({error})"
-        ) from None

@@ -36,6 +36,7 @@ from agn_optax import errors
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    CenterSettings,
     Core,
     Journal,
     Limits,
@@ -122,11 +123,13 @@ class Exchanges(RuleBasedStateMachine):
         self.directory = directory
         durability = Journal(directory) if self.journals else None
         self.core = Core(
-            DOWNPOUR,
-            params,
-            mode=self.mode,
-            limits=Limits(lease=self.lease),
-            durability=durability,
+            CenterSettings(
+                DOWNPOUR,
+                params,
+                mode=self.mode,
+                limits=Limits(lease=self.lease),
+                durability=durability,
+            )
         )
         self.core.observer = self.observe
 
@@ -400,7 +403,7 @@ def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
 
 
 def core_of(mode=None, **settings):
-    return Core(DOWNPOUR, jnp.zeros(2), mode=mode, **settings)
+    return Core(CenterSettings(DOWNPOUR, jnp.zeros(2), mode=mode, **settings))
 
 
 def submit(session, sequence=1, anchor_version=0):
@@ -550,7 +553,7 @@ def test_kept_error_holds_no_arrays_of_its_round(mode):
         raise FloatingPointError("no such update")
 
     failing = optax.GradientTransformation(lambda params: (), update)
-    core = Core(shared.agn(failing), jnp.zeros(2), mode=mode)
+    core = Core(CenterSettings(shared.agn(failing), jnp.zeros(2), mode=mode))
     anna = core.join("anna")
     message = jnp.ones(2)
     held = weakref.ref(message)
@@ -569,7 +572,7 @@ def test_kept_error_holds_no_arrays_of_its_round(mode):
 
 def test_response_is_not_read_once_its_worker_has_joined_anew():
     """Its arrays may have been reused for the next version."""
-    core = Core(DOWNPOUR, jnp.zeros(2))
+    core = Core(CenterSettings(DOWNPOUR, jnp.zeros(2)))
     anna, bert = core.join("anna"), core.join("bert")
     anna.submit(Submission(1, jnp.ones(2), anchor_version=0))
     answer = anna.answer(1)
@@ -602,7 +605,7 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
     """No call waits for the device under the lock, and the order of turns stays."""
     looks, may = threading.Event(), threading.Event()
     waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
-    core = Core(shared.agn(waiting), jnp.zeros(2), mode=mode)
+    core = Core(CenterSettings(shared.agn(waiting), jnp.zeros(2), mode=mode))
     anna, bert = core.join("anna"), core.join("bert")
     sends = [threading.Thread(target=submit, args=(each,)) for each in (anna, bert)]
     for thread in sends:
@@ -634,7 +637,7 @@ def test_center_serves_others_while_the_device_checks_a_message(mode):
 def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
     looks, may = threading.Event(), threading.Event()
     waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
-    core = Core(shared.agn(waiting), jnp.zeros(2))
+    core = Core(CenterSettings(shared.agn(waiting), jnp.zeros(2)))
     anna, bert = core.join("anna"), core.join("bert")
     sends = threading.Thread(target=submit, args=(anna,))
     sends.start()

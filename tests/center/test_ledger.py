@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from helpers import shared
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,13 +21,14 @@ from agn_optax import errors
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    CenterSettings,
     Limits,
     MessageLimits,
     Submission,
     Synchronous,
     _ledger,
 )
-from agn_optax.center._ledger import NEXT, Ledger, State
+from agn_optax.center._ledger import NEXT, State
 from agn_optax.center._message_limits import Rejection
 
 MODES = [
@@ -43,6 +45,7 @@ MODES = [
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
 SESSION_IDS = st.integers(0, 2).map(str)
 REMEMBERED = 2  # ended sessions that are remembered
+RULE = shared.downpour()
 IN_A_ROW = 2  # consecutive rejections; the last one raises
 
 
@@ -103,15 +106,13 @@ class Commands(RuleBasedStateMachine):
         self.ledger = self.new()
 
     def new(self):
-        return Ledger(
-            self.mode,
-            limits=Limits(
-                lease=self.lease,
-                max_workers=self.room,
-                messages=MessageLimits(in_a_row=IN_A_ROW),
-            ),
-            barrier=self.barrier,
-            version=self.version,
+        limits = Limits(
+            lease=self.lease,
+            max_workers=self.room,
+            messages=MessageLimits(in_a_row=IN_A_ROW),
+        )
+        return make_ledger(
+            self.mode, limits=limits, barrier=self.barrier, version=self.version
         )
 
     # The state of the model.
@@ -563,8 +564,9 @@ def test_transition_table_matches_the_commands(state, event):
 # Examples of each policy. A worker's only session is called "1".
 
 
-def make_ledger(mode=None, workers="", **settings):
-    ledger = Ledger(mode, **settings)
+def make_ledger(mode=None, workers="", version=0, **settings):
+    ledger = CenterSettings(RULE, mode=mode, **settings).make_ledger()
+    ledger.version = version
     for worker in workers:
         ledger.join(worker, "1", 0.0)
     return ledger
@@ -825,7 +827,7 @@ def test_late_message_does_not_start_the_grace_time():
 @pytest.mark.parametrize("how", ["whole", "of one worker"])
 def test_replaced_session_stays_replaced_after_restart(how):
     ledger = make_ledger(workers="ab")
-    again = Ledger()
+    again = make_ledger()
     if how == "whole":
         ledger.join("a", "2", 0.0, replace=True)
         again.restore(ledger.state_to_save(), 0.0)
@@ -1183,16 +1185,13 @@ def test_ledger_starts_from_a_given_version():
         (lambda: Synchronous(grace=-0.1), "grace must be .* seconds >= 0, got -0.1"),
         (lambda: Synchronous(grace=math.nan), "grace must be .* got nan"),
         (lambda: Synchronous(late="never"), "late must be 'next', .* got 'never'"),
-        (lambda: Ledger(limits=Limits(lease=math.inf)), "lease must be .* got inf"),
-        (lambda: Ledger(limits=Limits(lease="10")), "lease must be .* got '10'"),
+        (lambda: Limits(lease=math.inf), "lease must be .* got inf"),
+        (lambda: Limits(lease="10"), "lease must be .* got '10'"),
+        (lambda: Limits(max_workers=0), "max_workers must be .* >= 1, got 0"),
+        (lambda: make_ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
+        (lambda: make_ledger(barrier=None), "barrier must be .* >= 0, got None"),
         (
-            lambda: Ledger(limits=Limits(max_workers=0)),
-            "max_workers must be .* >= 1, got 0",
-        ),
-        (lambda: Ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
-        (lambda: Ledger(barrier=None), "barrier must be .* >= 0, got None"),
-        (
-            lambda: Ledger(barrier=3, limits=Limits(max_workers=2)),
+            lambda: make_ledger(barrier=3, limits=Limits(max_workers=2)),
             "at most max_workers, 2,.* got 3",
         ),
     ],
@@ -1205,11 +1204,11 @@ def test_invalid_ledger_settings_are_rejected(make, message):
 @pytest.mark.parametrize("mode", [Synchronous, "async", 3])
 def test_invalid_mode_is_rejected(mode):
     with pytest.raises(errors.InvalidTypeError, match="mode must be Asynchronous"):
-        Ledger(mode)
+        make_ledger(mode)
 
 
 def test_session_knows_the_last_exchange_of_the_previous_session():
-    ledger = Ledger()
+    ledger = make_ledger()
     ledger.join("anna", "first", 0.0)
     assert ledger.member("anna", "first").previous_session is None
     for sequence in (1, 2):
@@ -1226,7 +1225,7 @@ def test_session_knows_the_last_exchange_of_the_previous_session():
 
 def test_session_knows_the_last_exchange_before_failed_sessions():
     """Sessions in between without a settled exchange were attempts to join."""
-    ledger = Ledger()
+    ledger = make_ledger()
     ledger.join("anna", "first", 0.0)
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
@@ -1240,11 +1239,11 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
 
 
 def test_restore_after_data_loss_keeps_exchanges_but_no_workers():
-    ledger = Ledger(barrier=1)
+    ledger = make_ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
     ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
-    again = Ledger(barrier=1)
+    again = make_ledger(barrier=1)
     again.restore(ledger.state_to_save(), 0.0, is_new_id=True)
     assert not again.registered()
     assert not again.is_open

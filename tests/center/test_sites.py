@@ -15,7 +15,7 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import accumulate, elastic_pull, errors
-from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
+from agn_optax.center import CenterSettings, Core, ShardedCenter, Snapshots, Submission
 from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
@@ -51,7 +51,7 @@ class Site:
     """A center with one worker and a parent with which it exchanges periodically."""
 
     def __init__(self, rule, parent, *, period, params=None):
-        self.core = Core(rule, params)
+        self.core = Core(CenterSettings(rule, params))
         self.uplink = Uplink(self.core, parent, period=period, name="site")
         assert self.uplink.ready.wait(LIMIT)
         self.worker = self.core.join("anna")
@@ -192,7 +192,7 @@ def test_parent_starts_with_the_params_of_a_site():
 
 
 def test_parent_that_sums_gradients_needs_such_a_site():
-    core = Core(shared.easgd(0.3), jnp.zeros(3))
+    core = Core(CenterSettings(shared.easgd(0.3), jnp.zeros(3)))
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
     with pytest.raises(
         errors.InvalidArgumentError, match="parent whose rule sums grad"
@@ -427,7 +427,7 @@ def test_uplink_reads_contributions_without_blocking_the_lock():
     """A worker may overwrite its message as soon as it has the response."""
     rule = shared.agn(shared.sgd(1.0))
     parent = Parent(dataclasses.replace(rule, record=slow_record()), jnp.zeros(1000))
-    core = Core(rule, jnp.zeros(1000))
+    core = Core(CenterSettings(rule, jnp.zeros(1000)))
     uplink = Uplink(core, parent, period=100, name="site")
     ready = []
 

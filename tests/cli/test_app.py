@@ -295,13 +295,18 @@ def test_group_builds_its_class_from_options():
 
 
 def test_everyday_options_come_first():
-    panels = [
-        option.rich_help_panel
+    shown = [
+        (option.rich_help_panel, name)
         for record in (RuleOptions, CenterOptions)
-        for option in record.__options__.values()
+        for name, option in record.__options__.items()
     ]
-    everyday = ["Rule", "Center optimizer", "Center", "Durability", "Mode", "Access"]
-    assert list(dict.fromkeys(panels))[:7] == [*everyday, "TLS"]
+    rule = ["rule", "center_optimizer", "learning_rate"]
+    center = ["address", "journal", "save", "mode", "tokens", "page"]
+    assert [name for panel, name in shown if panel == "Options"] == [*rule, *center]
+    panels = ["Rule", "Center optimizer", "Center", "Durability", "Mode", "Access"]
+    assert list(dict.fromkeys(panel for panel, _ in shown))[1:7] == panels
+    output = succeeds("serve", "--help")
+    assert output.index("--page") < output.index("--help") < output.index("--rule-from")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from agn_optax import codecs, errors, robust, rules
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    CenterSettings,
     Core,
     Journal,
     ShardedCenter,
@@ -371,6 +372,6 @@ def test_all_fragments_at_once_equal_no_fragments_for_median():
 
 def test_robust_aggregation_is_rejected_at_a_site_with_a_parent():
     parent = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), PARAMS)
-    core = Core(rule("median"), PARAMS, mode=Synchronous())
+    core = Core(CenterSettings(rule("median"), PARAMS, mode=Synchronous()))
     with pytest.raises(errors.InvalidArgumentError, match="with median of this center"):
         Uplink(core, parent, period=2, name="site")

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import gc
+import inspect
 import pathlib
 import struct
 import subprocess
@@ -322,6 +323,28 @@ def test_invalid_groups_of_settings_are_rejected(call, message):
     own = agn_optax.LocalCenter(shared.downpour(), ONES)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         call(own)
+
+
+@pytest.mark.parametrize("make", [agn_optax.LocalCenter, service.serve])
+def test_unknown_and_missing_arguments_are_named(make):
+    name = make.__name__
+    with pytest.raises(TypeError, match=rf"{name}.*\(\) .* argument 'modes'"):
+        make(shared.downpour(), modes=None)
+    with pytest.raises(TypeError, match=rf"{name}.*\(\) missing .* argument: 'rule'"):
+        make()
+
+
+def test_served_and_local_centers_have_the_same_settings():
+    local = inspect.signature(agn_optax.LocalCenter).parameters
+    served = inspect.signature(service.serve).parameters
+    changed = [n for n, each in local.items() if served[n].default != each.default]
+    assert changed == ["device"]
+    assert all(served[name].kind == each.kind for name, each in local.items())
+    for make, names in (
+        (agn_optax.LocalCenter.__init__, local),
+        (service.serve, served),
+    ):
+        assert all(f"  {name}: " in make.__doc__ for name in names)
 
 
 def test_local_center_rejects_limits_of_a_service():

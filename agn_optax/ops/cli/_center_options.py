@@ -24,9 +24,8 @@ from agn_optax.ops.cli import _options
 from agn_optax.ops.cli._options import Group
 from agn_optax.rules import Rule
 
-_PAGE = "127.0.0.1:0"
 _SERVED = Group(
-    service.serve,
+    service.ServerSettings,
     *("address", "barrier", "dtype", "device", "direct_address", "health_address"),
 )
 _MODES = {
@@ -79,7 +78,9 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
         "messages": _MESSAGES,
         "parent": _PARENT,
     },
+    everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
+    loopback=service.LOOPBACK,
 )
 class CenterOptions:
     """Options of a served center, without its rule.
@@ -116,7 +117,7 @@ class CenterOptions:
         memory.
       page [no-page]: Serve a page that shows the center's status in a browser, and
         /metrics for Prometheus, at --page-address.
-      page_address HOST:PORT [127.0.0.1:0 with --page]: Address of the page; implies
+      page_address HOST:PORT [{loopback} with --page]: Address of the page; implies
         --page. Port 0 takes a free port.
       signal_exit_code [0]: Exit code after a signal has drained the center. Set it to
         another value than 0 for engines that restart only what has failed.
@@ -172,7 +173,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
                 options, f"and {option} exclude each other", only=(excluded,)
             )
     arguments: dict[str, Any] = {
-        "page": options.page_address or (_PAGE if options.page else None),
+        "page": options.page_address or (service.LOOPBACK if options.page else None),
         "mode": _mode_of(options),
         "durability": _durability_of(options),
         "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),

@@ -36,9 +36,9 @@ class LaunchCommand(_options.Command):
 
 
 def launch_command(
+    options: RunOptions,
     rule: RuleOptions,
     center: CenterOptions,
-    options: RunOptions,
     command: Annotated[
         list[str] | None,
         typer.Argument(

@@ -20,13 +20,14 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from agn_optax import errors
+from agn_optax._internal import arguments
 from agn_optax.ops import units
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ T = TypeVar("T")
 # name METAVAR [default]: help
 _ENTRY = re.compile(r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?(?:: (.+))?")
 _NONE = re.compile(r"[;.] None (?:for )?(.+?)(?:\. |\.?$)")  # in an argument's help
+
+EVERYDAY = "Options"  # the panel that Typer shows first
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[
@@ -125,14 +128,14 @@ class Group:
 
     def given(self, options: Any) -> dict[str, Any]:
         """Return the arguments that the options of a record give."""
-        values, arguments = given(options), {}
+        values, built = given(options), {}
         for argument, name in self.names.items():
             if name in values:
                 value = values[name]
                 if argument in self._rates:
                     value = units.rate(value, option(name))
-                arguments[argument] = value
-        return arguments
+                built[argument] = value
+        return built
 
     def build(self, options: Any, **more: Any) -> Any:
         """Call the class or function with the given arguments and ``more``."""
@@ -166,28 +169,13 @@ def _parse_entry(text: str) -> tuple[str, dict[str, Any]]:
     return name, {"help": help_, "metavar": metavar, "show_default": default}
 
 
-def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the title and the entries of each section of a docstring."""
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        title, is_section, entries = paragraph.partition(":\n  ")
-        if is_section:
-            lines = re.split(r"\n  (?! )", entries)
-            yield title, [" ".join(line.split()) for line in lines]
-
-
 def _argument_help(source: Callable[..., Any]) -> dict[str, tuple[str, str]]:
-    """Return the help on each argument, and on None for it, from the docstrings.
-
-    A class may leave arguments to the docstring of the class that it extends.
-    """
-    described: dict[str, tuple[str, str]] = {}
-    for owner in inspect.getmro(source) if inspect.isclass(source) else [source]:
-        for title, entries in _sections(owner.__doc__ or ""):
-            for entry in entries if title in ("Args", "Attributes") else ():
-                name, _, text = entry.replace("`", "").partition(": ")
-                absent = _NONE.search(text)
-                first = _NONE.sub(". ", text).partition(". ")[0].rstrip(".")
-                described.setdefault(name, (f"{first}.", absent[1] if absent else ""))
+    """Return the help on each argument, and on None for it, from the docstrings."""
+    described = {}
+    for name, text in arguments.argument_texts(source).items():
+        absent = _NONE.search(text.replace("`", ""))
+        first = _NONE.sub(". ", text.replace("`", "")).partition(". ")[0].rstrip(".")
+        described[name] = (f"{first}.", absent[1] if absent else "")
     return described
 
 
@@ -215,7 +203,9 @@ def _default_text(default: Any, name: str, is_rate: bool) -> str:
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def record(
-    groups: Mapping[str, Group] | None = None, **words: str
+    groups: Mapping[str, Group] | None = None,
+    everyday: Collection[str] = (),
+    **words: str,
 ) -> Callable[[type[T]], type[T]]:
     """Return a decorator that turns a class into a record of options.
 
@@ -226,6 +216,8 @@ def record(
 
     Args:
       groups: groups of options by name.
+      everyday: names of the options that most centers need. They are in the first
+        panel, before the panels by topic.
       words: text that replaces ``{name}`` in the docstring.
     """
 
@@ -233,7 +225,7 @@ def record(
         own_fields = dict(kind.__annotations__)
         annotations: dict[str, Any] = {}
         options: dict[str, dict[str, Any]] = {}
-        for panel, entries in _sections(kind.__doc__ or ""):
+        for panel, entries in arguments.sections(kind.__doc__ or ""):
             for entry in entries:
                 if entry.startswith("*"):
                     fields = (groups or {})[entry[1:]].fields
@@ -246,7 +238,8 @@ def record(
                     fields = {name: (own_fields[name], described)}
                 for name, (annotation, described) in fields.items():
                     annotations[name] = annotation
-                    options[name] = {**described, "rich_help_panel": panel}
+                    shown_in = EVERYDAY if name in everyday else panel
+                    options[name] = {**described, "rich_help_panel": shown_in}
         kind.__annotations__ = annotations | own_fields
         options_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
         options_class.__options__ = {

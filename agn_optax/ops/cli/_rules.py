@@ -11,6 +11,7 @@ from agn_optax.rules import Rule, codecs
 
 
 @_options.record(
+    everyday=("rule", "center_optimizer", "learning_rate"),
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
     answers=", ".join(rules.DOWNLINK_CODECS),

@@ -32,7 +32,8 @@ def serve(
 
     Prints the addresses and the token as soon as workers can join. The first worker
     that starts as chief provides the parameters, unless --journal or --snapshots names
-    a directory with a center, which then continues.
+    a directory with a center, which then continues. The first options below are those
+    that most centers need; the others follow by topic.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
@@ -42,7 +43,7 @@ def serve(
     settings = _center_options.settings(center)
     if center.save is not None:
         _export.check(center.save)
-    address = str(settings.get("address", ":0"))
+    address = str(settings.get("address", service.LOOPBACK))
     # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
     token = ""

@@ -34,7 +34,7 @@ class LocalSettings:
         last restart, or to let them ``"continue"``.
     """
 
-    restart_delay: float = 1.0
+    restart_delay: float = launch.RESTART_DELAY
     on_failure: str = "stop"
 
 

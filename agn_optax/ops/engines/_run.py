@@ -12,6 +12,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.ops.launch import GRACE
 from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, tokens
 
 
@@ -92,7 +93,7 @@ class Run:
     transports: Sequence[str] | None = None
     restarts: int = 0
     center_restarts: int = 0
-    stop_grace: float = 10.0
+    stop_grace: float = GRACE
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)

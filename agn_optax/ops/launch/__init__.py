@@ -5,6 +5,8 @@ programs running, `_process` is one running program, and `_guard` ends all progr
 the launcher is killed.
 """
 
+from agn_optax.ops.launch._launch import GRACE as GRACE
+from agn_optax.ops.launch._launch import RESTART_DELAY as RESTART_DELAY
 from agn_optax.ops.launch._launch import run
 from agn_optax.ops.launch._program import Outcome, Program
 

@@ -28,6 +28,8 @@ from agn_optax.ops.launch._program import Outcome, Program
 # sessions of their own, and receive these signals only if they are forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OnFailure = Literal["stop", "continue"]
+GRACE = 10.0  # s, the default, also of runs on engines
+RESTART_DELAY = 1.0  # s, the default
 _POLL_INTERVAL = (
     0.02  # seconds, at most, until an end, a signal or a deadline is noticed
 )
@@ -37,8 +39,8 @@ def run(
     programs: Sequence[Program],
     *,
     output: Callable[[str, str], None],
-    grace: float = 10.0,
-    restart_delay: float = 1.0,
+    grace: float = GRACE,
+    restart_delay: float = RESTART_DELAY,
     on_failure: OnFailure = "stop",
     until: threading.Event | None = None,
 ) -> list[Outcome]:

@@ -11,17 +11,12 @@ import threading
 import time
 import uuid
 import weakref
-from typing import Any, Literal
 
-from agn_optax import errors
-from agn_optax._internal import check, combinations, extras
-from agn_optax.center import Durability, LocalCenter, Mode, PackedCenter
-from agn_optax.rules import Rule, check_rule
-from agn_optax.service import _address
-from agn_optax.service.security import _tls
+from agn_optax._internal import arguments, check
+from agn_optax.center import LocalCenter, PackedCenter
 from agn_optax.service.security._access import Authenticator
 from agn_optax.service.server._servicer import Servicer
-from agn_optax.service.server._settings import Limits, Parent, Security
+from agn_optax.service.server._settings import Limits, Security, ServerSettings
 from agn_optax.service.transports import (
     HealthListener,
     Listener,
@@ -30,7 +25,6 @@ from agn_optax.service.transports import (
 )
 from agn_optax.worker import Uplink
 
-PyTree = Any
 _log = logging.getLogger("agn_optax")
 DEFAULT_GRACE = 30.0  # s for exchanges to be finished when the server stops
 _CHECK_INTERVAL = 0.2  # s between two checks of whether something still runs
@@ -149,58 +143,9 @@ def _stop(reference: weakref.ref[Server]) -> None:
         server.stop()
 
 
-def serve(
-    rule: Rule,
-    params: PyTree = None,
-    *,
-    address: str = "127.0.0.1:0",
-    direct_address: str | Literal[False] | None = None,
-    page: str | None = None,
-    health_address: str | None = None,
-    mode: Mode | None = None,
-    barrier: int = 0,
-    durability: Durability | None = None,
-    dtype: Any = None,
-    device: Any = "cpu",
-    limits: Limits | None = None,
-    security: Security | None = None,
-    parent: Parent | None = None,
-) -> Server:
+@arguments.for_function(ServerSettings)
+def serve(settings: ServerSettings) -> Server:
     """Serve a center variable over gRPC, in threads of this process.
-
-    Args:
-      rule: a rule of `agn_optax.rules`; workers must use the same rule.
-      params: the first parameters; None leaves it to a chief to give them.
-      address: address to listen at: ``"host:port"``, with port 0 for any free port, or
-        ``"unix:path"``.
-      direct_address: address to listen at for exchanges without gRPC, which are faster:
-        ``"host:port"``; None for a free port of the same host. Workers connect to this
-        port at the host by which they reach ``address``. It is encrypted as gRPC is.
-        Processes of the same user on this machine also exchange in shared memory. False
-        serves gRPC alone.
-      page: ``"host:port"`` of a web page that shows the center's activity, with
-        ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
-        0 uses a free one, see ``server.page_address``. None for no page.
-      health_address: additional address of gRPC's health check, in plain text and for
-        every caller, as the probes of Kubernetes need it: ``"host:port"``; None for no
-        such address. It serves nothing else.
-      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
-        `BoundedStaleness` or `Synchronous`.
-      barrier: number of workers that must have joined before any of them starts.
-      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process: if it is started again with this directory, the
-        center and its workers continue. Only for a center without a parent. None keeps
-        the center in memory.
-      dtype: floating dtype of the center and its optimizer; None keeps that of the
-        first parameters.
-      device: platform whose first device holds the center and runs its optimizer, such
-        as ``"cpu"`` or ``"gpu"``. It may also be a `jax.Device`.
-      limits: limits on workers, messages, memory and calls, an
-        `agn_optax.service.Limits`; None for ``Limits()``.
-      security: certificates, and who may call, an `agn_optax.service.Security`; None
-        for ``Security()``, which serves everybody on this machine, and nobody else.
-      parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
-        None for no parent.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
@@ -224,46 +169,23 @@ def serve(
       ...     center.close()
       [0. 0. 0.]
     """
-    check_rule(rule)
-    limits = Limits() if limits is None else limits
-    security = Security() if security is None else security
-    module = "must be agn_optax.service"
-    check.instance(limits, Limits, f"limits {module}.Limits(...)")
-    check.instance(security, Security, f"security {module}.Security(...)")
-    if parent is not None:
-        check.instance(parent, Parent, f"parent {module}.Parent(...)")
-        if durability is not None:
-            combinations.reject("durability", "a center with a parent", f"{durability}")
-    direct = direct_address is not False
-    settings = ListenSettings(
-        address,
-        None if direct_address is False else direct_address,
-        security.tls,
-        page=page,
-        health=health_address,
+    limits, parent = settings.limits or Limits(), settings.parent
+    access = (settings.security or Security()).access_of_server(
+        is_local=settings.is_local
     )
-    is_local = _check_settings(settings, security)
-    authenticator = Authenticator(security.access_of_server(is_local=is_local))
-    center = PackedCenter(
-        rule,
-        params,
-        mode=mode,
-        barrier=barrier,
-        durability=durability,
-        dtype=dtype,
-        device=device,
-        limits=limits.of_center,
-    )
-    center_dtype = "" if dtype is None else check.float_dtype(dtype, "dtype").name
+    authenticator = Authenticator(access)
+    center = PackedCenter(**settings.of_center)
+    dtype = check.float_dtype(settings.dtype, "dtype")
     parent_address = ""
     if parent is not None:
         parent_address = getattr(parent.center, "address", "this process")
     with contextlib.ExitStack() as on_error:
         on_error.callback(center.close, "the server could not be started")
         servicer = Servicer(
-            center.core, authenticator, center_dtype, parent_address, limits
+            *(center.core, authenticator, "" if dtype is None else dtype.name),
+            *(parent_address, limits),
         )
-        server = Server(center, servicer, _listeners(servicer, settings, direct=direct))
+        server = Server(center, servicer, _listeners(servicer, settings))
         on_error.callback(server.stop)
         if parent is not None:
             name = parent.name
@@ -276,47 +198,19 @@ def serve(
     return server
 
 
-def _check_settings(settings: ListenSettings, security: Security) -> bool:
-    """Check addresses; return whether all but health checks stay on this machine.
-
-    Raises:
-      InvalidArgumentError: an address is not valid, or plain text would leave this
-        machine.
-      InvalidTypeError: an address is not a string.
-      MissingExtraError: a page is wanted, and ``agn_optax/ops`` is not installed.
-    """
-    ports = {
-        "direct_address": settings.direct_address,
-        "page": settings.page,
-        "health_address": settings.health,
-    }
-    for name, address in ports.items():
-        if address is not None and _address.check(address).startswith("unix:"):
-            raise errors.InvalidArgumentError(
-                f'{name} must be "host:port", got {address!r}'
-            )
-    _address.check(settings.address)
-    if settings.page is not None and not extras.is_installed("agn_optax.ops.watch"):
-        raise errors.MissingExtraError(
-            "page needs agn_optax/ops, which this copy of the package lacks: install "
-            "agn_optax whole, or pass page=None",
-            name="agn_optax.ops.watch",
-        )
-    listening = (settings.address, settings.direct_address, settings.page)
-    addresses = [address for address in listening if address is not None]
-    _tls.check(security.tls, security.insecure, *addresses)
-    return all(map(_address.is_local, addresses))
+__test__ = {"serve": serve}  # doctest skips functions that a decorator has made
 
 
-def _listeners(
-    servicer: Servicer, settings: ListenSettings, *, direct: bool
-) -> dict[str, Listener]:
+def _listeners(servicer: Servicer, settings: ServerSettings) -> dict[str, Listener]:
     """Start the service's listeners of all transports, the page and health checks."""
     listeners: dict[str, Listener] = {}
+    tls = (settings.security or Security()).tls
+    direct = settings.direct_address
+    listening = ListenSettings(settings.address, direct or None, tls)
     with contextlib.ExitStack() as on_error:
-        for transport in transports_named(None if direct else ["grpc"]):
+        for transport in transports_named(["grpc"] if direct is False else None):
             try:
-                listener = transport.listen(servicer, settings)
+                listener = transport.listen(servicer, listening)
             except OSError as error:  # workers can still use gRPC
                 _log.warning("no connections by %s: %s", transport.name, error)
                 continue
@@ -326,11 +220,11 @@ def _listeners(
         if settings.page is not None:
             from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
 
-            page = listeners["page"] = Page(servicer, settings.page, settings.tls)
+            page = listeners["page"] = Page(servicer, settings.page, tls)
             servicer.on_event = page.monitor.record
             on_error.callback(page.close, timeout=5.0)
-        if settings.health is not None:
-            listeners["health"] = HealthListener(servicer, settings.health)
+        if settings.health_address is not None:
+            listeners["health"] = HealthListener(servicer, settings.health_address)
             on_error.callback(listeners["health"].close, timeout=5.0)
         servicer.offers = [x.offer for x in listeners.values() if x.offer is not None]
         servicer.listens_at = listeners["grpc"].address

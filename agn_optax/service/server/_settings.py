@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check
-from agn_optax.center import Center
+from agn_optax._internal import check, combinations, extras
+from agn_optax.center import Center, CenterSettings
 from agn_optax.center import Limits as CenterLimits
+from agn_optax.service import _address
 from agn_optax.service.security import _tls
 from agn_optax.service.security._access import Access
 from agn_optax.service.security._tls import Tls
@@ -156,3 +158,96 @@ class Parent:
         expected = "center must be a center, such as connect(address, rule)"
         check.instance(self.center, Center, expected)
         check.positive_int(self.period, "period")
+
+
+LOOPBACK = "127.0.0.1:0"  # any free port, which only this machine reaches
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServerSettings(CenterSettings):
+    """The arguments of `serve`.
+
+    Args:
+      limits: limits on workers, messages and calls, an
+        `agn_optax.service.Limits`; None for ``Limits()``.
+      address: address to listen at: ``"host:port"``, with port 0 for any free port, or
+        ``"unix:path"``.
+      direct_address: address to listen at for exchanges without gRPC, which are faster:
+        ``"host:port"``; None for a free port of the same host. Workers connect to this
+        port at the host by which they reach ``address``. It is encrypted as gRPC is.
+        Processes of the same user on this machine also exchange in shared memory. False
+        serves gRPC alone.
+      page: ``"host:port"`` of a web page that shows the center's activity, with
+        ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
+        0 uses a free one, see ``server.page_address``. None for no page.
+      health_address: additional address of gRPC's health check, in plain text and for
+        every caller, as the probes of Kubernetes need it: ``"host:port"``; None for no
+        such address. It serves nothing else.
+      security: certificates, and who may call, an `agn_optax.service.Security`; None
+        for ``Security()``, which serves everybody on this machine, and nobody else.
+      parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
+        None for no parent. A center with a parent has no ``durability``.
+    """
+
+    _: dataclasses.KW_ONLY
+    # This leaves the memory of accelerators to the workers on this machine. An embedded
+    # center stays where its parameters are, in the process of its workers.
+    device: Any = "cpu"
+    limits: Limits | None = None
+    address: str = LOOPBACK
+    direct_address: str | Literal[False] | None = None
+    page: str | None = None
+    health_address: str | None = None
+    security: Security | None = None
+    parent: Parent | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in (("security", Security), ("parent", Parent)):
+            self._check_group(name, kind)
+        if self.parent is not None and self.durability is not None:
+            combinations.reject(
+                "durability", "a center with a parent", f"{self.durability}"
+            )
+        for name in ("direct_address", "page", "health_address"):
+            address = getattr(self, name)
+            if address is None or (name == "direct_address" and address is False):
+                continue
+            if _address.check(address).startswith("unix:"):
+                raise errors.InvalidArgumentError(
+                    f'{name} must be "host:port", got {address!r}'
+                )
+        _address.check(self.address)
+        if self.page is not None and not extras.is_installed("agn_optax.ops.watch"):
+            raise errors.MissingExtraError(
+                "page needs agn_optax/ops, which this copy of the package lacks: "
+                "install agn_optax whole, or pass page=None",
+                name="agn_optax.ops.watch",
+            )
+        security = self.security or Security()
+        _tls.check(security.tls, security.insecure, *self._authenticated)
+
+    @property
+    def is_local(self) -> bool:
+        """True if all but health checks stay on this machine."""
+        return all(map(_address.is_local, self._authenticated))
+
+    @property
+    def of_center(self) -> dict[str, Any]:
+        """The arguments of the center that is served."""
+        limits = None if self.limits is None else self.limits.of_center
+        names = [field.name for field in dataclasses.fields(CenterSettings)]
+        return {name: getattr(self, name) for name in names} | {"limits": limits}
+
+    @property
+    def _authenticated(self) -> list[str]:
+        """The addresses at which callers need a token or a certificate."""
+        return [x for x in (self.address, self.direct_address, self.page) if x]
+
+    def _check_limits(self) -> None:
+        self._check_group("limits", Limits)
+
+    def _check_group(self, name: str, kind: type) -> None:
+        if (value := getattr(self, name)) is not None:
+            expected = f"{name} must be agn_optax.service.{kind.__name__}(...)"
+            check.instance(value, kind, expected)

@@ -34,15 +34,11 @@ class ListenSettings(NamedTuple):
       address: address for gRPC.
       direct_address: "host:port" for sockets; None for a free port.
       tls: TLS settings of sockets and gRPC.
-      page: "host:port" of the page; None for none.
-      health: "host:port" of health checks without authentication; None for none.
     """
 
     address: str
     direct_address: str | None = None
     tls: Tls | None = None
-    page: str | None = None
-    health: str | None = None
 
 
 class Target(NamedTuple):
