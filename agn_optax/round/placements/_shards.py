@@ -147,7 +147,7 @@ class Sharded(Layout):
 
             return _collectives.psum(total_of(False), self.shard_axes) + total_of(True)
 
-        return method.function(pieces, total)
+        return method(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         like = unwrapped(like)

@@ -61,7 +61,7 @@ class Whole(Layout):
         def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
             return shaped(_collectives.gather(m, self.workers, same=True), whole)
 
-        return jax.tree.map(finish, like, method.function(pieces, total))
+        return jax.tree.map(finish, like, method(pieces, total))
 
     def _whole_shapes(self, center: PyTree) -> PyTree:
         return center
