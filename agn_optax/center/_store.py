@@ -583,9 +583,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
         contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
         """Return a message of a round times its factor, in float32 or wider."""
-        message = rounds.message_of(rule, contribution, center)
-        wide = jax.tree.map(trees.widened, center)
-        message = rounds.weigh(rule, message, wide, extra.as_dict())
+        wide, about = jax.tree.map(trees.widened, center), extra.as_dict()
+        message = rounds.weighed_message(rule, contribution, center, wide, about)
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.

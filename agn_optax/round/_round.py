@@ -15,10 +15,11 @@
         a  = c                                                          move_anchor
 
 Here p are the broadcast parameters, if the downlink codec sends deltas. With the center
-in the optimizer state, `exchange` makes both halves at once, or `send` and
-`receive_late` make them with local steps in between. A worker and a center outside the
-program call the same functions, with a connection between them. No other module knows
-the order (`rules` calls the functions of a rule only to compare rules).
+in the optimizer state, an exchange is a `_send` and a `_receive`. `exchange` calls one
+after the other; `send` and `receive_late` call them with local steps in between. A
+worker and a center outside the program call the same functions, with a connection
+between them. No other module knows the order (`rules` calls the functions of a rule
+only to compare rules).
 """
 
 from __future__ import annotations
@@ -320,10 +321,9 @@ def receive(
       extra_args: for the center optimizer: the metadata of the contribution (see
         `Rule`), and further arguments.
     """
-    message = message_of(rule, contribution, center)
-    return weigh_and_apply(
-        rule, message, center, center_state, broadcast, extra_args or {}
-    )
+    extra_args = extra_args or {}
+    message = weighed_message(rule, contribution, center, center, extra_args)
+    return apply(rule, message, center, center_state, broadcast, extra_args)
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -345,10 +345,21 @@ def weigh(
     return discounted(rule, message, **extra_arguments(extra_args))
 
 
+def weighed_message(
+    rule: Rule,
+    contribution: PyTree,
+    center: PyTree,
+    like: PyTree,
+    extra_args: dict[str, Any],
+) -> PyTree:
+    """Return the weighed message of a contribution, in the dtypes of ``like``."""
+    return weigh(rule, message_of(rule, contribution, center), like, extra_args)
+
+
 def combine_messages(
     rule: Rule, messages: PyTree, total: Callable[[PyTree], jax.Array]
 ) -> PyTree:
-    """Combine all messages of a round by the rule's `Combine`, which defines both."""
+    """Combine all messages of a round as the rule's `Combine` describes them."""
     assert isinstance(rule.combine, robust.Combine)
     return rule.combine.function(messages, total)
 
@@ -619,8 +630,8 @@ def send(
 
     Arguments and results are those of `exchange`; the center is whole.
     """
-    assert state.in_flight is not None
     params, state, sent = _send(rule, layout, params, state, extra_args)
+    assert state.in_flight is not None
     message = optax.tree.cast_like(sent.message, state.center)
     adopted = None
     if state.in_flight.adopted is not None:

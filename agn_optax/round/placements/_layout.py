@@ -41,13 +41,12 @@ from agn_optax.round.placements._stored import (
     from_host,
     unwrapped,
 )
-from agn_optax.rules import Rule, robust
+from agn_optax.rules import Rule
 
 PyTree = Any
-# A function of all messages, as a `robust.Combine` has, or one that a sum can compute.
-CombineMethod = (
-    Callable[[PyTree, Callable[[PyTree], jax.Array]], PyTree] | Literal["sum", "mean"]
-)
+# (all messages, total) -> message, as `robust.Combine.function`.
+CombineMessages = Callable[[PyTree, Callable[[PyTree], jax.Array]], PyTree]
+CombineMethod = CombineMessages | Literal["sum", "mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +282,7 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def _combine_gathered(
-        self, pieces: PyTree, method: robust.Combine, like: PyTree
+        self, pieces: PyTree, method: CombineMessages, like: PyTree
     ) -> PyTree:
         """Combine all messages by a robust method, and return this tower's piece.
 
