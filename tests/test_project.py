@@ -123,22 +123,52 @@ def test_imports_of_other_layers_use_their_public_modules(layer):
                 assert not past, f"{path.relative_to(PACKAGE)} imports {name}"
 
 
-CALL_OF_A_RULE = re.compile(
-    r"\brule\.(contribution|message|adopt|(record|penalty|center|discount)\.update"
-    r"|codec\.(encode|decode|returned))$"
+# A function of a rule's part, called or passed on, perhaps from a variable with the
+# part's name; and a call of a function of the rule itself.
+FUNCTION_OF_A_PART = re.compile(
+    r"(record|penalty|center|discount|codec|combine|method)"
+    r"\.(init|update|encode|decode|returned|function)$"
 )
+FUNCTION_OF_A_RULE = re.compile(r"rule\.(contribution|message|adopt)$")
 
 
-def test_only_the_round_calls_the_functions_of_a_rule():
-    callers = {
+def uses_a_function_of_a_rule(node):
+    if isinstance(node, ast.Call):
+        return FUNCTION_OF_A_RULE.search(ast.unparse(node.func))
+    return isinstance(node, ast.Attribute) and FUNCTION_OF_A_PART.search(
+        ast.unparse(node)
+    )
+
+
+def test_only_the_round_uses_the_functions_of_a_rule():
+    users = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and CALL_OF_A_RULE.search(ast.unparse(node.func))
+        if any(map(uses_a_function_of_a_rule, ast.walk(ast.parse(path.read_text()))))
     }
-    assert {each for each in callers if not each.startswith("rules/")} == {
-        "round/_round.py"
+    measures_codecs = "ops/cli/_calibrate.py"  # alone, without a rule
+    assert {each for each in users if not each.startswith("rules/")} == {
+        "round/_round.py",
+        measures_codecs,
     }
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "rule.message(k, c)",
+        "self._rule.adopt(x, c)",
+        "rule.center.init(c)",
+        "jax.eval_shape(core.rule.record.init, c)",
+        "rule.penalty.update(g, s)",
+        "rule.discount.init(m)",
+        "codec.encode(k, s)",
+        "rule.codec.answer_codec.decode(k, c)",
+        "rule.combine.function(m, total)",
+    ],
+)
+def test_search_finds_uses_of_the_functions_of_a_rule(code):
+    assert any(map(uses_a_function_of_a_rule, ast.walk(ast.parse(code))))
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,11 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
 
     def fits() -> bool:
         """Return whether the state converts both ways, and gaps stay finite."""
-        state = rule.center.init(
-            Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
-        )
+        zeros = Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
+        state = rounds.init_center_state(rule, zeros)
         apart = packing.unpack_state(rule, state)
         together = packing.pack_state(rule, apart)
-        expected = jax.eval_shape(rule.center.init, tree)
+        expected, _ = rounds.center_state_like(rule, tree)
         return (
             trees.kinds(apart) == trees.kinds(expected)
             and trees.kinds(together) == trees.kinds(state)
@@ -152,7 +151,8 @@ def _moves_zeros_beyond(rule: Rule, dtype: Any) -> bool:
 
     def moved() -> PyTree:
         zeros = Packed(*(jnp.zeros(1, dtype) for _ in Packed._fields))
-        return rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
+        state = rounds.init_center_state(rule, zeros)
+        return rounds.descend(rule, zeros, zeros, state, {})
 
     made = jax.tree.leaves(jax.jit(moved)())
     return not all(np.isfinite(np.float64(x)).all() for x in made)

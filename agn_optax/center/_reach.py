@@ -114,11 +114,11 @@ def _growth(rule: Rule) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
     def move(message: PyTree, center: PyTree, state: PyTree) -> PyTree:
         about = {**extra_arguments({}), "outside": True}
-        message = rounds.weigh(rule, message, about)
-        updates, state = rounds.descend(rule, message, center, state, about)
-        after = optax.apply_updates(center, updates)
-        growth = jax.tree.map(lambda a, c: jnp.abs(a) - jnp.abs(c), after, center)
-        return jax.tree.map(lambda g: jnp.maximum(g, 0), growth), state
+        moved = rounds.weigh_and_apply(rule, message, center, state, None, about)
+        growth = jax.tree.map(
+            lambda a, c: jnp.maximum(jnp.abs(a) - jnp.abs(c), 0), moved.center, center
+        )
+        return growth, moved.center_state
 
     def program(*corners: PyTree) -> tuple[jax.Array, jax.Array]:
         growth, state = jax.vmap(move)(*corners)

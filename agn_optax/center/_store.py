@@ -145,7 +145,7 @@ class Store:
         if center_state is None:
             self._check_answers()
             # From a copy, because some optimizers keep the parameters in their state.
-            center_state = rule.center.init(trees.copy(copied))
+            center_state = rounds.init_center_state(rule, trees.copy(copied))
         elif packing is not None:
             center_state = packing.pack_state(rule, center_state)
         self._center_state = center_state
@@ -164,16 +164,13 @@ class Store:
         params, state, broadcast = jax.device_put(
             (saved.params, saved.center_state, saved.broadcast), device
         )
-        expected = jax.eval_shape(rule.center.init, params)
+        state_like, broadcast_like = rounds.center_state_like(rule, params)
         check.same_tree(
-            state, expected, "saved.center_state", "the rule's center_state"
+            state, state_like, "saved.center_state", "the rule's center_state"
         )
         if broadcast is not None:
-            expected = jax.eval_shape(
-                functools.partial(rounds.init_broadcast, rule), params
-            )
             what = "the rule's broadcast parameters"
-            check.same_tree(broadcast, expected, "saved.broadcast", what)
+            check.same_tree(broadcast, broadcast_like, "saved.broadcast", what)
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
@@ -586,11 +583,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
         contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
     ) -> PyTree:
         """Return a message of a round times its factor, in float32 or wider."""
-        message = rounds.message_of(rule, contribution, center)
-        message = jax.tree.map(
-            lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
-        )
-        message = rounds.weigh(rule, message, extra.as_dict())
+        wide, about = jax.tree.map(trees.widened, center), extra.as_dict()
+        message = rounds.weighed_message(rule, contribution, center, wide, about)
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
@@ -601,15 +595,13 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
     # Combines all messages at once, for rules that do not sum them.
-    def combine(
-        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
-    ) -> PyTree:
+    def combine(contributions: list[PyTree], center: PyTree, counts: Any) -> PyTree:
         messages = [
             counted(contribution, center, *each)
             for contribution, each in zip(contributions, counts, strict=True)
         ]
         together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
-        return how.function(together, robust.total_of_leaves)
+        return rounds.combine_messages(rule, together, robust.total_of_leaves)
 
     def move(
         data: PyTree, extra: _Extra, center: PyTree, state: PyTree, broadcast: PyTree
@@ -660,9 +652,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
-        combine=jax.jit(functools.partial(combine, rule.combine))
-        if isinstance(rule.combine, robust.Combine)
-        else None,
+        combine=None if rule.is_summed else jax.jit(combine),
         move=compiled(move),  # takes a contribution
         move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

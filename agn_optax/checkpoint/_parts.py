@@ -5,7 +5,6 @@ Each part has a description in JSON and a tree of arrays, and is restored from t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,13 +139,8 @@ class CenterPart:
         like = None if like is None else self._cut(like)
         rule, saved = center.rule, _under("['params']", leaves)
         params = _with_dtypes(_params(about, like, leaves), saved)
-        tree = {
-            "params": params,
-            "center_state": jax.eval_shape(rule.center.init, params),
-            "broadcast": jax.eval_shape(
-                functools.partial(rounds.init_broadcast, rule), params
-            ),
-        }
+        state, broadcast = rounds.center_state_like(rule, params)
+        tree = {"params": params, "center_state": state, "broadcast": broadcast}
         _check_same(_tree.describe(tree), leaves, "the center", source)
         return tree
 

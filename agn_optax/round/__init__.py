@@ -7,6 +7,7 @@
 - `_period`: periods, including schedules.
 - `placements`: where the center lives on a mesh.
 - `_collectives`: collectives over mesh axes.
+- `_reading`: the axes over which traced programs have collectives.
 - `_messages`: sums and stacks of several workers' messages.
 - `_parts`: division of a tree into parts.
 - `_fragments`: which part is exchanged when.
@@ -42,6 +43,7 @@ from agn_optax.round._optimizers import easgd as easgd
 from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
+from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import InFlight as InFlight
@@ -54,7 +56,9 @@ from agn_optax.round._round import answer_of as answer_of
 from agn_optax.round._round import apply as apply
 from agn_optax.round._round import apply_delta as apply_delta
 from agn_optax.round._round import begin_round as begin_round
+from agn_optax.round._round import center_state_like as center_state_like
 from agn_optax.round._round import check_step as check_step
+from agn_optax.round._round import combine_messages as combine_messages
 from agn_optax.round._round import contribute as contribute
 from agn_optax.round._round import contribution_like as contribution_like
 from agn_optax.round._round import decode as decode
@@ -63,7 +67,9 @@ from agn_optax.round._round import descend as descend
 from agn_optax.round._round import empty_record as empty_record
 from agn_optax.round._round import has_residual as has_residual
 from agn_optax.round._round import init_broadcast as init_broadcast
+from agn_optax.round._round import init_center_state as init_center_state
 from agn_optax.round._round import init_local as init_local
+from agn_optax.round._round import init_record as init_record
 from agn_optax.round._round import local_step as local_step
 from agn_optax.round._round import message_of as message_of
 from agn_optax.round._round import move_anchor as move_anchor
@@ -73,7 +79,8 @@ from agn_optax.round._round import receive as receive
 from agn_optax.round._round import recover as recover
 from agn_optax.round._round import recovers as recovers
 from agn_optax.round._round import restore_residual as restore_residual
-from agn_optax.round._round import weigh as weigh
+from agn_optax.round._round import weigh_and_apply as weigh_and_apply
+from agn_optax.round._round import weighed_message as weighed_message
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import HOST_SHAPE as HOST_SHAPE

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax._internal import combinations
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -252,29 +249,3 @@ def check_same_params(tree: PyTree, axis_name: Any) -> None:
         return tree, batched[0]
 
     identity(tree)
-
-
-def axes_of_collectives(jaxpr: Any, *, ignored_scope: str | None = None) -> set[str]:
-    """Return the axes over which a jaxpr has collectives.
-
-    Operations in a name scope that contains ``ignored_scope`` do not count.
-    """
-    axes: set[str] = set()
-    for operation in _operations(jaxpr):
-        scope = str(operation.source_info.name_stack)
-        is_ignored = ignored_scope is not None and ignored_scope in scope
-        if operation.primitive.name != "axis_index" and not is_ignored:
-            for key in ("axes", "axis_name"):
-                params = names(operation.params.get(key))
-                axes.update(name for name in params if isinstance(name, str))
-    return axes
-
-
-def _operations(program: Any) -> Iterator[JaxprEqn]:
-    """Yield all operations of a jaxpr, including those of programs inside it."""
-    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
-
-    for equation in program.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _operations(inner)

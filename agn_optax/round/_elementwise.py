@@ -59,7 +59,7 @@ def keeps_shapes(rule: Rule, center: PyTree) -> bool:
     """
 
     def move(center: PyTree) -> tuple[PyTree, PyTree]:
-        state = rule.center.init(center)
+        state = _round.init_center_state(rule, center)
         return (center, state), _round.descend(rule, center, center, state, {})
 
     try:
@@ -76,8 +76,13 @@ def is_leafwise(rule: Rule, params: PyTree) -> bool:
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
     # Random numbers of a codec depend on the index of the leaf.
-    used = [rule.codec, rule.codec.answer_codec]
-    states = [jax.eval_shape(codec.init, params) for codec in used if codec is not None]
+    states = jax.eval_shape(
+        lambda params: (
+            _round.init_codec_state(rule, params),
+            _round.init_broadcast(rule, params),
+        ),
+        params,
+    )
     return rule.combines_elements and not trees.nodes(states, codecs.StochasticState)
 
 

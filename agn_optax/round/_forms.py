@@ -164,7 +164,9 @@ def phases(
             _elementwise.check(rule, params, pieces)
         whole = layout.vary_over_workers(trees.copy(params, center_dtype))
         piece = layout.cut_piece(whole)
-        center_state = layout.vary_over_workers(rule.center.init(trees.copy(piece)))
+        center_state = layout.vary_over_workers(
+            _round.init_center_state(rule, trees.copy(piece))
+        )
         in_flight = None
         if fragments is not None and fragments.delay:
             in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)

@@ -445,13 +445,7 @@ def local_step_of_fragments(
     Returns:
       Updates, and the new states of the inner optimizer and of the fragments.
     """
-    recorded = [
-        _round.record(rule, grads, local, params, center, layout)
-        for grads, local, params, center in zip(
-            parts.cut(grads), fragments, parts.cut(params), centers, strict=True
-        )
-    ]
-    grads = _parts.join([grads for grads, _ in recorded])
-    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
-    locals_ = [local for _, local in recorded]
-    return optax.tree.cast_like(updates, params), inner_state, locals_
+    cut = zip(parts.cut(grads), fragments, parts.cut(params), centers, strict=True)
+    return _round.local_step_in_parts(
+        rule, inner, cut, _parts.join, inner_state, params, extra_args, layout
+    )

@@ -15,16 +15,18 @@
         a  = c                                                          move_anchor
 
 Here p are the broadcast parameters, if the downlink codec sends deltas. With the center
-in the optimizer state, `exchange` makes both halves at once, or `send` and
-`receive_late` make them with local steps in between. A worker and a center outside the
-program call the same functions, with a connection between them. No other module knows
-the order (`rules` calls the functions of a rule only to compare rules).
+in the optimizer state, an exchange is a `_send` and a `_receive`. `exchange` calls one
+after the other; `send` and `receive_late` call them with local steps in between. A
+worker and a center outside the program call the same functions, with a connection
+between them. No other module knows the order (`rules` calls the functions of a rule
+only to compare rules).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +36,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round.placements import WHOLE, Layout, center_arrays
-from agn_optax.rules import Rule, discounted, extra_arguments
+from agn_optax.rules import Rule, discounted, extra_arguments, robust
 
 PyTree = Any
 
@@ -101,10 +103,25 @@ def init_local(
         local_steps=jnp.zeros((), jnp.int32),
         # A copy, because some optimizers keep the parameters passed to their init.
         inner_state=inner.init(trees.copy(params)),
-        record=rule.record.init(layout.cut_part(params)),
+        record=init_record(rule, layout.cut_part(params)),
         anchor=anchor,
-        codec_state=rule.codec.init(layout.cut_part(params)),
+        codec_state=init_codec_state(rule, layout.cut_part(params)),
     )
+
+
+def init_record(rule: Rule, params: PyTree) -> PyTree:
+    """Return the record before the first step of a round."""
+    return rule.record.init(params)
+
+
+def init_codec_state(rule: Rule, params: PyTree) -> PyTree:
+    """Return the codec's state before the first message."""
+    return rule.codec.init(params)
+
+
+def init_center_state(rule: Rule, center: PyTree) -> PyTree:
+    """Return the center optimizer's first state, which may keep ``center``'s arrays."""
+    return rule.center.init(center)
 
 
 def local_step(
@@ -121,10 +138,48 @@ def local_step(
 
     ``center`` is the anchor if the state keeps none.
     """
-    grads, state = record(rule, grads, state, params, center, layout)
-    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-    updates = optax.tree.cast_like(updates, params)
+    whole = [(grads, state, params, center)]
+    updates, inner_state, (state,) = local_step_in_parts(
+        rule, inner, whole, _only, state.inner_state, params, extra_args, layout
+    )
     return updates, state._replace(inner_state=inner_state)
+
+
+def _only(parts: Sequence[PyTree]) -> PyTree:
+    (whole,) = parts
+    return whole
+
+
+def local_step_in_parts(
+    rule: Rule,
+    inner: optax.GradientTransformationExtraArgs,
+    parts: Iterable[tuple[PyTree, LocalState, PyTree, PyTree]],
+    join: Callable[[Sequence[PyTree]], PyTree],
+    inner_state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, Any],
+    layout: Layout = WHOLE,
+) -> tuple[PyTree, PyTree, list[LocalState]]:
+    """Make one local step of a whole tree, whose parts have their own records.
+
+    Args:
+      rule: the rule.
+      inner: the inner optimizer, which sees the whole tree.
+      parts: gradients, state, parameters and center of each part.
+      join: returns the whole tree from its parts.
+      inner_state: the state of ``inner``.
+      params: the whole parameters.
+      extra_args: extra arguments of ``inner``.
+      layout: layout of the center.
+
+    Returns:
+      Updates, and the new states of the inner optimizer and of the parts.
+    """
+    recorded = [record(rule, *part, layout) for part in parts]
+    grads = join([grads for grads, _ in recorded])
+    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    states = [state for _, state in recorded]
+    return optax.tree.cast_like(updates, params), inner_state, states
 
 
 def record(
@@ -266,10 +321,9 @@ def receive(
       extra_args: for the center optimizer: the metadata of the contribution (see
         `Rule`), and further arguments.
     """
-    message = message_of(rule, contribution, center)
-    return _weigh_and_apply(
-        rule, message, center, center_state, broadcast, extra_args or {}
-    )
+    extra_args = extra_args or {}
+    message = weighed_message(rule, contribution, center, center, extra_args)
+    return apply(rule, message, center, center_state, broadcast, extra_args)
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -283,9 +337,31 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
     return rule.message(contribution, center) if rule.message else contribution
 
 
-def weigh(rule: Rule, message: PyTree, extra_args: dict[str, Any]) -> PyTree:
-    """Return a message after the rule's discount, such as for its staleness."""
+def weigh(
+    rule: Rule, message: PyTree, like: PyTree, extra_args: dict[str, Any]
+) -> PyTree:
+    """Cast a message to the dtypes of ``like``, and apply the rule's discount to it."""
+    message = optax.tree.cast_like(message, like)
     return discounted(rule, message, **extra_arguments(extra_args))
+
+
+def weighed_message(
+    rule: Rule,
+    contribution: PyTree,
+    center: PyTree,
+    like: PyTree,
+    extra_args: dict[str, Any],
+) -> PyTree:
+    """Return the weighed message of a contribution, in the dtypes of ``like``."""
+    return weigh(rule, message_of(rule, contribution, center), like, extra_args)
+
+
+def combine_messages(
+    rule: Rule, messages: PyTree, total: Callable[[PyTree], jax.Array]
+) -> PyTree:
+    """Combine all messages of a round as the rule's `Combine` describes them."""
+    assert isinstance(rule.combine, robust.Combine)
+    return rule.combine.function(messages, total)
 
 
 def descend(
@@ -299,6 +375,19 @@ def descend(
     return rule.center.update(
         message, center_state, center, **extra_arguments(extra_args)
     )
+
+
+def weigh_and_apply(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    broadcast: Broadcast | None,
+    extra_args: dict[str, Any],
+) -> MovedCenter:
+    """Weigh a message in the center's dtypes, and apply it."""
+    message = weigh(rule, message, center, extra_args)
+    return apply(rule, message, center, center_state, broadcast, extra_args)
 
 
 def apply(
@@ -343,6 +432,14 @@ def init_broadcast(rule: Rule, center: PyTree) -> Broadcast | None:
     """
     codec = rule.codec.answer_codec
     return None if codec is None else Broadcast(trees.copy(center), codec.init(center))
+
+
+def center_state_like(rule: Rule, center: PyTree) -> tuple[PyTree, Broadcast | None]:
+    """Return the shapes and dtypes of a center's first state and first broadcast."""
+    return jax.eval_shape(
+        lambda center: (init_center_state(rule, center), init_broadcast(rule, center)),
+        center,
+    )
 
 
 def publish(
@@ -465,7 +562,7 @@ def empty_record(
     record = optax.tree.map_params(
         rule.record,
         lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
-        rule.record.init(layout.cut_part(params)),
+        init_record(rule, layout.cut_part(params)),
         layout.cut_part(after),
     )
     return state._replace(local_steps=jnp.zeros((), jnp.int32), record=record)
@@ -507,30 +604,15 @@ def exchange(
     Returns:
       The adopted parameters, and the new state.
     """
-    layout.check_all_workers_exchange(rule.name)
-    piece, center_state = layout.load(state.center, state.center_state)
-    # This tower's part of the center before the exchange, for rules that read it.
-    part = None
-    if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
-        part = layout.join_pieces(piece, params)
-    sent = _combined_message(rule, layout, params, state, piece, part, extra_args)
-    moved = _weigh_and_apply(
-        rule, sent.message, piece, center_state, state.broadcast, sent.center_args
+    stored = state.center
+    center, center_state = layout.load(stored, state.center_state)
+    state = state._replace(center=center, center_state=center_state)
+    params, state, sent = _send(rule, layout, params, state, extra_args)
+    params, state = _receive(
+        rule, layout, params, state, sent.message, sent.center_args, mixing
     )
-    broadcast = state.broadcast
-    if rule.adopts == "after":
-        part, broadcast = layout.join_pieces(moved.center, params), moved.broadcast
-    answer = answer_of(rule, layout.join_parts(part, params), broadcast)
-    adopted = adopt(rule, params, answer, mixing)
-    local = empty_record(rule, sent.local, params, answer, layout)
-    center, center_state = layout.store(moved.center, moved.center_state, state.center)
-    return adopted, state._replace(
-        local=move_anchor(local, answer),
-        center=center,
-        center_state=center_state,
-        exchanges=optax.safe_increment(state.exchanges),
-        broadcast=moved.broadcast,
-    )
+    center, center_state = layout.store(state.center, state.center_state, stored)
+    return params, state._replace(center=center, center_state=center_state)
 
 
 def send(
@@ -542,44 +624,37 @@ def send(
 ) -> tuple[PyTree, ExchangeState]:
     """Send a message, which `receive_late` receives, and begin the next round.
 
-    No local step needs the message meanwhile. A rule that adopts the center as it was
-    before the message does so now. With eager updates (``state.in_flight.adopted`` is
-    not None) each worker now adopts the center moved by its own share of the message.
+    No local step needs the message meanwhile. With eager updates
+    (``state.in_flight.adopted`` is not None) each worker now adopts the center moved by
+    its own share of the message.
 
     Arguments and results are those of `exchange`; the center is whole.
     """
-    layout.check_all_workers_exchange(rule.name)
+    params, state, sent = _send(rule, layout, params, state, extra_args)
     assert state.in_flight is not None
-    center = state.center
-    sent = _combined_message(rule, layout, params, state, center, center, extra_args)
-    message = optax.tree.cast_like(sent.message, center)
-    local, adopted = sent.local, None
+    message = optax.tree.cast_like(sent.message, state.center)
+    adopted = None
     if state.in_flight.adopted is not None:
-        own_message = message_of(rule, sent.contribution, center)
+        own_message = message_of(rule, sent.contribution, state.center)
         if rule.combine == "mean":
-            workers = layout.num_participants(state.exchanges)
             weight = jnp.asarray(1.0 if sent.weight is None else sent.weight)
-            own_message = trees.scaled(own_message, weight / workers)
-        moved = _weigh_and_apply(
-            rule, own_message, center, state.center_state, None, sent.center_args
+            own_message = trees.scaled(
+                own_message, weight / sent.center_args["workers"]
+            )
+        moved = weigh_and_apply(
+            rule, own_message, state.center, state.center_state, None, sent.center_args
         )
         params = adopted = overwrite(params, answer_of(rule, moved.center))
-    elif rule.adopts == "before":
-        params = adopt_center(rule, params, state)
-        local = move_anchor(local, answer_of(rule, center, state.broadcast))
     mean_weight = sent.center_args.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
-        steps=local.local_steps,
+        steps=state.local.local_steps,
         weight=jnp.asarray(1.0 if mean_weight is None else mean_weight, float),
         message=message,
         adopted=adopted,
     )
-    return params, state._replace(
-        local=empty_record(rule, local, params, message, layout),
-        exchanges=optax.safe_increment(state.exchanges),
-        in_flight=in_flight,
-    )
+    local = empty_record(rule, state.local, params, message, layout)
+    return params, state._replace(local=local, in_flight=in_flight)
 
 
 def receive_late(
@@ -604,34 +679,85 @@ def receive_late(
         "workers": layout.num_participants(state.exchanges - 1),
         "weight": in_flight.weight,
     }
-    moved = _weigh_and_apply(
-        rule,
-        in_flight.message,
-        state.center,
-        state.center_state,
-        state.broadcast,
-        center_args,
+    moved, state = _receive(
+        rule, layout, params, state, in_flight.message, center_args, mixing
     )
-    local = state.local
-    if rule.adopts == "after":
-        answer = answer_of(rule, moved.center, moved.broadcast)
-        adopted = adopt(rule, params, answer, mixing)
-        if in_flight.adopted is not None:
-            adopted = with_progress(adopted, params, in_flight.adopted)
-        params = adopted
-        local = move_anchor(local, answer)
+    if in_flight.adopted is not None:
+        moved = with_progress(moved, params, in_flight.adopted)
     # Reset the message to zeros that formally depend on the center. If the loop left
     # the message unchanged, XLA would hoist what it can compute from the message out of
     # the loop, and compute it at every step.
     never = in_flight.steps < 0
-    empty = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), moved.center)
-    return params, state._replace(
-        local=local,
+    empty = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), state.center)
+    in_flight = in_flight._replace(is_sent=jnp.zeros((), bool), message=empty)
+    return moved, state._replace(in_flight=in_flight)
+
+
+def _send(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, ExchangeState, _CombinedMessage]:
+    """Send a message: make it, and adopt the center if the rule does so before it.
+
+    Arguments and results are those of `exchange`, but ``state`` has this tower's piece
+    of the center on the device.
+    """
+    layout.check_all_workers_exchange(rule.name)
+    # This tower's part of the center before the message, for rules that read it.
+    part = None
+    if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
+        part = layout.join_pieces(state.center, params)
+    sent = _combined_message(rule, layout, params, state, part, extra_args)
+    state = state._replace(
+        local=state.local._replace(codec_state=sent.codec_state),
+        exchanges=optax.safe_increment(state.exchanges),
+    )
+    if rule.adopts == "before":
+        params, state = _adopt_part(rule, layout, params, state, part)
+    return params, state, sent
+
+
+def _receive(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    message: PyTree,
+    center_args: dict[str, Any],
+    mixing: float,
+) -> tuple[PyTree, ExchangeState]:
+    """Receive a message of `_send`: apply it, and adopt the center after it."""
+    moved = weigh_and_apply(
+        rule, message, state.center, state.center_state, state.broadcast, center_args
+    )
+    state = state._replace(
         center=moved.center,
         center_state=moved.center_state,
         broadcast=moved.broadcast,
-        in_flight=in_flight._replace(is_sent=jnp.zeros((), bool), message=empty),
     )
+    if rule.adopts == "after":
+        part = layout.join_pieces(moved.center, params)
+        params, state = _adopt_part(rule, layout, params, state, part, mixing)
+    return params, state
+
+
+def _adopt_part(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    part: PyTree,
+    mixing: float = 0.0,
+) -> tuple[PyTree, ExchangeState]:
+    """Adopt the center, of which ``part`` is this tower's part, as the anchor too."""
+    answer = answer_of(rule, layout.join_parts(part, params), state.broadcast)
+    adopted, local = adopt(rule, params, answer, mixing), state.local
+    if state.in_flight is None:  # with a delay, the next round began at sending
+        local = empty_record(rule, local, params, answer, layout)
+    return adopted, state._replace(local=move_anchor(local, answer))
 
 
 def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFlight:
@@ -650,7 +776,7 @@ class _CombinedMessage(NamedTuple):
 
     message: PyTree  # this tower's piece
     center_args: dict[str, Any]  # extra arguments of the center optimizer
-    local: LocalState  # with the codec's next state
+    codec_state: PyTree  # the codec's next state
     contribution: PyTree  # this worker's, encoded
     weight: jax.Array | None  # this worker's, in a mean; None if all count alike
 
@@ -660,7 +786,6 @@ def _combined_message(
     layout: Layout,
     params: PyTree,
     state: ExchangeState,
-    piece: PyTree,
     part: PyTree,
     extra_args: dict[str, Any],
 ) -> _CombinedMessage:
@@ -670,12 +795,11 @@ def _combined_message(
       rule: the rule.
       layout: layout of the center.
       params: the parameters.
-      state: the state.
-      piece: this tower's piece of the center.
+      state: the state, with this tower's piece of the center.
       part: this tower's part of the center; None if the rule does not read it.
       extra_args: as in `exchange`.
     """
-    local = state.local
+    local, piece = state.local, state.center
     anchor = None if local.anchor is None else layout.cut_part(local.anchor)
     contribution, codec_state = contribute(
         rule,
@@ -697,6 +821,12 @@ def _combined_message(
         center_args["weight"] = mean_weight
         relative_weight = weight / mean_weight if rule.combine == "mean" else None
 
+    combine = (
+        rule.combine
+        if isinstance(rule.combine, str)
+        else functools.partial(combine_messages, rule)
+    )
+
     def message_to(center: PyTree, contribution: PyTree) -> PyTree:
         return optax.tree.cast_like(message_of(rule, contribution, center), piece)
 
@@ -704,27 +834,15 @@ def _combined_message(
         message = message_to(piece if part is None else part, contribution)
         if relative_weight is not None:
             message = trees.scaled(message, relative_weight)
-        message = layout.combine(message, rule.combine, params, piece, state.exchanges)
+        message = layout.combine(message, combine, params, piece, state.exchanges)
     else:
         decode_piece = functools.partial(message_to, piece)
         message = layout.combine_encoded(
-            contribution, decode_piece, rule.combine, params, relative_weight
+            contribution, decode_piece, combine, params, relative_weight
         )
-    local = local._replace(codec_state=codec_state)
-    return _CombinedMessage(message, center_args, local, contribution, relative_weight)
-
-
-def _weigh_and_apply(
-    rule: Rule,
-    message: PyTree,
-    center: PyTree,
-    center_state: PyTree,
-    broadcast: Broadcast | None,
-    extra_args: dict[str, Any],
-) -> MovedCenter:
-    """Cast a message to the center's dtypes, weigh it and apply it."""
-    message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
-    return apply(rule, message, center, center_state, broadcast, extra_args)
+    return _CombinedMessage(
+        message, center_args, codec_state, contribution, relative_weight
+    )
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:

@@ -10,7 +10,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round import collectives
+from agn_optax.round import axes_of_collectives, collectives
 
 PyTree = Any
 
@@ -160,7 +160,7 @@ def loss_scaling(
 def _check_axes(step: Any, carry: Any, axes: collectives.Axes) -> None:
     """Raise if ``step`` communicates over axes whose members do not skip together."""
     jaxpr = jax.make_jaxpr(step)(carry).jaxpr
-    others = collectives.axes_of_collectives(jaxpr) - set(axes)
+    others = axes_of_collectives(jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
             f"inner communicates over {', '.join(map(repr, sorted(others)))}, and if "

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax._internal import trees
-from agn_optax.round import collectives
+from agn_optax.round import axes_of_collectives, collectives
 from agn_optax.towers import _loss, _mesh, _replicas
 
 PyTree = Any
@@ -148,7 +148,7 @@ def call_checked(
     if not required:
         return train_step(*arguments)
     traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-    reduced = collectives.axes_of_collectives(traced.jaxpr, ignored_scope=_loss.SCOPE)
+    reduced = axes_of_collectives(traced.jaxpr, ignored_scope=_loss.SCOPE)
     silent = [name for name in required if name not in reduced]
     if silent:
         raise errors.InvalidArgumentError(

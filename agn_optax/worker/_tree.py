@@ -83,7 +83,9 @@ class Uplink:
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
         self._period = int(period)
         rule = parent.rule
-        self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
+        self._keeps_record = bool(
+            jax.tree.leaves(rounds.init_record(rule, jnp.zeros(())))
+        )
         if self._keeps_record and core.rule.message is not None:
             combinations.reject(
                 "a parent whose rule sums gradients",
@@ -118,7 +120,9 @@ class Uplink:
         self._steps = 0
         self._weight: float | None = None  # None until a message has a weight
         self._record: PyTree = None  # None before the first exchange
-        self._init_record = jax.jit(lambda: rule.record.init(self._zeros_like_center()))
+        self._init_record = jax.jit(
+            lambda: rounds.init_record(rule, self._zeros_like_center())
+        )
         self._accumulate = jax.jit(self._add_to_record, donate_argnums=1)
         self._stopped = threading.Event()
         self._stop_waiting = threading.Event()  # when set, unsent progress is lost
@@ -339,7 +343,7 @@ class Uplink:
             record, self._record = self._record, None
         sent = self._core.store.tree(version)
         if record is None:
-            record = self._parent.rule.record.init(sent)
+            record = rounds.init_record(self._parent.rule, sent)
         return _Round(sent, steps, weight, record)
 
     def _send(self, finished: _Round) -> None:

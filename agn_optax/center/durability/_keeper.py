@@ -579,10 +579,7 @@ def _state(
         raise errors.TreeMismatchError(f"{where} has another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
-    state = jax.eval_shape(
-        lambda params: (rule.center.init(params), rounds.init_broadcast(rule, params)),
-        restored,
-    )
+    state = rounds.center_state_like(rule, restored)
     rest = snapshot.arrays[count:]
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:

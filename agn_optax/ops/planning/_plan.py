@@ -168,10 +168,7 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
         x.shape for x in jax.tree.leaves(as_it_is)
     ]
     message = trees.nbytes(sent)
-    state = jax.eval_shape(
-        lambda center: (rule.center.init(center), rounds.init_broadcast(rule, center)),
-        center,
-    )
+    state = rounds.center_state_like(rule, center)
     snapshot = trees.nbytes(center) + trees.nbytes(state)
     answer = trees.nbytes(center, rule.codec.answer_dtype)
     if rule.codec.answer_codec is not None:

@@ -41,10 +41,12 @@ from agn_optax.round.placements._stored import (
     from_host,
     unwrapped,
 )
-from agn_optax.rules import Rule, robust
+from agn_optax.rules import Rule
 
 PyTree = Any
-CombineMethod = robust.Combine | Literal["sum", "mean"]
+# (all messages, total) -> message, as `robust.Combine.function`.
+CombineMessages = Callable[[PyTree, Callable[[PyTree], jax.Array]], PyTree]
+CombineMethod = CombineMessages | Literal["sum", "mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Layout(abc.ABC):
         piece. With gossip, ``exchanges`` determines the partners, and the combined
         message includes the pull between their centers.
         """
-        if isinstance(method, robust.Combine):
+        if not isinstance(method, str):
             pieces = jax.tree.map(self._gather_messages, like, message)
             return self._combine_gathered(
                 jax.tree.map(trees.widened, pieces), method, like
@@ -217,7 +219,7 @@ class Layout(abc.ABC):
             tree of arrays. If the center is in shards, these have the leaf's shape,
             because they are cut as the leaf is.
           decode: ``encoded -> message``, for a piece.
-          method: the rule's ``combine``.
+          method: how to combine the messages.
           like: a tree with the shapes of the whole.
           weight: weight of this worker's message relative to the mean, scalar; None if
             all count alike.
@@ -238,7 +240,7 @@ class Layout(abc.ABC):
                 return message
             return trees.scaled(jax.tree.map(trees.widened, message), weights[worker])
 
-        if isinstance(method, robust.Combine):
+        if not isinstance(method, str):
             pieces = _messages.stacked(
                 lambda worker: jax.tree.map(
                     self._elements_to_combine, message_of(worker)
@@ -280,7 +282,7 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def _combine_gathered(
-        self, pieces: PyTree, method: robust.Combine, like: PyTree
+        self, pieces: PyTree, method: CombineMessages, like: PyTree
     ) -> PyTree:
         """Combine all messages by a robust method, and return this tower's piece.
 

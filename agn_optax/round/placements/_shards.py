@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.round import _collectives
-from agn_optax.round.placements._layout import Layout, shaped
+from agn_optax.round.placements._layout import CombineMessages, Layout, shaped
 from agn_optax.round.placements._placement import Placement
 from agn_optax.round.placements._stored import CenterShards, unwrapped
 from agn_optax.rules import robust
@@ -134,7 +134,7 @@ class Sharded(Layout):
         return _collectives.gather(pieces, self.replica_axes)
 
     def _combine_gathered(
-        self, pieces: PyTree, method: robust.Combine, like: PyTree
+        self, pieces: PyTree, method: CombineMessages, like: PyTree
     ) -> PyTree:
         def total(parts: PyTree) -> jax.Array:
             def total_of(is_whole: bool) -> jax.Array:
@@ -147,7 +147,7 @@ class Sharded(Layout):
 
             return _collectives.psum(total_of(False), self.shard_axes) + total_of(True)
 
-        return method.function(pieces, total)
+        return method(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         like = unwrapped(like)

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives
-from agn_optax.round.placements._layout import CombineMethod, Layout, shaped
+from agn_optax.round.placements._layout import (
+    CombineMessages,
+    CombineMethod,
+    Layout,
+    shaped,
+)
 from agn_optax.round.placements._stored import OwnCenter
 from agn_optax.rules import Rule, robust
 
@@ -53,7 +58,7 @@ class Whole(Layout):
         return pieces[_collectives.index(self.workers)]
 
     def _combine_gathered(
-        self, pieces: PyTree, method: robust.Combine, like: PyTree
+        self, pieces: PyTree, method: CombineMessages, like: PyTree
     ) -> PyTree:
         def total(parts: PyTree) -> jax.Array:
             return _collectives.psum(robust.total_of_leaves(parts), self.workers)
@@ -61,7 +66,7 @@ class Whole(Layout):
         def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
             return shaped(_collectives.gather(m, self.workers, same=True), whole)
 
-        return jax.tree.map(finish, like, method.function(pieces, total))
+        return jax.tree.map(finish, like, method(pieces, total))
 
     def _whole_shapes(self, center: PyTree) -> PyTree:
         return center

@@ -1,0 +1,74 @@
+"""The axes of collectives in traced programs, with the JAX that is installed.
+
+`Towers` rejects programs without collectives by this reading. If a new JAX renames the
+parameters that it reads, these tests fail.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from agn_optax.round import axes_of_collectives
+
+P = jax.sharding.PartitionSpec
+COLLECTIVES = {
+    "psum": lambda x: jax.lax.psum(x, "workers"),
+    "pmean": lambda x: jax.lax.pmean(x, "workers"),
+    "pmax": lambda x: jax.lax.pmax(x, "workers"),
+    "all_gather": lambda x: jax.lax.all_gather(x, "workers"),
+    "all_gather to invarying": lambda x: jax.lax.all_gather(
+        x, "workers", to="invarying"
+    ),
+    "psum_scatter": lambda x: jax.lax.psum_scatter(x, "workers", tiled=True),
+    "all_to_all": lambda x: jax.lax.all_to_all(x, "workers", 0, 0, tiled=True),
+    "ppermute": lambda x: jax.lax.ppermute(x, "workers", [(0, 1), (1, 0)]),
+}
+INSIDE = {
+    "the program": lambda f: f,
+    "jit": jax.jit,
+    "a scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, length=2),
+    "a loop": lambda f: (
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + f(x).sum(), 0.0)
+    ),
+    "a branch": lambda f: lambda x: jax.lax.cond(True, f, f, x),
+    "a gradient": lambda f: jax.grad(lambda x: f(x).sum()),
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x])),
+}
+
+
+def axes(function):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("workers",), axis_types=auto)
+    mapped = jax.shard_map(
+        lambda x: jnp.stack([jnp.sum(y) for y in jax.tree.leaves(function(x))]),
+        mesh=mesh,
+        in_specs=P("workers"),
+        out_specs=P("workers"),
+        check_vma=False,
+    )
+    return axes_of_collectives(jax.make_jaxpr(mapped)(jnp.ones(8)).jaxpr)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_axes_of_each_collective_are_found(name):
+    assert axes(COLLECTIVES[name]) == {"workers"}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+def test_axes_of_collectives_inside_other_programs_are_found(place):
+    assert axes(INSIDE[place](COLLECTIVES["psum"])) == {"workers"}
+
+
+def test_programs_without_collectives_have_no_axes():
+    assert axes(lambda x: x * jax.lax.axis_index("workers")) == set()
+
+
+def test_collectives_in_an_ignored_scope_do_not_count():
+    def program(x):
+        with jax.named_scope("metrics"):
+            return jax.lax.psum(x, "workers")
+
+    traced = jax.make_jaxpr(program, axis_env=[("workers", 2)])(jnp.ones(2))
+    assert axes_of_collectives(traced.jaxpr, ignored_scope="metrics") == set()
+    assert axes_of_collectives(traced.jaxpr) == {"workers"}
