@@ -41,10 +41,9 @@ from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
     Placement,
-    check_host_memory,
+    as_stored,
+    center_arrays,
     layout_of,
-    unwrapped,
-    whole_center,
 )
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
@@ -183,8 +182,7 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_same_params(params, axis_name)
-        if layout.is_on_host:
-            check_host_memory()
+        layout.memory.check()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
@@ -192,7 +190,7 @@ def phases(
         else:
             state = _fragments.init_fragments(fragments, rule, inner, params, init_one)
             first = state.fragments[0]
-        if counts_exchanges(rule.center, unwrapped(first.center_state)):
+        if counts_exchanges(rule.center, center_arrays(first.center_state)):
             _log.warning(
                 "the center optimizer of rule %r has a schedule, which counts "
                 "exchanges: after N local steps with period P it is at N / P. "
@@ -472,9 +470,7 @@ def exchange_every(
         updates, state = split.update(updates, state, params, **extra_args)
 
         def in_its_memory(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.move_to_memory(
-                state.center, state.center_state
-            )
+            center, center_state = layout.memory.keep(state.center, state.center_state)
             return state._replace(center=center, center_state=center_state)
 
         if isinstance(state, ExchangeState):
@@ -665,7 +661,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 
 def _whole_center(state: State) -> PyTree:
     if isinstance(state, ExchangeState):
-        return whole_center(state.center)
+        return as_stored(state.center).whole()
     return _parts.join(list(map(_whole_center, state.fragments)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -14,10 +15,61 @@ from agn_optax._internal import check
 from agn_optax.round import _collectives
 from agn_optax.round.placements._layout import Layout, shaped
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import CenterShards, unwrapped
+from agn_optax.round.placements._stored import StoredCenter, as_stored
 from agn_optax.rules import robust
 
 PyTree = Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pieces"],
+    meta_fields=["shapes", "axes", "cut"],
+)
+@dataclasses.dataclass(frozen=True)
+class CenterShards(StoredCenter):
+    """One tower's pieces of a center."""
+
+    pieces: PyTree  # like the parameters; leaves [1, ..., 1, elements of a piece]
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the whole leaves
+    # The axes of the shards within a worker, and those across workers.
+    axes: tuple[_collectives.Axes, _collectives.Axes]
+    cut: tuple[int, int]  # number of pieces within a worker, and across workers
+
+    kind: ClassVar[str] = "in shards"
+
+    @property
+    def arrays(self) -> PyTree:
+        return self.pieces
+
+    @property
+    def leaf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
+
+    def whole(self) -> PyTree:
+        """Return the whole center, whose axes must be bound here."""
+        within, across = self.axes
+        axes = (*within, *across)
+        hint = (
+            "the center is in shards over this axis; use "
+            "towers.center_params(opt_state)"
+        )
+        check.axis_bound(axes, hint)
+        layout = Sharded(across, Placement(shard_axis=axes))
+        like = layout._whole_shapes(self)
+        return layout.join_parts(layout.join_pieces(self.pieces, like), like)
+
+    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
+        within, across = self.axes
+        axes = (*within, *across)
+        return state._replace(
+            center=dataclasses.replace(self, pieces=pieces(self.pieces, axes)),
+            center_state=pieces(state.center_state, axes),
+            local=state.local._replace(
+                record=pieces(state.local.record, within),
+                codec_state=pieces(state.local.codec_state, within),
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +79,7 @@ class Sharded(Layout):
     Leaves with fewer elements than towers stay whole.
     """
 
-    kind: ClassVar[str] = "in shards"
+    kind: ClassVar[str] = CenterShards.kind
 
     @property
     def within_axes(self) -> _collectives.Axes:
@@ -150,10 +202,7 @@ class Sharded(Layout):
         return method.function(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
-        like = unwrapped(like)
-        if isinstance(like, CenterShards):
-            return dataclasses.replace(like, pieces=center)
-        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
+        shapes = as_stored(like).unwrapped.leaf_shapes
         return CenterShards(center, shapes, *self._current_cut)
 
     @property
@@ -162,7 +211,7 @@ class Sharded(Layout):
         axes = (self.within_axes, self.across_axes)
         return axes, tuple(map(_collectives.size, axes))
 
-    def _whole_shapes(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: CenterShards) -> PyTree:
         axes, sizes = self._current_cut
         if (center.axes, center.cut) != (axes, sizes):
             raise errors.TreeMismatchError(
@@ -175,17 +224,6 @@ class Sharded(Layout):
             jax.tree.structure(center.pieces),
             [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in center.shapes],
         )
-
-
-def gather_center(center: CenterShards) -> PyTree:
-    """Return the whole center, whose axes must be bound here."""
-    within, across = center.axes
-    axes = (*within, *across)
-    hint = "the center is in shards over this axis; use towers.center_params(opt_state)"
-    check.axis_bound(axes, hint)
-    layout = Sharded(across, Placement(shard_axis=axes))
-    like = layout._whole_shapes(center)
-    return layout.join_parts(layout.join_pieces(center.pieces, like), like)
 
 
 def piece_length(shape: tuple[int, ...], pieces: int) -> int | None:
