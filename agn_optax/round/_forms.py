@@ -40,10 +40,12 @@ from agn_optax.round._fragments import Fragments, FragmentsState
 from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
+    OnHost,
     Placement,
     as_stored,
     center_arrays,
     layout_of,
+    to_host,
 )
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
@@ -469,12 +471,9 @@ def exchange_every(
         check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
 
-        def in_its_memory(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.memory.keep(state.center, state.center_state)
-            return state._replace(center=center, center_state=center_state)
-
+        # A restored state may be on the device, also the parts that belong on the host.
+        state = trees.map_nodes(to_host, state, OnHost)
         if isinstance(state, ExchangeState):
-            state = in_its_memory(state)
             steps = _period.steps_of(period_of(state.exchanges))
             due = state.local.local_steps >= steps
             inner_state, state = state.local.inner_state, with_inner(state, None)
@@ -483,7 +482,7 @@ def exchange_every(
 
         assert fragments is not None
         parts, moved = fragments.divide(params), []
-        for p, fragment in enumerate(map(in_its_memory, state.fragments)):
+        for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
             part = parts.take(p, updates), fragment, parts.take(p, params), extra_args
             if fragment.in_flight is None:

@@ -62,13 +62,30 @@ class PerTower:
     rows: PyTree
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
-    def put(
-        self, put: Callable[[PyTree, NamedSharding], PyTree], sharding: NamedSharding
-    ) -> PerTower:
-        """Put the pieces on their towers of the mesh, with ``put(tree, sharding)``."""
-        check_pieces(self, sharding.mesh.shape)
-        by_tower = sharding.update(spec=PartitionSpec(*self.axes))
-        return PerTower(put(self.rows, by_tower), self.axes)
+    def sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """Return the sharding of pieces from `unreplicate`, one for each tower.
+
+        Raises:
+          TreeMismatchError: the pieces do not fit the mesh's axes and sizes.
+        """
+        sizes = sharding.mesh.shape
+        if missing := [name for name in self.axes if name not in sizes]:
+            raise errors.TreeMismatchError(
+                f"state has pieces of axes {self.axes} (of a center in shards), and "
+                f"these towers have no {missing[0]!r} among {tuple(sizes)}: give these "
+                "towers the axes of those on which the state was made"
+            )
+        expected = tuple(sizes[name] for name in self.axes)
+        for leaf in jax.tree.leaves(self.rows):
+            found = tuple(leaf.shape[: len(self.axes)])
+            if found != expected:
+                raise errors.TreeMismatchError(
+                    f"state has pieces of axes {self.axes} and sizes {found} (of a "
+                    f"center in shards); these towers have {expected}. Read the center "
+                    "with center_params where the state was made, and start anew from "
+                    "it"
+                )
+        return sharding.update(spec=PartitionSpec(*self.axes))
 
 
 def register_with_flax() -> None:
@@ -274,11 +291,8 @@ def with_cut_of(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 
 def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the number of pieces of a center along each of its two groups of axes."""
-    within, across = center.axes
-    return (
-        math.prod(sizes[name] for name in within),
-        math.prod(sizes[name] for name in across),
-    )
+    within, across = (math.prod(map(sizes.__getitem__, axes)) for axes in center.axes)
+    return within, across
 
 
 def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
@@ -299,7 +313,7 @@ def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         cuts = {jnp.shape(leaf)[: len(new_cut)] for leaf in leaves}
         is_local = all(getattr(x, "is_fully_addressable", True) for x in leaves)
         if cuts <= {new_cut} or 0 in new_cut or not is_local:
-            return node  # if the pieces do not fit, `check_pieces` raises
+            return node  # if the pieces do not fit, `PerTower.sharding` raises
         counts = _counts(center, sizes)
         paths = [path for path, _ in tree_flatten_with_path(center.pieces.rows)[0]]
         shapes = dict(zip(paths, center.shapes, strict=True))
@@ -400,25 +414,6 @@ def mean_of_rows(tree: PyTree) -> PyTree:
         return trees.widened(leaf).mean(axis=0).astype(leaf.dtype)
 
     return jax.tree.map(mean, tree)
-
-
-def check_pieces(node: PerTower, sizes: Any) -> None:
-    """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
-    if missing := [name for name in node.axes if name not in sizes]:
-        raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards), and these "
-            f"towers have no {missing[0]!r} among {tuple(sizes)}: give these towers "
-            "the axes of those on which the state was made"
-        )
-    expected = tuple(sizes[name] for name in node.axes)
-    for leaf in jax.tree.leaves(node.rows):
-        found = tuple(leaf.shape[: len(node.axes)])
-        if found != expected:
-            raise errors.TreeMismatchError(
-                f"state has pieces of axes {node.axes} and sizes {found} (of a center "
-                f"in shards); these towers have {expected}. Read the center with "
-                "center_params where the state was made, and start anew from it"
-            )
 
 
 def check_stacked(state: PyTree, towers: int) -> None:

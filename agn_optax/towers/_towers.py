@@ -660,14 +660,16 @@ class Towers:
 
 def _put_nodes(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Put ``tree`` on the mesh; pieces go to their towers, `OnHost` to host memory."""
-    special = (_replicas.PerTower, OnHost)
+
+    def is_special(node: Any) -> bool:
+        return isinstance(node, _replicas.PerTower | OnHost) and node is not tree
 
     def put(node: Any) -> Any:
-        if isinstance(node, special):
-            return node.put(_put_nodes, sharding)
+        if is_special(node):
+            return _put_nodes(node, node.sharding(sharding))
         return _batches.put(node, sharding)
 
-    return jax.tree.map(put, tree, is_leaf=lambda node: isinstance(node, special))
+    return jax.tree.map(put, tree, is_leaf=is_special)
 
 
 def _unstack_program(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from agn_optax._internal import check
 from agn_optax.round.placements._host import OnHost as OnHost
+from agn_optax.round.placements._host import to_host as to_host
 from agn_optax.round.placements._layout import Layout as Layout
 from agn_optax.round.placements._placement import Placement as Placement
 from agn_optax.round.placements._shards import CenterShards as CenterShards

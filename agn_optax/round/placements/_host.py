@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -33,14 +32,6 @@ class DeviceMemory:
         """Move trees to this memory, and convert them to the form that is stored."""
         return trees
 
-    def load(self, *trees: PyTree) -> Any:
-        """Undo `store`."""
-        return trees
-
-    def keep(self, *trees: PyTree) -> Any:
-        """Move trees from `store` to this memory, such as after a restore."""
-        return trees
-
 
 class HostMemory(DeviceMemory):
     """Pinned memory of the host."""
@@ -63,12 +54,6 @@ class HostMemory(DeviceMemory):
 
     def store(self, *trees: PyTree) -> Any:
         return to_host(tuple(OnHost(for_host(tree)) for tree in trees))
-
-    def load(self, *trees: PyTree) -> Any:
-        return from_host(to_device(tuple(stored.tree for stored in trees)))
-
-    def keep(self, *trees: PyTree) -> Any:
-        return to_host(trees)
 
 
 MEMORIES = {"device": DeviceMemory(), "host": HostMemory()}
@@ -109,11 +94,9 @@ class OnHost(StoredCenter):
         state = as_stored(self.tree).mark_differing(state, pieces, own)
         return state._replace(center=OnHost(state.center))
 
-    def put(
-        self, put: Callable[[PyTree, NamedSharding], PyTree], sharding: NamedSharding
-    ) -> OnHost:
-        """Put the arrays on the mesh with ``put(tree, sharding)``, in host memory."""
-        return OnHost(put(self.tree, sharding.with_memory_kind("pinned_host")))
+    def sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """Return the sharding of the arrays, from that of the tree around them."""
+        return sharding.with_memory_kind("pinned_host")
 
 
 def for_host(tree: PyTree) -> PyTree:

@@ -31,9 +31,9 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives, _messages
-from agn_optax.round.placements._host import MEMORIES, DeviceMemory
+from agn_optax.round.placements._host import MEMORIES, DeviceMemory, to_device
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import as_stored
+from agn_optax.round.placements._stored import as_stored, center_arrays
 from agn_optax.rules import Rule, robust
 
 PyTree = Any
@@ -291,8 +291,7 @@ class Layout(abc.ABC):
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""
-        center, center_state = self.memory.load(center, center_state)
-        return as_stored(center).arrays, center_state
+        return tuple(map(center_arrays, to_device((center, center_state))))
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         """Wrap a center for a state in the memory of the device."""

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives
 from agn_optax.round.placements._layout import Layout, shaped
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import StoredCenter, as_stored
+from agn_optax.round.placements._stored import StoredCenter
 from agn_optax.rules import robust
 
 PyTree = Any
@@ -37,14 +37,6 @@ class CenterShards(StoredCenter):
     cut: tuple[int, int]  # number of pieces within a worker, and across workers
 
     kind: ClassVar[str] = "in shards"
-
-    @property
-    def arrays(self) -> PyTree:
-        return self.pieces
-
-    @property
-    def leaf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.shapes
 
     def whole(self) -> PyTree:
         """Return the whole center, whose axes must be bound here."""
@@ -191,9 +183,8 @@ class Sharded(Layout):
         def total(parts: PyTree) -> jax.Array:
             def total_of(is_whole: bool) -> jax.Array:
                 def choose(leaf: Any, part: Any) -> Any:
-                    return (
-                        part if (self._piece_length(leaf) is None) == is_whole else None
-                    )
+                    is_here = (self._piece_length(leaf) is None) == is_whole
+                    return part if is_here else None
 
                 return robust.total_of_leaves(jax.tree.map(choose, like, parts))
 
@@ -202,7 +193,8 @@ class Sharded(Layout):
         return method.function(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
-        shapes = as_stored(like).unwrapped.leaf_shapes
+        stored = [shards.shapes for _, shards in trees.nodes(like, CenterShards)]
+        shapes = stored[0] if stored else tuple(map(jnp.shape, jax.tree.leaves(like)))
         return CenterShards(center, shapes, *self._current_cut)
 
     @property

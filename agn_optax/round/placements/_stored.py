@@ -1,22 +1,19 @@
-"""Centers as optimizer states store them: wrapped, unless whole on the device."""
+"""The protocol of stored centers: wrapped, unless whole on the device."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
-
-import jax
-import jax.numpy as jnp
-
-from agn_optax.round import _collectives
 
 PyTree = Any
 
 
-class StoredCenter(abc.ABC):
-    """A center in the form in which an optimizer state stores it."""
+@dataclasses.dataclass(frozen=True)
+class StoredCenter:
+    """A center in the form in which an optimizer state stores it.
+
+    The first field of each form has the arrays.
+    """
 
     kind: ClassVar[str]  # such as "in shards", for errors
     leading: ClassVar[tuple[int, ...]] = ()  # dimensions before each leaf's own
@@ -32,31 +29,21 @@ class StoredCenter(abc.ABC):
         return self
 
     @property
-    @abc.abstractmethod
     def arrays(self) -> PyTree:
         """The arrays, as a tree like the parameters; in shards, this tower's pieces."""
-
-    @property
-    def leaf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the whole leaves."""
-        return tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(self.arrays))
+        return getattr(self, dataclasses.fields(self)[0].name)
 
     def whole(self) -> PyTree:
         """Return the center as a tree like the parameters, on the device."""
         return self.arrays
 
-    @abc.abstractmethod
-    def mark_differing(
-        self,
-        state: Any,
-        pieces: Callable[[PyTree, _collectives.Axes], PyTree],
-        own: Callable[[PyTree], PyTree],
-    ) -> Any:
+    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
         """Mark the parts of this center's `ExchangeState` that differ between towers.
 
         ``pieces(tree, axes)`` marks a tree of which the towers of ``axes`` have
         different pieces, and ``own(tree)`` one of which each worker has its own.
         """
+        return state._replace(center=self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +53,6 @@ class WholeCenter(StoredCenter):
     tree: PyTree
 
     kind: ClassVar[str] = "whole"
-
-    @property
-    def arrays(self) -> PyTree:
-        return self.tree
-
-    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
-        return state._replace(center=self.tree)
 
 
 def as_stored(center: PyTree) -> StoredCenter:

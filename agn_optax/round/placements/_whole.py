@@ -80,10 +80,6 @@ class OwnCenter(StoredCenter):
 
     kind: ClassVar[str] = "each worker's own"
 
-    @property
-    def arrays(self) -> PyTree:
-        return self.center
-
     def whole(self) -> PyTree:
         """Return the workers' mean center if their axes are bound, else this one."""
         if not any(map(check.is_bound, self.axes)):
