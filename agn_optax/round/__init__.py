@@ -83,12 +83,11 @@ from agn_optax.round._round import weigh_and_apply as weigh_and_apply
 from agn_optax.round._round import weighed_message as weighed_message
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
-from agn_optax.round.placements import HOST_SHAPE as HOST_SHAPE
 from agn_optax.round.placements import CenterShards as CenterShards
 from agn_optax.round.placements import OnHost as OnHost
 from agn_optax.round.placements import OwnCenter as OwnCenter
 from agn_optax.round.placements import Placement as Placement
+from agn_optax.round.placements import as_stored as as_stored
 from agn_optax.round.placements import piece_length as piece_length
-from agn_optax.round.placements import rewrapped as rewrapped
 
 __all__ = ["collectives", "elementwise", "parts"]

@@ -40,11 +40,12 @@ from agn_optax.round._fragments import Fragments, FragmentsState
 from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.round.placements import (
     Layout,
+    OnHost,
     Placement,
-    check_host_memory,
+    as_stored,
+    center_arrays,
     layout_of,
-    unwrapped,
-    whole_center,
+    to_host,
 )
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
@@ -185,8 +186,7 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_same_params(params, axis_name)
-        if layout.is_on_host:
-            check_host_memory()
+        layout.memory.check()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
@@ -194,7 +194,7 @@ def phases(
         else:
             state = _fragments.init_fragments(fragments, rule, inner, params, init_one)
             first = state.fragments[0]
-        if counts_exchanges(rule.center, unwrapped(first.center_state)):
+        if counts_exchanges(rule.center, center_arrays(first.center_state)):
             _log.warning(
                 "the center optimizer of rule %r has a schedule, which counts "
                 "exchanges: after N local steps with period P it is at N / P. "
@@ -473,14 +473,9 @@ def exchange_every(
         check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
 
-        def in_its_memory(state: ExchangeState) -> ExchangeState:
-            center, center_state = layout.move_to_memory(
-                state.center, state.center_state
-            )
-            return state._replace(center=center, center_state=center_state)
-
+        # A restored state may be on the device, also the parts that belong on the host.
+        state = trees.map_nodes(to_host, state, OnHost)
         if isinstance(state, ExchangeState):
-            state = in_its_memory(state)
             steps = _period.steps_of(period_of(state.exchanges))
             due = state.local.local_steps >= steps
             inner_state, state = state.local.inner_state, with_inner(state, None)
@@ -489,7 +484,7 @@ def exchange_every(
 
         assert fragments is not None
         parts, moved = fragments.divide(params), []
-        for p, fragment in enumerate(map(in_its_memory, state.fragments)):
+        for p, fragment in enumerate(state.fragments):
             due = fragments.is_due(p, fragment, period_of)
             part = parts.take(p, updates), fragment, parts.take(p, params), extra_args
             if fragment.in_flight is None:
@@ -667,7 +662,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 
 def _whole_center(state: State) -> PyTree:
     if isinstance(state, ExchangeState):
-        return whole_center(state.center)
+        return as_stored(state.center).whole()
     return _parts.join(list(map(_whole_center, state.fragments)))
 
 

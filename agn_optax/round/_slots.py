@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round._fragments import FragmentsState
 from agn_optax.round._round import ExchangeState, LocalState
-from agn_optax.round.placements import center_arrays, unwrapped
+from agn_optax.round.placements import center_arrays
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
@@ -126,7 +126,7 @@ def _join_fragments(state: FragmentsState) -> ExchangeState:
     fragments = [
         fragment._replace(
             center=center_arrays(fragment.center),
-            center_state=unwrapped(fragment.center_state),
+            center_state=center_arrays(fragment.center_state),
         )
         for fragment in state.fragments
     ]
@@ -192,7 +192,7 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
             **_by_part(state.local),
             "center": center_arrays(state.center),
             "broadcast": None if state.broadcast is None else state.broadcast.params,
-            "center_optimizer": unwrapped(state.center_state),
+            "center_optimizer": center_arrays(state.center_state),
             "in_flight": state.in_flight,
         }
     # An OrderedDict, because JAX sorts the keys of other dictionaries.

@@ -15,19 +15,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import (
-    HOST_SHAPE,
     CenterShards,
     ExchangeState,
     OnHost,
     OwnCenter,
+    as_stored,
     collectives,
     piece_length,
-    rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
 
@@ -61,6 +61,31 @@ class PerTower:
 
     rows: PyTree
     axes: collectives.Axes = dataclasses.field(metadata={"static": True})
+
+    def sharding(self, sharding: NamedSharding) -> NamedSharding:
+        """Return the sharding of pieces from `unreplicate`, one for each tower.
+
+        Raises:
+          TreeMismatchError: the pieces do not fit the mesh's axes and sizes.
+        """
+        sizes = sharding.mesh.shape
+        if missing := [name for name in self.axes if name not in sizes]:
+            raise errors.TreeMismatchError(
+                f"state has pieces of axes {self.axes} (of a center in shards), and "
+                f"these towers have no {missing[0]!r} among {tuple(sizes)}: give these "
+                "towers the axes of those on which the state was made"
+            )
+        expected = tuple(sizes[name] for name in self.axes)
+        for leaf in jax.tree.leaves(self.rows):
+            found = tuple(leaf.shape[: len(self.axes)])
+            if found != expected:
+                raise errors.TreeMismatchError(
+                    f"state has pieces of axes {self.axes} and sizes {found} (of a "
+                    f"center in shards); these towers have {expected}. Read the center "
+                    "with center_params where the state was made, and start anew from "
+                    "it"
+                )
+        return sharding.update(spec=PartitionSpec(*self.axes))
 
 
 def register_with_flax() -> None:
@@ -129,33 +154,12 @@ def mark_differing(state: PyTree, *, of_workers: bool = True) -> PyTree:
       of_workers: whether to wrap also parts that differ only between workers, and are
         equal on the towers of each worker.
     """
+    own = functools.partial(Mean, of_workers=True) if of_workers else lambda tree: tree
 
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
             return AllReduceState(Mean(node.in_flight, of_workers=False))
-        stored = node.center
-        center = stored.tree if isinstance(stored, OnHost) else stored
-        if isinstance(center, OwnCenter) and of_workers:
-            mean = Mean(center.center, of_workers=True)
-            center = dataclasses.replace(center, center=mean)
-            return node._replace(
-                center=rewrapped(center, stored),
-                center_state=Mean(node.center_state, of_workers=True),
-            )
-        if not isinstance(center, CenterShards):
-            return node
-        within, across = center.axes
-        axes = (*within, *across)
-        center = dataclasses.replace(center, pieces=PerTower(center.pieces, axes))
-        local = node.local._replace(
-            record=PerTower(node.local.record, within),
-            codec_state=PerTower(node.local.codec_state, within),
-        )
-        return node._replace(
-            center=rewrapped(center, stored),
-            center_state=PerTower(node.center_state, axes),
-            local=local,
-        )
+        return as_stored(node.center).mark_differing(node, PerTower, own)
 
     return trees.map_nodes(mark, state, (ExchangeState, AllReduceState))
 
@@ -224,10 +228,10 @@ def check_centers(state: PyTree) -> None:
     Raises:
       InvalidArgumentError: towers have different centers, and would keep them.
     """
-    for path, node in trees.nodes(state, ExchangeState):
-        if isinstance(node.center, CenterShards | OnHost):
-            continue
-        found = agreement(node.center, 1)
+    marked = mark_differing(state, of_workers=False)
+    for path, node in trees.nodes(marked, ExchangeState):
+        center = trees.map_nodes(lambda _: None, node.center, (PerTower, OnHost))
+        found = agreement(center, 1)
         if not found:
             raise errors.InvalidArgumentError(
                 "towers begin with different centers, first in "
@@ -287,11 +291,8 @@ def with_cut_of(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
 
 def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the number of pieces of a center along each of its two groups of axes."""
-    within, across = center.axes
-    return (
-        math.prod(sizes[name] for name in within),
-        math.prod(sizes[name] for name in across),
-    )
+    within, across = (math.prod(map(sizes.__getitem__, axes)) for axes in center.axes)
+    return within, across
 
 
 def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
@@ -302,28 +303,28 @@ def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """
 
     def cut(node: ExchangeState) -> ExchangeState:
-        on_host = isinstance(node.center, OnHost)
-        center = node.center.tree if on_host else node.center
-        if not (isinstance(center, CenterShards) and is_per_tower(center.pieces)):
+        shards = [center for _, center in trees.nodes(node.center, CenterShards)]
+        if not (shards and is_per_tower(shards[0].pieces)):
             return node
+        (center,) = shards
         within, across = center.axes
         new_cut = tuple(sizes.get(name, 0) for name in (*within, *across))
         leaves = jax.tree.leaves(center.pieces.rows)
         cuts = {jnp.shape(leaf)[: len(new_cut)] for leaf in leaves}
         is_local = all(getattr(x, "is_fully_addressable", True) for x in leaves)
         if cuts <= {new_cut} or 0 in new_cut or not is_local:
-            return node  # if the pieces do not fit, `check_pieces` raises
+            return node  # if the pieces do not fit, `PerTower.sharding` raises
         counts = _counts(center, sizes)
         paths = [path for path, _ in tree_flatten_with_path(center.pieces.rows)[0]]
         shapes = dict(zip(paths, center.shapes, strict=True))
         cut_node = functools.partial(
             _cut_node, shapes=shapes, old=center.cut, new=counts, sizes=sizes
         )
-        leading = HOST_SHAPE if on_host else ()
+        leading = as_stored(node.center).leading
         pieces = cut_node(center.pieces, _piece, leading=leading)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
-            center=rewrapped(center, node.center),
+            center=trees.map_nodes(lambda _: center, node.center, CenterShards),
             center_state=cut_node(
                 node.center_state, _piece, mode="edge", leading=leading
             ),
@@ -413,25 +414,6 @@ def mean_of_rows(tree: PyTree) -> PyTree:
         return trees.widened(leaf).mean(axis=0).astype(leaf.dtype)
 
     return jax.tree.map(mean, tree)
-
-
-def check_pieces(node: PerTower, sizes: Any) -> None:
-    """Raise unless pieces from `unreplicate` fit the mesh's axes and sizes."""
-    if missing := [name for name in node.axes if name not in sizes]:
-        raise errors.TreeMismatchError(
-            f"state has pieces of axes {node.axes} (of a center in shards), and these "
-            f"towers have no {missing[0]!r} among {tuple(sizes)}: give these towers "
-            "the axes of those on which the state was made"
-        )
-    expected = tuple(sizes[name] for name in node.axes)
-    for leaf in jax.tree.leaves(node.rows):
-        found = tuple(leaf.shape[: len(node.axes)])
-        if found != expected:
-            raise errors.TreeMismatchError(
-                f"state has pieces of axes {node.axes} and sizes {found} (of a center "
-                f"in shards); these towers have {expected}. Read the center with "
-                "center_params where the state was made, and start anew from it"
-            )
 
 
 def check_stacked(state: PyTree, towers: int) -> None:

@@ -661,18 +661,15 @@ class Towers:
 def _put_nodes(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """Put ``tree`` on the mesh; pieces go to their towers, `OnHost` to host memory."""
 
+    def is_special(node: Any) -> bool:
+        return isinstance(node, _replicas.PerTower | OnHost) and node is not tree
+
     def put(node: Any) -> Any:
-        if _replicas.is_per_tower(node):
-            _replicas.check_pieces(node, sharding.mesh.shape)
-            by_tower = sharding.update(spec=PartitionSpec(*node.axes))
-            return _replicas.PerTower(_put_nodes(node.rows, by_tower), node.axes)
-        if isinstance(node, OnHost):
-            host = sharding.with_memory_kind("pinned_host")
-            return OnHost(_put_nodes(node.tree, host))
+        if is_special(node):
+            return _put_nodes(node, node.sharding(sharding))
         return _batches.put(node, sharding)
 
-    special = (_replicas.PerTower, OnHost)
-    return jax.tree.map(put, tree, is_leaf=lambda node: isinstance(node, special))
+    return jax.tree.map(put, tree, is_leaf=is_special)
 
 
 def _unstack_program(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:

@@ -31,16 +31,9 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives, _messages
-from agn_optax.round.placements._host import to_device, to_host
+from agn_optax.round.placements._host import MEMORIES, DeviceMemory, to_device
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import (
-    OnHost,
-    center_arrays,
-    describe_place,
-    for_host,
-    from_host,
-    unwrapped,
-)
+from agn_optax.round.placements._stored import as_stored, center_arrays
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -64,9 +57,9 @@ class Layout(abc.ABC):
         return _collectives.names(self.axis_name)
 
     @property
-    def is_on_host(self) -> bool:
-        """True if the center is in the host's memory between exchanges."""
-        return self.placement.memory == "host"
+    def memory(self) -> DeviceMemory:
+        """The memory of the center between exchanges."""
+        return MEMORIES[self.placement.memory]
 
     @property
     def place(self) -> str:
@@ -81,7 +74,7 @@ class Layout(abc.ABC):
     @property
     def is_readable_in_step(self) -> bool:
         """True if a local step can read the whole center in the state."""
-        return not self.is_on_host
+        return self.memory.is_readable_in_step
 
     def check_rule(self, rule: Rule) -> None:
         """Check that a rule can be used with this placement.
@@ -125,12 +118,13 @@ class Layout(abc.ABC):
         Raises:
           TreeMismatchError: the center does not match.
         """
-        place = describe_place(stored)
-        if place != self.place:
+        center = as_stored(stored)
+        if center.place != self.place:
             raise errors.TreeMismatchError(
-                f"the state's center is {place}, but the placement is {self.placement}"
+                f"the state's center is {center.place}, but the placement is "
+                f"{self.placement}"
             )
-        whole = self._whole_shapes(unwrapped(stored))
+        whole = self._whole_shapes(center.unwrapped)
         check.same_tree(params, whole, "params", "center")
 
     def vary_over_workers(self, tree: PyTree) -> PyTree:
@@ -295,29 +289,18 @@ class Layout(abc.ABC):
 
         ``like`` gives the shapes: a whole center, or a stored one.
         """
-        center = self._wrap(center, like)
-        if not self.is_on_host:
-            return center, center_state
-        return to_host((OnHost(for_host(center)), OnHost(for_host(center_state))))
-
-    def move_to_memory(self, center: PyTree, center_state: PyTree) -> Any:
-        """Move a stored center and state to their memory, such as after a restore."""
-        stored = center, center_state
-        return to_host(stored) if self.is_on_host else stored
+        return self.memory.store(self._wrap(center, like), center_state)
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""
-        if self.is_on_host:
-            stored = center.tree, center_state.tree
-            center, center_state = from_host(to_device(stored))
-        return center_arrays(center), center_state
+        return tuple(map(center_arrays, to_device((center, center_state))))
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         """Wrap a center for a state in the memory of the device."""
         return center
 
     @abc.abstractmethod
-    def _whole_shapes(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: Any) -> PyTree:
         """Return a tree with the shapes of the whole center, from an unwrapped one.
 
         Raises:

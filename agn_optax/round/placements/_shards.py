@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -10,14 +11,57 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives
 from agn_optax.round.placements._layout import CombineMessages, Layout, shaped
 from agn_optax.round.placements._placement import Placement
-from agn_optax.round.placements._stored import CenterShards, unwrapped
+from agn_optax.round.placements._stored import StoredCenter
 from agn_optax.rules import robust
 
 PyTree = Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pieces"],
+    meta_fields=["shapes", "axes", "cut"],
+)
+@dataclasses.dataclass(frozen=True)
+class CenterShards(StoredCenter):
+    """One tower's pieces of a center."""
+
+    pieces: PyTree  # like the parameters; leaves [1, ..., 1, elements of a piece]
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the whole leaves
+    # The axes of the shards within a worker, and those across workers.
+    axes: tuple[_collectives.Axes, _collectives.Axes]
+    cut: tuple[int, int]  # number of pieces within a worker, and across workers
+
+    kind: ClassVar[str] = "in shards"
+
+    def whole(self) -> PyTree:
+        """Return the whole center, whose axes must be bound here."""
+        within, across = self.axes
+        axes = (*within, *across)
+        hint = (
+            "the center is in shards over this axis; use "
+            "towers.center_params(opt_state)"
+        )
+        check.axis_bound(axes, hint)
+        layout = Sharded(across, Placement(shard_axis=axes))
+        like = layout._whole_shapes(self)
+        return layout.join_parts(layout.join_pieces(self.pieces, like), like)
+
+    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
+        within, across = self.axes
+        axes = (*within, *across)
+        return state._replace(
+            center=dataclasses.replace(self, pieces=pieces(self.pieces, axes)),
+            center_state=pieces(state.center_state, axes),
+            local=state.local._replace(
+                record=pieces(state.local.record, within),
+                codec_state=pieces(state.local.codec_state, within),
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +71,7 @@ class Sharded(Layout):
     Leaves with fewer elements than towers stay whole.
     """
 
-    kind: ClassVar[str] = "in shards"
+    kind: ClassVar[str] = CenterShards.kind
 
     @property
     def within_axes(self) -> _collectives.Axes:
@@ -139,9 +183,8 @@ class Sharded(Layout):
         def total(parts: PyTree) -> jax.Array:
             def total_of(is_whole: bool) -> jax.Array:
                 def choose(leaf: Any, part: Any) -> Any:
-                    return (
-                        part if (self._piece_length(leaf) is None) == is_whole else None
-                    )
+                    is_here = (self._piece_length(leaf) is None) == is_whole
+                    return part if is_here else None
 
                 return robust.total_of_leaves(jax.tree.map(choose, like, parts))
 
@@ -150,10 +193,8 @@ class Sharded(Layout):
         return method(pieces, total)
 
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
-        like = unwrapped(like)
-        if isinstance(like, CenterShards):
-            return dataclasses.replace(like, pieces=center)
-        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
+        stored = [shards.shapes for _, shards in trees.nodes(like, CenterShards)]
+        shapes = stored[0] if stored else tuple(map(jnp.shape, jax.tree.leaves(like)))
         return CenterShards(center, shapes, *self._current_cut)
 
     @property
@@ -162,7 +203,7 @@ class Sharded(Layout):
         axes = (self.within_axes, self.across_axes)
         return axes, tuple(map(_collectives.size, axes))
 
-    def _whole_shapes(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: CenterShards) -> PyTree:
         axes, sizes = self._current_cut
         if (center.axes, center.cut) != (axes, sizes):
             raise errors.TreeMismatchError(
@@ -175,17 +216,6 @@ class Sharded(Layout):
             jax.tree.structure(center.pieces),
             [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in center.shapes],
         )
-
-
-def gather_center(center: CenterShards) -> PyTree:
-    """Return the whole center, whose axes must be bound here."""
-    within, across = center.axes
-    axes = (*within, *across)
-    hint = "the center is in shards over this axis; use towers.center_params(opt_state)"
-    check.axis_bound(axes, hint)
-    layout = Sharded(across, Placement(shard_axis=axes))
-    like = layout._whole_shapes(center)
-    return layout.join_parts(layout.join_pieces(center.pieces, like), like)
 
 
 def piece_length(shape: tuple[int, ...], pieces: int) -> int | None:

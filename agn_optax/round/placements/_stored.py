@@ -1,109 +1,65 @@
-"""Centers as optimizer states store them: wrapped, unless whole on the device."""
+"""The protocol of stored centers: wrapped, unless whole on the device."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from agn_optax import errors
-from agn_optax.round import _collectives
+from typing import Any, ClassVar
 
 PyTree = Any
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pieces"],
-    meta_fields=["shapes", "axes", "cut"],
-)
 @dataclasses.dataclass(frozen=True)
-class CenterShards:
-    """One tower's pieces of a center."""
+class StoredCenter:
+    """A center in the form in which an optimizer state stores it.
 
-    pieces: PyTree  # like the parameters; leaves [1, ..., 1, elements of a piece]
-    shapes: tuple[tuple[int, ...], ...]  # shapes of the whole leaves
-    # The axes of the shards within a worker, and those across workers.
-    axes: tuple[_collectives.Axes, _collectives.Axes]
-    cut: tuple[int, int]  # number of pieces within a worker, and across workers
+    The first field of each form has the arrays.
+    """
+
+    kind: ClassVar[str]  # such as "in shards", for errors
+    leading: ClassVar[tuple[int, ...]] = ()  # dimensions before each leaf's own
+
+    @property
+    def place(self) -> str:
+        """Description of the place of the center, as `Layout.place`."""
+        return f"{self.kind}, on the device"
+
+    @property
+    def unwrapped(self) -> StoredCenter:
+        """The same center without its host wrapper; arrays stay in their memory."""
+        return self
+
+    @property
+    def arrays(self) -> PyTree:
+        """The arrays, as a tree like the parameters; in shards, this tower's pieces."""
+        return getattr(self, dataclasses.fields(self)[0].name)
+
+    def whole(self) -> PyTree:
+        """Return the center as a tree like the parameters, on the device."""
+        return self.arrays
+
+    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
+        """Mark the parts of this center's `ExchangeState` that differ between towers.
+
+        ``pieces(tree, axes)`` marks a tree of which the towers of ``axes`` have
+        different pieces, and ``own(tree)`` one of which each worker has its own.
+        """
+        return state._replace(center=self.arrays)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["center"], meta_fields=["axes"]
-)
 @dataclasses.dataclass(frozen=True)
-class OwnCenter:
-    """One worker's own center, with gossip."""
+class WholeCenter(StoredCenter):
+    """A whole center, which states store without a wrapper."""
 
-    center: PyTree  # like the parameters
-    axes: _collectives.Axes  # axes of the workers
+    tree: PyTree
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OnHost:
-    """A tree in the host's memory: a center or its shards, or its optimizer's state."""
-
-    tree: PyTree  # leaves [1, 1, 1, 1, 1, 1, ...], see `for_host`
+    kind: ClassVar[str] = "whole"
 
 
-# JAX gives the buffer of a donated argument to the first output with the same shape and
-# dtype, even in another memory. If a buffer on the host becomes an output on the
-# device, the process aborts (JAX 0.10). Therefore arrays on the host have shapes that
-# no array on the device has: their shapes begin with these dimensions.
-HOST_SHAPE = (1,) * 6
-
-
-def for_host(tree: PyTree) -> PyTree:
-    """Reshape the arrays of a tree to the shapes that they have on the host."""
-    return jax.tree.map(
-        lambda leaf: jnp.reshape(leaf, (*HOST_SHAPE, *jnp.shape(leaf))), tree
-    )
-
-
-def from_host(tree: PyTree) -> PyTree:
-    """Undo `for_host`, also for rows of such trees; arrays stay in their memory."""
-
-    def shaped(leaf: Any) -> jax.Array:
-        shape, count = jnp.shape(leaf), len(HOST_SHAPE)
-        found = (i for i in range(len(shape)) if shape[i : i + count] == HOST_SHAPE)
-        if (first := next(found, None)) is None:  # after the dimensions of the rows
-            raise errors.TreeMismatchError(
-                f"a leaf of shape {list(shape)} cannot be from the host, where all "
-                f"shapes begin with {list(HOST_SHAPE)}"
-            )
-        return jnp.reshape(leaf, shape[:first] + shape[first + count :])
-
-    return jax.tree.map(shaped, tree)
-
-
-def unwrapped(stored: PyTree) -> PyTree:
-    """Return a stored center or state without `OnHost`; arrays stay in their memory."""
-    return from_host(stored.tree) if isinstance(stored, OnHost) else stored
-
-
-def rewrapped(tree: PyTree, like: PyTree) -> PyTree:
-    """Wrap a tree in `OnHost` if ``like`` is wrapped; arrays stay in their memory."""
-    return OnHost(tree) if isinstance(like, OnHost) else tree
+def as_stored(center: PyTree) -> StoredCenter:
+    """Return the center of a state with the methods of its form."""
+    return center if isinstance(center, StoredCenter) else WholeCenter(center)
 
 
 def center_arrays(stored: PyTree) -> PyTree:
-    """Return the arrays of a stored center, as a tree like the parameters.
-
-    For a sharded center, these are this tower's pieces.
-    """
-    center = unwrapped(stored)
-    if isinstance(center, OwnCenter):
-        return center.center
-    return center.pieces if isinstance(center, CenterShards) else center
-
-
-def describe_place(stored: PyTree) -> str:
-    """Describe where a stored center is, as `Layout.place` does."""
-    center = stored.tree if isinstance(stored, OnHost) else stored
-    kinds = {CenterShards: "in shards", OwnCenter: "each worker's own"}
-    memory = "host" if isinstance(stored, OnHost) else "device"
-    return f"{kinds.get(type(center), 'whole')}, on the {memory}"
+    """Return the arrays of a stored center, or of its optimizer's state."""
+    return as_stored(stored).arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -17,7 +18,7 @@ from agn_optax.round.placements._layout import (
     Layout,
     shaped,
 )
-from agn_optax.round.placements._stored import OwnCenter
+from agn_optax.round.placements._stored import StoredCenter, WholeCenter
 from agn_optax.rules import Rule, robust
 
 PyTree = Any
@@ -27,7 +28,7 @@ PyTree = Any
 class Whole(Layout):
     """One center, whole on every tower: a part or piece is the whole center."""
 
-    kind: ClassVar[str] = "whole"
+    kind: ClassVar[str] = WholeCenter.kind
 
     def cut_part(self, tree: PyTree) -> PyTree:
         return jax.tree.map(jnp.asarray, tree)
@@ -68,15 +69,48 @@ class Whole(Layout):
 
         return jax.tree.map(finish, like, method(pieces, total))
 
-    def _whole_shapes(self, center: PyTree) -> PyTree:
-        return center
+    def _whole_shapes(self, center: Any) -> PyTree:
+        return center.arrays
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["center"], meta_fields=["axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class OwnCenter(StoredCenter):
+    """One worker's own center, with gossip."""
+
+    center: PyTree  # like the parameters
+    axes: _collectives.Axes  # axes of the workers
+
+    kind: ClassVar[str] = "each worker's own"
+
+    def whole(self) -> PyTree:
+        """Return the workers' mean center if their axes are bound, else this one."""
+        if not any(map(check.is_bound, self.axes)):
+            return self.center  # all rows of a state, or one of them
+        hint = "bind all of them for the mean center, or none for this worker's own"
+        check.axis_bound(self.axes, hint)
+        workers = _collectives.size(self.axes)
+
+        def mean(c: jax.Array) -> jax.Array:
+            total = _collectives.psum(trees.widened(c), self.axes)
+            return (total / workers).astype(c.dtype)
+
+        return jax.tree.map(mean, self.center)
+
+    def mark_differing(self, state: Any, pieces: Any, own: Any) -> Any:
+        return state._replace(
+            center=dataclasses.replace(self, center=own(self.center)),
+            center_state=own(state.center_state),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Gossip(Whole):
     """One center for each worker; workers exchange in pairs, which change."""
 
-    kind: ClassVar[str] = "each worker's own"
+    kind: ClassVar[str] = OwnCenter.kind
 
     @property
     def gossip(self) -> float:
@@ -169,25 +203,10 @@ class Gossip(Whole):
     def _wrap(self, center: PyTree, like: PyTree) -> PyTree:
         return OwnCenter(center, self.workers)
 
-    def _whole_shapes(self, center: PyTree) -> PyTree:
+    def _whole_shapes(self, center: OwnCenter) -> PyTree:
         if center.axes != self.workers:
             raise errors.TreeMismatchError(
                 f"the state has a center for each worker of {center.axes}, but here "
                 f"the workers are those of axis_name={self.axis_name!r}"
             )
-        return center.center
-
-
-def mean_center(center: OwnCenter) -> PyTree:
-    """Return the workers' mean center if their axes are bound, else this worker's."""
-    if not any(map(check.is_bound, center.axes)):
-        return center.center  # all rows of a state, or one of them
-    hint = "bind all of them for the mean center, or none for this worker's own"
-    check.axis_bound(center.axes, hint)
-    workers = _collectives.size(center.axes)
-
-    def mean(c: jax.Array) -> jax.Array:
-        total = _collectives.psum(trees.widened(c), center.axes)
-        return (total / workers).astype(c.dtype)
-
-    return jax.tree.map(mean, center.center)
+        return center.arrays
