@@ -515,10 +515,14 @@ def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch, caplog)
     file = tmp_path / "tokens"
     file.write_text(f"reader * {token('reader')}\n")
     access = Access(file)
-    file.chmod(0o400)
-    # No condition: a file system's clock may tick every ten milliseconds only.
-    time.sleep(0.02)
-    file.chmod(0o440)
+    before = file.stat().st_ctime_ns
+
+    def is_changed():
+        """Change the mode; return whether the file system's clock has moved on."""
+        file.chmod(0o440)
+        return file.stat().st_ctime_ns > before
+
+    wait_until(is_changed)
     for _ in range(2):
         access.caller(token("reader").encode())
     assert caplog.text.count("was read again") == 1

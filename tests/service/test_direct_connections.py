@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import network, ports, sessions, shared
+from helpers import network, ports, sessions, shared, tuning
 from helpers.support import RULES, assert_identical, shares, tree
 from helpers.waiting import BUSY, in_background, wait_until
 
@@ -475,20 +475,20 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 
 
 @pytest.mark.usefixtures("lively")
-def test_exchange_behind_another_one_does_not_time_out():
+def test_exchange_behind_another_one_does_not_time_out(monkeypatch):
     """The other worker may be compiling its programs."""
+    clock = tuning.ConnectionClock(monkeypatch)
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with served("socket", params=ones) as (server, other):
         other.join("bert")
-        with connect(server, "socket", timeout=3.0) as center:
+        with connect(server, "socket", timeout=LIMIT) as center:
             send = functools.partial(
                 sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
             with server._servicer.exchanges._applying:
                 sent = in_background(send, "anna")
-                # Only time can show it: longer than the timeout for a silent center.
-                time.sleep(4.0)
+                clock.pass_waiting(center, 1.5 * LIMIT)
             assert sent.result(LIMIT).version == 2
 
             store = server.center.core.store

@@ -86,11 +86,14 @@ def test_message_in_flight_does_not_bring_back_a_worker_that_left(transport):
         worker, loop = start(center, period=1, overlap=True)
         loop = worker.exchange(*step(worker, *loop))
         net.cut()
+        before = threading.enumerate()
         worker.exchange(*step(worker, *loop))
+        exchanging = [each for each in threading.enumerate() if each not in before]
         worker.leave()
         net.mend()
-        time.sleep(3)  # only time can show that it does not come back
-        assert not server.center.core.members()[1]
+        for thread in exchanging:
+            thread.join(LIMIT)
+        wait_until(lambda: not server.center.core.members()[1])  # its lease expires
         assert server.center.version == 1
         worker.start()
 
@@ -122,7 +125,8 @@ def test_no_step_is_lost_after_an_exchange_gave_up(transport):
 
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
+def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport, monkeypatch):
+    clock = tuning.ConnectionClock(monkeypatch)
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
         network.Network(server, transport) as net,
@@ -131,11 +135,10 @@ def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
     ):
         sessions.join(other, "other")
         worker, loop = start(center, period=1, patience=0)
-        center._connection.timeout = 3.0
+        center._connection.timeout = LIMIT
 
         def hiccup():
-            # Only time can show it: longer than the timeout without a sign of life.
-            time.sleep(4.0)
+            clock.pass_waiting(center, 1.5 * LIMIT)
             net.cut()
             net.mend()
             sessions.exchange(other, ONES, anchor_version=0, worker="other")
