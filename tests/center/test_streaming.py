@@ -443,11 +443,11 @@ NORM = optax.clip_by_global_norm(1.0)
 
 def test_invalid_fragment_settings_and_calls_are_rejected():
     whole = agn_optax.LocalCenter(shared.downpour(), PARAMS)
-    for center, says in [
+    for center, message in [
         (whole, "2 fragments, and shards: 1"),
         (shards(), "3 fragments"),
     ]:
-        with pytest.raises(errors.InvalidArgumentError, match=says):
+        with pytest.raises(errors.InvalidArgumentError, match=message):
             worker_of(
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )

@@ -37,6 +37,6 @@ def leave(center, worker):
 def offer(server, transport, caller=EVERYBODY):
     """Return the offer of a transport besides gRPC, with its key, or None."""
     request = pb.DescribeRequest(protocol=address.PROTOCOL)
-    said = server._servicer.describe(request, caller)
-    offers = pb.Description.FromString(said.description).offers
+    described = server._servicer.describe(request, caller)
+    offers = pb.Description.FromString(described.description).offers
     return next((each for each in offers if each.transport == transport), None)

@@ -280,8 +280,8 @@ def test_site_joins_anew_a_parent_restarted_from_a_snapshot(tree):
     tree.exchange(2)
     wait_until(lambda: tree.center.status()["degraded"])  # at the end of this period
     tree.exchange(1)
-    said = tree.center.status()["degraded"]
-    assert "goes on without its parent since" in said
+    degraded = tree.center.status()["degraded"]
+    assert "goes on without its parent since" in degraded
     wait_until(lambda: state(tree.site)["degraded"], pause=PAGE)
     with urllib.request.urlopen(f"{tree.site.page_address}metrics") as answer:  # noqa: S310 its own page
         assert b"agn_optax_degraded 1.0" in answer.read()
@@ -315,7 +315,7 @@ def test_site_sends_nothing_again_that_its_restarted_parent_has(tree):
     """Although the site never got the answer."""
     receive = tree.above._remote.answer_in
 
-    def lost(said, link, submission):
+    def lost(snapshot, link, submission):
         tree.above._remote.answer_in = receive
         tree.saves()
         tree.loses()
@@ -372,17 +372,17 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
     ):
         link, frame = links.begin_to_initialize(first, params, "first")
         wait_until(lambda: server._servicer.call_limits.initializations._counts)
-        asked = in_background(
+        initializing = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )
         wait_until(lambda: "another worker is initializing this center" in caplog.text)
-        assert not asked.done()
+        assert not initializing.done()
         if ends == "breaks off":
             link.cancel()
-            np.testing.assert_array_equal(asked.result(LIMIT).params, params + 1)
+            np.testing.assert_array_equal(initializing.result(LIMIT).params, params + 1)
             return
         link.send(frame)
         link.end()
         with pytest.raises(errors.AlreadyInitializedError, match="'first'"):
-            asked.result(LIMIT)
+            initializing.result(LIMIT)
         np.testing.assert_array_equal(second.pull().params, params)
