@@ -30,6 +30,11 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
     return answer
 
 
+def of_worker(worker, fragment=0):
+    """Return the current session of a worker, or of one of its fragments."""
+    return worker._workers[fragment].session
+
+
 def leave(center, worker):
     _sessions[center].pop(worker)[0].leave()
 

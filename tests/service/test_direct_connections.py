@@ -74,8 +74,8 @@ def links(center):
 
 def transport_of(center):
     """Return the transport of the only session of a connected center."""
-    (link,) = links(center)
-    return type(link).__name__.removesuffix("Link").lower()
+    (session,) = center._sessions.values()
+    return session.transport
 
 
 def listener(server, name="socket"):
@@ -595,14 +595,13 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
 
 def test_fastest_transport_is_chosen():
     with served() as (server, center):
-        center.join("anna")
-        assert transport_of(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
+        fastest = "memory" if _memory.IS_SUPPORTED else "socket"
+        assert center.join("anna").transport == fastest
         for offer in server._servicer.offers:
             if offer.transport == "memory":
                 offer.address = "unix:nobody-listens-here"  # another machine
         with connect(server) as farther:
-            farther.join("bert")
-            assert transport_of(farther) == "socket"
+            assert farther.join("bert").transport == "socket"
 
 
 class RecordingTransport:
@@ -629,8 +628,7 @@ def test_grpc_is_used_without_direct_connections(caplog):
             remote._transports = [
                 RecordingTransport(t, tried) for t in remote._transports
             ]
-            center.join("anna")
-            assert transport_of(center) == "grpc"
+            assert center.join("anna").transport == "grpc"
             assert "transports that failed" in caplog.text
             assert tried == ["memory", "socket", "grpc"]
             center.join("bert")
@@ -644,17 +642,14 @@ def test_grpc_is_used_without_direct_connections(caplog):
     with served(direct_address=False) as (server, center):
         assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
-        center.join("anna")
-        assert transport_of(center) == "grpc"
+        assert center.join("anna").transport == "grpc"
 
 
 def test_transports_are_tried_in_the_order_of_the_list():
     with served("socket", "memory") as (_, center):
-        center.join("anna")
-        assert transport_of(center) == "socket"
+        assert center.join("anna").transport == "socket"
     with served("grpc", "socket") as (_, center):
-        center.join("anna")
-        assert transport_of(center) == "grpc"
+        assert center.join("anna").transport == "grpc"
 
 
 @pytest.mark.parametrize("greeting", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
@@ -679,8 +674,7 @@ def test_another_server_at_the_direct_port_is_ignored(greeting):
             pb.Offer(transport="socket", address=address, key=b"k" * 16)
         ]
         with connect(server) as center:
-            center.join("anna")
-            assert transport_of(center) == "grpc"
+            assert center.join("anna").transport == "grpc"
         thread.join(LIMIT)
 
 
@@ -704,8 +698,7 @@ def test_direct_transports_work_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
     for transports in ((), ["memory"], ["socket"]):
         with served(*transports, address=address) as (server, center):
-            center.join("anna")
-            assert transport_of(center) == (transports or ["memory"])[0]
+            assert center.join("anna").transport == (transports or ["memory"])[0]
             assert server.direct_address is None
 
 
@@ -795,12 +788,11 @@ def test_restarted_center_is_found_again(transports):
     address = ports.free_address()
     with served(*transports, address=address) as (server, center):
         session = center.join("anna")
-        before = transport_of(center)
+        before = session.transport
         session.leave()
         server.stop()
         with service.serve(RULE, center_params(), address=address):
-            center.join("anna")
-            assert transport_of(center) == before != "grpc"
+            assert center.join("anna").transport == before != "grpc"
 
 
 @pytest.mark.parametrize("transport", [pytest.param("memory", marks=shares), "socket"])

@@ -50,10 +50,9 @@ def connected(server, tls, *transports, rule=RULE, **settings):
         yield center
 
 
-def transport_of(center, worker="anna"):
+def transport_of(center):
     (session,) = center._sessions.values()
-    link = session._link
-    return type(link).__name__.removesuffix("Link").lower()
+    return session.transport
 
 
 def exchanged(server, tls, *transports, **settings):
