@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     """A learning problem; batches are pairs of inputs and labels."""
 
     model: Any
-    # Of all workers: [workers, period, rows, ...].
+    # Draws the batches of all workers: [workers, period, rows, ...].
     draw: Callable[[np.random.Generator], PyTree]
     test: PyTree
     rate: float

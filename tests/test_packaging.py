@@ -159,10 +159,10 @@ def test_package_works_without_any_extra(installed):
         *("ray", "yaml"),
     }
     path = str(installed)
-    said = run(
+    output = run(
         *("-c", WITHOUT_EXTRAS, ",".join(hidden)), where=installed, PYTHONPATH=path
     )
-    folder, count, failed, ended = json.loads(said.splitlines()[-1])
+    folder, count, failed, ended = json.loads(output.splitlines()[-1])
     assert folder == str(installed / "agn_optax")
     assert count > 90
     assert {name.split(".")[1] for name in failed} <= set(test_project.EXTRAS)
@@ -296,11 +296,11 @@ def test_typed_program_runs():
 def test_typed_program_passes_mypy(tmp_path):
     """It is checked strictly against the package with its py.typed, as if installed."""
     package = pathlib.Path(agn_optax.__file__).parents[1]
-    said = run(
+    output = run(
         *("-m", "mypy", "--config-file", ROOT / "pyproject.toml"),
         # The cache of `make types`, because JAX alone takes 20 s.
         *("--cache-dir", ROOT / ".mypy_cache", typed_program.__file__),
         where=tmp_path,
         PYTHONPATH=str(package),
     )
-    assert "no issues found in 1 source file" in said
+    assert "no issues found in 1 source file" in output

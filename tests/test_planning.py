@@ -122,9 +122,9 @@ def test_narrow_gradient_sum_is_sent_in_its_own_dtype(dtype):
         worker = agn_optax.Worker(center, SGD, period=1)
         loop = worker.start(params)
         worker.exchange(*step(worker.tx, *loop, params))
-        (said,) = center.status()["workers"]
-        assert said["bytes_received"] == cost.message == 1000 * params.dtype.itemsize
-        assert cost.answer <= said["bytes_sent"] <= cost.answer + 1000
+        (status,) = center.status()["workers"]
+        assert status["bytes_received"] == cost.message == 1000 * params.dtype.itemsize
+        assert cost.answer <= status["bytes_sent"] <= cost.answer + 1000
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -525,8 +525,8 @@ def test_scale_page_has_the_output_of_its_command():
     spec.loader.exec_module(scale)
     page = scale.page(scale.arguments([]))
     assert sum(line.startswith("| 1e") for line in page.splitlines()) == 3 * 2 * 4
-    said = (root / "docs/scale.md").read_text()
-    assert f"{scale.BEGIN}\n{page}\n{scale.END}" in said
+    text = (root / "docs/scale.md").read_text()
+    assert f"{scale.BEGIN}\n{page}\n{scale.END}" in text
     few = scale.arguments(["--codec=bfloat16", "--parameters", "1e9", "--workers=10"])
     made = scale.written(f"before {scale.BEGIN}old{scale.END} after", few)
     assert made == f"before {scale.BEGIN}\n{scale.page(few)}\n{scale.END} after"

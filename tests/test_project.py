@@ -407,8 +407,8 @@ def test_error_of_a_combination_says_what_came_and_why(features):
     first, second = map(combinations.plain, features)
     with pytest.raises(row.error) as error:
         combinations.reject(first, second, "a=1, b=2")
-    said = combinations.plain(f"got a=1, b=2: {row.reason}. {row.instead}")
-    assert str(error.value) == f"{first} and {second} do not go together, {said}"
+    reason = combinations.plain(f"got a=1, b=2: {row.reason}. {row.instead}")
+    assert str(error.value) == f"{first} and {second} do not go together, {reason}"
 
 
 def test_readme_is_short():

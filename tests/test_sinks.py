@@ -26,13 +26,13 @@ def test_json_lines_writes_a_line_for_every_step(tmp_path):
 
 def events_in(path):
     """Yield events as TensorBoard reads them: records with length and checksums."""
-    said, at = path.read_bytes(), 0
-    while at < len(said):
-        size = int.from_bytes(said[at : at + 8], "little")
-        assert masked_crc32c(said[at : at + 8]) == int.from_bytes(
-            said[at + 8 : at + 12], "little"
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        assert masked_crc32c(data[at : at + 8]) == int.from_bytes(
+            data[at + 8 : at + 12], "little"
         )
-        yield event_pb2.Event.FromString(said[at + 12 : at + 12 + size])
+        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
         at += size + 16
 
 
@@ -69,8 +69,8 @@ def test_wandb_logs_to_the_run_it_was_given(tmp_path, monkeypatch):
     try:
         with sinks.WandB(run, prefix="anna/") as sink:
             sink(3, {"loss": 0.5})
-        said = dict(run.summary)
-        assert (said["anna/loss"], said["anna/step"]) == (0.5, 3)
+        summary = dict(run.summary)
+        assert (summary["anna/loss"], summary["anna/step"]) == (0.5, 3)
     finally:
         run.finish()
     with pytest.raises(errors.InvalidTypeError, match="return value of wandb"):

@@ -101,7 +101,7 @@ def main() -> None:
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
     pages += sorted((ROOT / "docs").rglob("*.md"))
     pages = [page for page in pages if page.name != "notes.md"]
-    odd = odd_summaries(PACKAGE)
+    odd = odd_summaries(PACKAGE) + odd_summaries(ROOT / "tests")
     rows = {
         "code lines of the package": sum(map(code_lines, python_files(PACKAGE))),
         "code lines of ops/, a part of the package": sum(

@@ -10,7 +10,7 @@ import struct
 import threading
 
 import jax.numpy as jnp
-from helpers import shared, talking
+from helpers import children, shared
 
 from agn_optax.center import Journal, LocalCenter, Snapshots, Submission
 
@@ -67,4 +67,4 @@ class Commands:
 
 if __name__ == "__main__":
     me = Commands()
-    talking.obey({"start": me.start, "status": me.status, "stop": me.stop})
+    children.serve_commands({"start": me.start, "status": me.status, "stop": me.stop})

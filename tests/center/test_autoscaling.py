@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 from helpers.waiting import in_background
 
 import agn_optax
@@ -45,7 +45,7 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
         params, state = one_local_step(worker, params, state)
         params, state = worker.exchange(params, state)
     if leave == "vanishes":  # its connection breaks for good
-        worker._workers[0].session.disconnect()
+        sessions.of_worker(worker).disconnect()
     else:
         worker.leave()
     return worker, (worker.exchanges - worker.dropped) * period

@@ -20,7 +20,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import commands, sessions, shared, talking, tuning
+from helpers import children, commands, sessions, shared, tuning
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
@@ -80,7 +80,7 @@ def child(tmp_path):
 
         def start(directory=None, **settings):
             number = next(count)
-            (process,) = stack.enter_context(talking.processes(PROGRAM, 1))
+            (process,) = stack.enter_context(children.processes(PROGRAM, 1))
             directory = directory or tmp_path / f"kept-{number}"
             return CenterProcess(
                 process, directory, tmp_path / f"answered-{number}", **settings

@@ -147,11 +147,11 @@ def test_rounds_are_replayed(late, tmp_path, killed):
 
 def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    session = center.core.join("w", "life")
+    session = center.core.join("w", "session")
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
-    session = again.core.join("w", "life", resume=True)
+    session = again.core.join("w", "session", resume=True)
     session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     kept_answer = session.answer(1, timeout=LIMIT)
     assert kept_answer.answer.applied
@@ -182,7 +182,7 @@ def test_replaced_and_departed_workers_are_restored(tmp_path, killed):
         barrier=2,
     )
     center.core.join("w", "old")
-    session = center.core.join("v", "life")
+    session = center.core.join("v", "session")
     assert center.core.wait_for_barrier(0.0)
     center.core.join("w", "new", replace=True)
     session.leave()
@@ -341,7 +341,7 @@ def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_
     """Any damage gives the same state, an error, or a center with another id."""
     rng = np.random.default_rng(0)
     seen = collections.Counter()
-    for directory, kind, (version, life) in worn:
+    for directory, kind, (version, center_id) in worn:
         for name in sorted(files(directory)):
             for _ in range(1 if damage is removed else 12):
                 copy = tmp_path / "copy"
@@ -352,10 +352,10 @@ def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_
                 except errors.DurabilityError as error:
                     seen["rejected" if str(copy) in str(error) else "not by name"] += 1
                 else:
-                    if now == life:
+                    if now == center_id:
                         assert store.current.number == version, name
                         np.testing.assert_array_equal(store.current.params, -version)
-                    seen["same" if now == life else "another"] += 1
+                    seen["same" if now == center_id else "another"] += 1
                 shutil.rmtree(copy)
     assert seen["rejected"]
     assert not seen["not by name"]
@@ -667,7 +667,7 @@ def test_counted_journal_size_is_the_size_on_disk(tmp_path):
         return is_kept and not is_due and not keeper._writer.is_switching
 
     def join(i):
-        center.core.join(f"w{i % 3}", f"life {i}", replace=True)
+        center.core.join(f"w{i % 3}", f"session {i}", replace=True)
 
     for act in (lambda i: send(center), join):
         begun = set()

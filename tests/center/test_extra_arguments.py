@@ -532,7 +532,7 @@ def test_resumed_message_has_the_same_extras(tmp_path):
         def killed(*args, **kwargs):
             raise KilledError
 
-        first.worker._workers[0].session.exchange = killed
+        sessions.of_worker(first.worker).exchange = killed
         with pytest.raises(KilledError):
             first.exchange(*loop, weight=2.0)
         first.worker._workers[0].session = None  # it does not leave

@@ -203,13 +203,13 @@ def test_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     center = agn_optax.LocalCenter(shared.downpour(), {"a": jnp.ones(2)})
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
     params, state = worker.start()
-    real = getattr(worker._workers[0].session, after)
+    real = getattr(sessions.of_worker(worker), after)
 
     def interrupted(*args, **kwargs):
         real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker._workers[0].session, after, interrupted)
+    monkeypatch.setattr(sessions.of_worker(worker), after, interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.exchange({"a": params["a"] - 1}, state)
     monkeypatch.undo()

@@ -300,7 +300,7 @@ def test_saved_state_is_a_copy():
 
 
 @pytest.mark.parametrize(
-    ("rule", "settings", "says"),
+    ("rule", "settings", "warning"),
     [
         (shared.average, {}, "average is a rule for rounds.*mode Asynchronous"),
         (shared.diloco, {"mode": BoundedStaleness(versions=2)}, "diloco is.*BoundedS"),
@@ -310,13 +310,13 @@ def test_saved_state_is_a_copy():
 )
 @pytest.mark.parametrize("make", [agn_optax.LocalCenter, service.serve])
 def test_rule_for_rounds_used_one_by_one_gives_a_warning(
-    make, rule, settings, says, caplog
+    make, rule, settings, warning, caplog
 ):
     with make(rule(), jnp.zeros(2), **settings):
         messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == bool(says)
+    assert len(messages) == bool(warning)
     assert all(
-        re.search(f"{says}.*n workers move the center n", line) for line in messages
+        re.search(f"{warning}.*n workers move the center n", line) for line in messages
     )
 
 

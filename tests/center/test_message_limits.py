@@ -359,7 +359,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
         "durability": Journal(tmp_path),
     }
 
-    def talk(center, sequences, values):
+    def submit(center, sequences, values):
         for name, value in values:
             joined[name].submit(
                 Submission(sequences[name], message_of_norm(value), anchor_version=0)
@@ -384,8 +384,8 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     joined = {name: center.join(name) for name in ("anna", "bert")}
     sequences = {"anna": 1, "bert": 1}
     even = [(name, 1.0 + i / 10) for i in range(7) for name in joined]
-    talk(center, sequences, even)
-    talk(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
+    submit(center, sequences, even)
+    submit(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
     before = decisions(center)
     assert before[0]["anna"][1:3] == (2, 2)
     center.core._keeper._directory.close()  # as if the process was killed

@@ -226,12 +226,12 @@ def test_site_rejoins_its_parent_after_any_error(lost, record, caplog):
         site.meets(1)
         there, goes_on = threading.Event(), threading.Event()
 
-        def fails_when_told():
+        def fails_when_released():
             there.set()
             assert goes_on.wait(LIMIT)
             fails()
 
-        getattr(parent, lost).append(fails_when_told)
+        getattr(parent, lost).append(fails_when_released)
         site.exchange(2.0, times=2)
         assert there.wait(LIMIT)
         site.exchange(5.0)  # it accumulates meanwhile

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 from helpers.support import (
     assert_close,
     assert_identical,
@@ -165,7 +165,7 @@ def test_failed_exchange_is_applied_once(where, monkeypatch):
     def lost(*args, **kwargs):
         raise errors.CenterUnreachableError("nobody answers")
 
-    session = worker._workers[0].session
+    session = sessions.of_worker(worker)
     with monkeypatch.context() as patch:
         patch.setattr(session, where, lost)
         with pytest.raises(errors.CenterUnreachableError):
@@ -190,7 +190,7 @@ def test_interrupted_flush_is_continued(monkeypatch):
         raise errors.CenterUnreachableError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker._workers[1].session, "submit", lost)
+        patch.setattr(sessions.of_worker(worker, 1), "submit", lost)
         with pytest.raises(errors.CenterUnreachableError):
             worker.flush(*loop)
     assert versions(center) == (1, 0)
@@ -328,7 +328,7 @@ def test_all_fragments_take_turns_if_a_call_makes_a_whole_period(late):
         loop = step(worker.tx, *loop, at(feeds(PARAMS, 8), i))
         loop = worker.exchange(*loop, steps=PERIOD)
     worker.flush(*loop)
-    counts = [each.exchanges for each in worker._workers]
+    counts = worker.version  # one for each exchange of a fragment
     assert max(counts) - min(counts) <= 1
     assert min(counts) >= 4
 
@@ -443,11 +443,11 @@ NORM = optax.clip_by_global_norm(1.0)
 
 def test_invalid_fragment_settings_and_calls_are_rejected():
     whole = agn_optax.LocalCenter(shared.downpour(), PARAMS)
-    for center, says in [
+    for center, message in [
         (whole, "2 fragments, and shards: 1"),
         (shards(), "3 fragments"),
     ]:
-        with pytest.raises(errors.InvalidArgumentError, match=says):
+        with pytest.raises(errors.InvalidArgumentError, match=message):
             worker_of(
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 from helpers.support import (
     RULES,
     assert_close,
@@ -177,7 +177,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
     center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
-    submit, rejections = worker._workers[0].session.submit, [None, None]
+    submit, rejections = sessions.of_worker(worker).submit, [None, None]
 
     def flaky(*args, **kwargs):
         if rejections:
@@ -185,7 +185,7 @@ def test_rejected_exchange_changes_nothing_and_may_be_repeated(monkeypatch):
             raise errors.MessageRejectedError("not now")
         submit(*args, **kwargs)
 
-    monkeypatch.setattr(worker._workers[0].session, "submit", flaky)
+    monkeypatch.setattr(sessions.of_worker(worker), "submit", flaky)
     rejected = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)

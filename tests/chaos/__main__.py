@@ -30,7 +30,7 @@ def main():
         with ProcessPool(3, 1) as spares:
             outcome = growth.run(options.growth, spares)
         _print(outcome)
-        _say(f"      {outcome.said}")
+        _write(f"      {outcome.details}")
         return bool(outcome.broken)
     seeds = range(options.seed, options.seed + options.count)
     begin = time.monotonic()
@@ -50,9 +50,9 @@ def main():
     kinds = collections.Counter(
         fault.kind for each in outcomes for fault in each.scenario.faults
     )
-    _say()
-    _say("faults: " + ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()))
-    _say(
+    _write()
+    _write("faults: " + ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()))
+    _write(
         f"{len(outcomes)} scenarios in {time.monotonic() - begin:.0f} s: "
         f"{sum(each.steps for each in outcomes)} steps, "
         f"{sum(each.exchanges for each in outcomes)} exchanges, all survivors on after "
@@ -64,16 +64,16 @@ def main():
 
 def _print(outcome):
     verdict = "BROKEN" if outcome.broken else "held"
-    _say(
+    _write(
         f"{outcome.scenario.seed:5} {verdict} {outcome.seconds:5.1f} s, "
         f"{outcome.exchanges:5} exchanges, on after {outcome.recovered:4.1f} s: "
         f"{outcome.scenario}; " + ", ".join(map(str, outcome.scenario.faults))
     )
     for each in outcome.broken:
-        _say(f"      {each}")
+        _write(f"      {each}")
 
 
-def _say(text=""):
+def _write(text=""):
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -9,7 +9,7 @@ from chaos import model
 from agn_optax.ops.cli import main
 
 if __name__ == "__main__":
-    told = json.loads(sys.stdin.readline())
-    model.step_clock(pathlib.Path(told["clock"]))
-    sys.argv[1:] = ["serve", "--json", *told["arguments"]]
+    command = json.loads(sys.stdin.readline())
+    model.step_clock(pathlib.Path(command["clock"]))
+    sys.argv[1:] = ["serve", "--json", *command["arguments"]]
     main()

@@ -22,7 +22,7 @@ def run(count, spares):
             self._exchange(count)
             after = self._held()
             for name, had in before.items():
-                outcome.said += f"{name}: {had}, then {after[name]}; "
+                outcome.details += f"{name}: {had}, then {after[name]}; "
                 if after[name].is_more_than(had):
                     outcome.broken.append(f"{name} held {had}, and then {after[name]}")
 

@@ -13,7 +13,7 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
-from helpers import talking
+from helpers import children
 
 _HERE = pathlib.Path(__file__).parent
 _PATIENCE = 240.0  # s, timeout, generous for a busy machine
@@ -29,9 +29,9 @@ class Resources(NamedTuple):
     @classmethod
     def by(cls, pid):
         status = pathlib.Path(f"/proc/{pid}/status").read_text()
-        said = dict(line.split(":", 1) for line in status.splitlines())
+        fields = dict(line.split(":", 1) for line in status.splitlines())
         files = len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
-        return cls(int(said["VmRSS"].split()[0]) << 10, int(said["Threads"]), files)
+        return cls(int(fields["VmRSS"].split()[0]) << 10, int(fields["Threads"]), files)
 
     def is_more_than(self, other):
         """Compare, with a margin for memory of allocators and for idle threads."""
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(self, clock):
         self.clock = clock
-        self.process = talking.Process(_HERE / "worker_process.py", _PATIENCE)
+        self.process = children.Process(_HERE / "worker_process.py", _PATIENCE)
         self.is_dead = False
         self.owes = 0  # answers still to be read
 
@@ -83,7 +83,7 @@ class Center:
 
     def __init__(self, clock):
         self.clock = clock
-        self._said = []
+        self._lines = []
         # With few arenas malloc keeps little unused memory, which would hide leaks.
         environment = {
             **os.environ,
@@ -107,14 +107,14 @@ class Center:
 
     def serve(self, arguments):
         """Start serving; return the line with its addresses."""
-        told = {"arguments": arguments, "clock": str(self.clock.path)}
-        self._popen.stdin.write(json.dumps(told) + "\n")
+        command = {"arguments": arguments, "clock": str(self.clock.path)}
+        self._popen.stdin.write(json.dumps(command) + "\n")
         self._popen.stdin.flush()
         timer = threading.Timer(_PATIENCE, self._popen.kill)
         timer.start()
         line = self._popen.stdout.readline()
         timer.cancel()
-        assert line, f"no center: {self.said()}"
+        assert line, f"no center: {self.output()}"
         return json.loads(line)
 
     def signal(self, number):
@@ -131,11 +131,11 @@ class Center:
             return self._popen.wait(timeout)
         return None
 
-    def said(self):
+    def output(self):
         """Return its standard error so far; all of it, if it has ended."""
         if self._popen.poll() is not None:
             self._listening.join(_PATIENCE)
-        return "".join(self._said)
+        return "".join(self._lines)
 
     def kill(self):
         """Kill the process by SIGKILL and wait for its end."""
@@ -148,7 +148,7 @@ class Center:
 
     def _listen(self):
         for line in self._popen.stderr:
-            self._said.append(line)
+            self._lines.append(line)
 
 
 class ProcessPool(contextlib.AbstractContextManager):

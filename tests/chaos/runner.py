@@ -37,7 +37,7 @@ class Outcome:
     exchanges: int = 0
     recovered: float = 0.0  # seconds until the last survivor exchanged again
     seconds: float = 0.0
-    said: str = ""  # further text
+    details: str = ""  # further text
 
 
 def run(scenario, spares, kind=None):
@@ -56,7 +56,7 @@ def run(scenario, spares, kind=None):
                 try:
                     running.through(outcome)
                 except Exception as error:
-                    outcome.broken.append(f"{error!r}; {running.said()}")
+                    outcome.broken.append(f"{error!r}; {running.output()}")
         except Exception as error:
             outcome.broken.append(f"at the end: {error!r}")
     outcome.seconds = time.monotonic() - begin
@@ -93,9 +93,9 @@ class ServedCenter:
         """Send a signal; return exit code, None if it had to be killed, and output."""
         self.process.signal(CONTINUE)
         self.process.signal(number)
-        code, said = self.process.wait(timeout), self.process.said()
+        code, output = self.process.wait(timeout), self.process.output()
         self.process.kill()
-        return code, said
+        return code, output
 
 
 class Run(contextlib.ExitStack):
@@ -127,7 +127,7 @@ class Run(contextlib.ExitStack):
         self.centers = [
             self._begun([*own, *mode, *self._kept(number)]) for number in range(count)
         ]
-        self.fronts, self._uplinks = self.centers, []  # what workers talk to
+        self.fronts, self._uplinks = self.centers, []  # centers that workers connect to
         if chosen.centers == "tree":
             root = self.centers[0]
             with self._connected(root.address) as center:
@@ -257,9 +257,9 @@ class Run(contextlib.ExitStack):
         for worker in self._own.values():
             worker.kill()
 
-    def said(self):
+    def output(self):
         """Return the last output of the centers, for debugging."""
-        ends = [center.process.said()[-300:] for center in self.centers]
+        ends = [center.process.output()[-300:] for center in self.centers]
         return "; ".join(filter(None, ends))
 
     # The course of the scenario.
@@ -277,7 +277,7 @@ class Run(contextlib.ExitStack):
             while worker.owes:
                 worker.process.answer()
                 worker.owes -= 1
-            worker.process.tell(do="stop")
+            worker.process.send(do="stop")
         for number in list(self._own):
             worker = self._own[number]
             failure = worker.process.answer()["failure"]
@@ -338,26 +338,26 @@ class Run(contextlib.ExitStack):
 
     # Faults of the connection from a worker to its center, or a site to its parent.
 
-    def _way(self, fault):
-        ways = [*self.links, *self._uplinks]
+    def _proxy_of(self, fault):
+        proxies = [*self.links, *self._uplinks]
         if self._uplinks and fault.at % 0.1 < 0.03:  # a choice determined by the seed
             return self._uplinks[fault.target % 2]
-        return ways[fault.target]
+        return proxies[fault.target]
 
-    def _ways(self, fault):
-        proxy = self._way(fault)
+    def _directions_of(self, fault):
+        proxy = self._proxy_of(fault)
         return [proxy.there] * fault.there + [proxy.back] * fault.back
 
     def _cut(self, fault, outcome):
-        self._way(fault).cut_once()
+        self._proxy_of(fault).cut_once()
 
     def _outage(self, fault, outcome):
-        self._way(fault).cut()
-        return fault.seconds, self._way(fault).mend
+        self._proxy_of(fault).cut()
+        return fault.seconds, self._proxy_of(fault).mend
 
     def _cut_inside(self, fault, outcome):
-        for way in self._ways(fault):
-            way.left = int(fault.amount)
+        for direction in self._directions_of(fault):
+            direction.left = int(fault.amount)
 
     def _delay(self, fault, outcome):
         return self._set(fault, "delay", 0.0)
@@ -366,31 +366,31 @@ class Run(contextlib.ExitStack):
         return self._set(fault, "rate", None)
 
     def _set(self, fault, what, normal):
-        ways = self._ways(fault)
+        directions = self._directions_of(fault)
 
         def end():
-            for way in ways:
-                setattr(way, what, normal)
+            for direction in directions:
+                setattr(direction, what, normal)
 
         name = {"delay": fault.amount, "rate": fault.amount}[what]
-        for way in ways:
-            setattr(way, what, name)
+        for direction in directions:
+            setattr(direction, what, name)
         return fault.seconds, end
 
     def _hold(self, fault, outcome):
-        ways = self._ways(fault)
-        for way in ways:
-            way.gate.clear()
-        return fault.seconds, lambda: [way.gate.set() for way in ways]
+        directions = self._directions_of(fault)
+        for direction in directions:
+            direction.gate.clear()
+        return fault.seconds, lambda: [direction.gate.set() for direction in directions]
 
     def _strand(self, fault, outcome):
-        self._way(fault).strand(there=fault.there, back=fault.back)
+        self._proxy_of(fault).strand(there=fault.there, back=fault.back)
 
     def _close_half(self, fault, outcome):
-        self._way(fault).close_half(there=fault.there)
+        self._proxy_of(fault).close_half(there=fault.there)
 
     def _replay(self, fault, outcome):
-        self._way(fault).replay()
+        self._proxy_of(fault).replay()
 
     # Faults of workers.
 
@@ -415,7 +415,7 @@ class Run(contextlib.ExitStack):
         worker = self._own.get(fault.target)
         if worker is not None:
             self.links[fault.target].forget()
-            worker.process.tell(do="rejoin")  # a stopped worker answers later
+            worker.process.send(do="rejoin")  # a stopped worker answers later
             worker.owes += 1
 
     # Faults of centers.
@@ -447,9 +447,11 @@ class Run(contextlib.ExitStack):
         center.process.fill_disk()
         code = center.process.wait(TIMEOUT)
         if code is not None and (
-            code != 1 or "no longer be saved" not in center.process.said()
+            code != 1 or "no longer be saved" not in center.process.output()
         ):
-            outcome.broken.append(f"with a full disk: {code}, {center.process.said()}")
+            outcome.broken.append(
+                f"with a full disk: {code}, {center.process.output()}"
+            )
         center.end(KILL)
         center.start()
 
@@ -464,10 +466,10 @@ class Run(contextlib.ExitStack):
     # The end.
 
     def _drain(self, center, outcome):
-        code, said = center.end(DRAIN)
+        code, output = center.end(DRAIN)
         if code != 0:
             outcome.broken.append(
-                f"a center that was drained ended with {code}: {said}"
+                f"a center that was drained ended with {code}: {output}"
             )
 
     def _end(self, outcome):

@@ -234,12 +234,12 @@ def _fault(rng, chosen):
         kinds.remove("disk")
     kind = rng.choice(kinds)
     at = rng.uniform(BEGIN, END)
-    ways = rng.choice([(True, True), (True, False), (False, True)])
+    directions = rng.choice([(True, True), (True, False), (False, True)])
     if kind in ("strand", "close half", "cut inside"):
-        ways = rng.choice([(True, False), (False, True)])
+        directions = rng.choice([(True, False), (False, True)])
     target = rng.randrange(chosen.workers)
     if kind in _CENTER:
-        # Of a tree only the root: it has a journal, and sites lose unsent updates.
+        # In a tree only the root fails: it has a journal; sites lose unsent updates.
         target = rng.randrange({"one": 1, "shards": 2, "tree": 1}[chosen.centers])
         if chosen.centers == "tree" and rng.random() < 0.3:
             kind, target = "stop center", rng.randrange(3)
@@ -256,6 +256,6 @@ def _fault(rng, chosen):
             "clock": rng.choice([-86400.0, -5.0, 5.0, 86400.0]),
             "kill": rng.random() < 0.7,
         }.get(kind, 0.0),
-        there=ways[0],
-        back=ways[1],
+        there=directions[0],
+        back=directions[1],
     )

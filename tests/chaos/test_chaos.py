@@ -31,7 +31,7 @@ CHOSEN = {
         "mode": "synchronous",
         "faults": (Fault(0.3, "kill", 0, amount=1), Fault(0.5, "kill", 1)),
     },
-    "broken ways to shards": {
+    "broken connections to shards": {
         "centers": "shards",
         "codec": "bfloat16",
         "overlap": True,
@@ -60,7 +60,7 @@ CHOSEN |= {
         "faults": (Fault(0.4, "cut", 0), Fault(0.7, "stop", 1, seconds=0.5)),
     },
     "answers in differences": {"codec": "two_way", "overlap": True, "faults": KILLS},
-    "fragments that are on their way": {
+    "fragments in flight": {
         "centers": "shards",
         "delay": 1,
         "faults": (*KILLS, Fault(0.6, "leave", 1)),
@@ -153,8 +153,8 @@ def test_unacknowledged_step_may_be_in_the_center_or_not(tally, moved):
     ],
 )
 def test_lost_and_doubled_steps_are_detected(tally, moved, message):
-    (said,) = broken_by(tally, moved)
-    assert message in said
+    (violation,) = broken_by(tally, moved)
+    assert message in violation
 
 
 def test_killed_center_without_durability_may_forget(tally):

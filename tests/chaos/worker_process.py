@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from chaos import model
 from chaos.tally import Tally
-from helpers import talking
+from helpers import children
 
 import agn_optax
 from agn_optax import checkpoint, errors, service
@@ -27,20 +27,22 @@ OWED = 1e-3  # a smaller residual is rounding
 class Training:
     """One session of a worker, in a separate thread."""
 
-    def __init__(self, told):
-        self._told = told
-        self._tally = Tally(pathlib.Path(told["tally"]), told["slots"])
+    def __init__(self, options):
+        self._options = options
+        self._tally = Tally(pathlib.Path(options["tally"]), options["slots"])
         self._stopping, self._pausing = threading.Event(), threading.Event()
         self._joined = threading.Event()
         self._go = threading.Event()
         self._in_flight, self._fresh = [], []  # slots of steps that have not landed
-        # Whether steps are settled only when all of them are in the center, because an
-        # answer does not tell which steps it covers.
+        # If true, steps are settled only when all of them are in the center, because an
+        # answer does not show which steps it covers.
         self._settles = (
-            told["burst"] > 1 or told["delay"] is not None or bool(told["checkpoints"])
+            options["burst"] > 1
+            or options["delay"] is not None
+            or bool(options["checkpoints"])
         )
         # The next step; in a dict, so that `Resumable` can restore it.
-        first = 0 if told["checkpoints"] else self._tally["made"]
+        first = 0 if options["checkpoints"] else self._tally["made"]
         self._at = {"step": np.array(first)}
         self._seen = None  # version
         self.failure = ""
@@ -59,64 +61,64 @@ class Training:
 
     def stop(self):
         """Exchange the last steps, and leave."""
-        self._until = time.monotonic() + self._told["limit"]
+        self._until = time.monotonic() + self._options["limit"]
         self._stopping.set()
         self._go.set()
-        self._thread.join(self._told["limit"])
+        self._thread.join(self._options["limit"])
         if self._thread.is_alive():
-            self.failure = f"{self._told['worker']} does not end: {where()}"
+            self.failure = f"{self._options['worker']} does not end: {where()}"
         return {"failure": self.failure}
 
     def _run(self):
         try:
-            told = self._told
-            rule = model.rule(told["rule"], told["codec"], told["weighs"])
+            options = self._options
+            rule = model.rule(options["rule"], options["codec"], options["weighs"])
             with self._connected(rule) as center:
                 worker = agn_optax.Worker(
                     center,
                     INNER,
                     period=1 if self._fragments is None else model.PERIOD,
-                    name=told["worker"],
-                    overlap=told["overlap"],
-                    patience=told["patience"],
+                    name=options["worker"],
+                    overlap=options["overlap"],
+                    patience=options["patience"],
                     fragments=self._fragments,
                 )
-                if told["checkpoints"]:
+                if options["checkpoints"]:
                     worker = checkpoint.Resumable(
-                        worker, told["checkpoints"], at=self._at
+                        worker, options["checkpoints"], at=self._at
                     )
                 loop = self._start(worker)
                 self._joined.set()
                 self._go.wait()
                 loop = self._train(worker, loop)
-                np.save(told["end"], model.table(loop[0]))
+                np.save(options["end"], model.table(loop[0]))
                 worker.leave()
         except Exception as error:
-            self.failure = f"{self._told['worker']}: {error!r}"
+            self.failure = f"{self._options['worker']}: {error!r}"
             self._joined.set()  # to end the wait for it
 
     @property
     def _fragments(self):
-        delay = self._told["delay"]
+        delay = self._options["delay"]
         return None if delay is None else model.fragments(delay)
 
     def _connected(self, rule):
-        ca = self._told["ca"]
+        ca = self._options["ca"]
         return self._insist(
             lambda: service.connect(
-                self._told["address"],
+                self._options["address"],
                 rule,
-                timeout=self._told["timeout"],
-                transports=self._told["transports"],
+                timeout=self._options["timeout"],
+                transports=self._options["transports"],
                 tls=None if ca is None else service.Tls(ca),
-                token=self._told["token"],
+                token=self._options["token"],
                 fragments=self._fragments,
             )
         )
 
     def _insist(self, call, *expected):
         """Repeat a call until it succeeds, as a restarted program would."""
-        end = time.monotonic() + self._told["limit"]
+        end = time.monotonic() + self._options["limit"]
         while True:
             try:
                 return call()
@@ -126,7 +128,7 @@ class Training:
                 time.sleep(0.05)
 
     def _start(self, worker):
-        params = model.params(self._told["slots"])
+        params = model.params(self._options["slots"])
 
         def start():
             try:
@@ -135,7 +137,7 @@ class Training:
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     return worker.start(params, chief=True)
                 # Another worker is the chief, perhaps of the first shard only so far.
-                return worker.start(params, chief=False, timeout=self._told["limit"])
+                return worker.start(params, chief=False, timeout=self._options["limit"])
 
         # The center may still count the worker's last session as connected.
         loop = self._insist(start, errors.NameTakenError)
@@ -169,43 +171,43 @@ class Training:
         step = int(self._at["step"])
         self._at["step"] = np.array(step + 1)
         slots = self._slots(worker, step)
-        if self._told["rejects"] and step % BAD_EVERY == BAD_EVERY - 1:
+        if self._options["rejects"] and step % BAD_EVERY == BAD_EVERY - 1:
             bad = model.BAD[step // BAD_EVERY % len(model.BAD)]
             loop = self._moved(worker, loop, slots, bad)
         else:
             self._tally.begin(step, slots)
             self._fresh += slots
             loop = self._moved(worker, loop, slots, 1.0)
-        weight = self._told["row"] + 1 if self._told["weighs"] else None
+        weight = self._options["row"] + 1 if self._options["weighs"] else None
         exchange = functools.partial(worker.exchange, weight=weight)
         return self._exchange(worker, exchange, loop)
 
     def _slots(self, worker, step):
         """Return the slots that a step moves: one in turn, or several, or none."""
-        slots, burst = self._told["slots"], self._told["burst"]
-        if self._told["delay"]:
+        slots, burst = self._options["slots"], self._options["burst"]
+        if self._options["delay"]:
             # Local changes to a fragment in flight are lost by design.
             halves = [[step % (slots // 2)], [slots // 2 + step % (slots - slots // 2)]]
-            ways = zip(worker._workers, halves, strict=True)
-            free = [half for each, half in ways if not each.machine.in_flight]
+            fragments = zip(worker._workers, halves, strict=True)
+            free = [half for each, half in fragments if not each.machine.in_flight]
             return free[step % len(free)] if free else []
         return [(step + n) % slots for n in range(0 if step % burst else burst)]
 
     def _moved(self, worker, loop, slots, amount):
-        moves = np.zeros(self._told["slots"], np.float32)
+        moves = np.zeros(self._options["slots"], np.float32)
         moves[slots] = amount
-        return _moved(worker.tx, *loop, self._told["row"], moves)
+        return _moved(worker.tx, *loop, self._options["row"], moves)
 
     def _settled(self, worker, loop):
         """Exchange until the center has all steps and residuals."""
         loop = self._exchange(worker, worker.flush, loop)
-        while self._told["burst"] > 1 and _owed(loop[1]) > OWED:
+        while self._options["burst"] > 1 and _owed(loop[1]) > OWED:
             loop = self._moved(worker, loop, [], 0.0)
             loop = self._exchange(worker, worker.exchange, loop)
             loop = self._exchange(worker, worker.flush, loop)
             if self._stopping.is_set() and time.monotonic() > self._until:
                 raise TimeoutError(f"{_owed(loop[1])} is owed")
-        if self._told["checkpoints"]:
+        if self._options["checkpoints"]:
             self._tally.settle_first(int(self._at["step"]))
         elif self._settles:
             self._tally.settle(self._fresh)
@@ -228,7 +230,7 @@ class Training:
         """Record which steps are certainly in the center."""
         self._tally.add("rejected", rejected)
         # A sparse codec restores a dropped message to its residual, but not at shards.
-        if rejected or (dropped and (len(self._told["address"]) > 1)):
+        if rejected or (dropped and (len(self._options["address"]) > 1)):
             self._in_flight, self._fresh = [], []  # these steps may be lost
         if self._settles:
             self._tally.add("landed", worker.exchanges - exchanges)
@@ -255,7 +257,7 @@ class Training:
 
 def where():
     """Return the stacks of threads in agn_optax, to debug a worker that hangs."""
-    said = []
+    stacks = []
     for frame in sys._current_frames().values():
         places = [
             f"{pathlib.Path(each.filename).stem}:{each.lineno} {each.name}"
@@ -263,8 +265,8 @@ def where():
             if "agn_optax/" in each.filename or "worker_process" in each.filename
         ]
         if len(places) > 2:
-            said.append(" > ".join(places[-8:]))
-    return "; ".join(said)
+            stacks.append(" > ".join(places[-8:]))
+    return "; ".join(stacks)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -287,9 +289,9 @@ def _owed(state):
 class Commands:
     """The commands that the driver sends."""
 
-    def start(self, **told):
-        model.step_clock(told["clock"])
-        self._training = Training(told)
+    def start(self, **options):
+        model.step_clock(options["clock"])
+        self._training = Training(options)
 
     def joined(self, timeout):
         return {"joined": self._training.wait_until_joined(timeout)}
@@ -310,4 +312,4 @@ class Commands:
 if __name__ == "__main__":
     me = Commands()
     names = ["start", "joined", "go", "rejoin", "where", "stop"]
-    talking.obey({name: getattr(me, name) for name in names})
+    children.serve_commands({name: getattr(me, name) for name in names})

@@ -7,7 +7,7 @@ import grain
 import jax
 import numpy as np
 import optax
-from helpers import shared, talking
+from helpers import children, shared
 
 import agn_optax
 from agn_optax import checkpoint, service
@@ -45,4 +45,4 @@ def train(addresses, directory, samples, batch, period, overlap):
 
 
 if __name__ == "__main__":
-    talking.obey({"train": train})
+    children.serve_commands({"train": train})

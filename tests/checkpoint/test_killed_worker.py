@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import shared, talking
+from helpers import children, shared
 from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import service
@@ -41,8 +41,8 @@ def test_every_sample_of_an_epoch_counts_once(fragments, tmp_path):
             )
         server = servers[0]
         for kill in range(KILLS + 1):
-            with talking.processes(PROGRAM, 1) as (worker,):
-                worker.tell(
+            with children.processes(PROGRAM, 1) as (worker,):
+                worker.send(
                     do="train",
                     addresses=[shard.address for shard in servers],
                     directory=str(tmp_path),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import sessions, shared
 
 import agn_optax
 from agn_optax import checkpoint, errors
@@ -95,7 +95,7 @@ def kill_before_the_response(loop, monkeypatch):
     def and_apply(sample):
         before(sample)
         if sample == 3:
-            session = loop.worker._workers[0].session
+            session = sessions.of_worker(loop.worker)
             exchange = type(session).exchange
 
             def applied(*args, **kwargs):
@@ -202,7 +202,7 @@ def test_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeyp
         write(*args, **kwargs)
 
     monkeypatch.setattr(loop.checkpoints, "write", counted)
-    session = loop.worker._workers[0].session
+    session = sessions.of_worker(loop.worker)
     for lost in (True, False):
         with monkeypatch.context() as patched:
             if lost:
@@ -369,7 +369,7 @@ def test_killed_flush_of_fragments_is_completed_once(halved, tmp_path, monkeypat
     for _, sample in zip(range(3), data, strict=False):
         params, state = train_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
-    monkeypatch.setattr(loop.worker._workers[1].session, "exchange", kill)
+    monkeypatch.setattr(sessions.of_worker(loop.worker, 1), "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [1, 0]
@@ -402,7 +402,7 @@ def test_fragment_with_an_unacknowledged_message_is_sent_first(
     for _, sample in zip(range(3), data, strict=False):
         params, state = train_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
-            session = loop.worker._workers[1].session
+            session = sessions.of_worker(loop.worker, 1)
             patched.setattr(session, "submit", unreachable)
             for _ in range(3 if sample == 1 else 0):
                 with pytest.raises(errors.CenterUnreachableError):

@@ -154,7 +154,7 @@ def test_every_field_has_a_help_text():
 def test_docstring_gives_the_help_of_options():
     @_options.record(kinds="a, b")
     class Record:
-        """What it is.
+        """Test settings.
 
         Panel:
           kind NAME [a]: One of {kinds}, with a help that is
@@ -179,10 +179,10 @@ def test_docstring_entry_without_a_field_is_rejected():
 
         @_options.record()
         class Record:
-            """What it is.
+            """Test settings.
 
             Panel:
-              speed: Of no field.
+              speed: No field has this name.
             """
 
 

@@ -169,8 +169,8 @@ def test_doctor_reports_that_the_center_is_going_down(server, monkeypatch):
 @pytest.mark.parametrize(("transport", "slow"), [("socket", "up"), ("grpc", "down")])
 def test_doctor_names_the_slow_direction(transport, slow):
     with service.serve(RULE, jnp.zeros(3)) as own, Network(own, transport) as net:
-        way = net.there if slow == "up" else net.back
-        way.rate = 1e6
+        direction = net.there if slow == "up" else net.back
+        direction.rate = 1e6
         with service.Observer(net.address) as observer:
             measured = observer.measure(transport)
         result, message = checks(net.address, code=0)["rates"]

@@ -35,9 +35,9 @@ def tls(folder, name):
     return service.tls(*(folder / f for f in ("ca.pem", f"{name}.pem", f"{name}.key")))
 
 
-@pytest.mark.parametrize("way", ["grpc", "socket"])
+@pytest.mark.parametrize("transport", ["grpc", "socket"])
 @pytest.mark.parametrize("by", ["certificate", "token", "both"])
-def test_center_and_clients_work_with_the_made_keys(made, way, by):
+def test_center_and_clients_work_with_the_made_keys(made, transport, by):
     mutual = tls(made, "center")
     access = Access(*[made / "tokens"] * (by != "certificate"))
     mine = mutual if by != "token" else mutual._replace(ca=None)
@@ -47,7 +47,7 @@ def test_center_and_clients_work_with_the_made_keys(made, way, by):
 
         def connect(name):
             shown = tls(made, name)
-            settings = {"transports": [way], "timeout": 20}
+            settings = {"transports": [transport], "timeout": 20}
             if by != "certificate":
                 settings["token"] = made / f"{name}.token"
             if by == "token":
@@ -128,7 +128,7 @@ def write_authority(folder, key, password=None):
     )
 
 
-@pytest.mark.parametrize("way", ["grpc", "socket"])
+@pytest.mark.parametrize("transport", ["grpc", "socket"])
 @pytest.mark.parametrize(
     "key",
     [
@@ -137,11 +137,11 @@ def write_authority(folder, key, password=None):
     ],
     ids=["rsa", "ed25519"],
 )
-def test_own_authority_can_have_another_kind_of_key(tmp_path, key, way):
+def test_own_authority_can_have_another_kind_of_key(tmp_path, key, transport):
     write_authority(tmp_path, key())
     succeeds("keys", tmp_path, *HOSTS, "--worker=anna")
     security = service.Security(tls=tls(tmp_path, "center"))
-    settings = {"transports": [way], "timeout": 20, "tls": tls(tmp_path, "anna")}
+    settings = {"transports": [transport], "timeout": 20, "tls": tls(tmp_path, "anna")}
     with (
         service.serve(RULE, jnp.zeros(3), security=security) as server,
         service.connect(server.address, RULE, **settings) as center,

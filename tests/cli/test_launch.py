@@ -111,10 +111,10 @@ def python(name, program, *arguments, **settings):
 
 def living(witness, name, then="signal.pause()", **settings):
     """Return a program that connects to the witness before it does the rest."""
-    return python(name, life(witness, name, then), **settings)
+    return python(name, connecting(witness, name, then), **settings)
 
 
-def life(witness, who, then="signal.pause()"):
+def connecting(witness, who, then="signal.pause()"):
     return (
         "import os, signal, socket, subprocess, sys\n"
         f"s = socket.create_connection({witness.server.getsockname()})\n"
@@ -145,8 +145,8 @@ def launch(*programs, on=None, **settings):
 
 
 def test_lines_carry_the_name_of_their_program():
-    say = "import sys; print('out', sys.argv[1]); print('err', file=sys.stderr)"
-    lines, ended = launch(python("a", say, 1), python("b", say, 2))
+    program = "import sys; print('out', sys.argv[1]); print('err', file=sys.stderr)"
+    lines, ended = launch(python("a", program, 1), python("b", program, 2))
     assert sorted(lines.of("a")) == ["err", "out 1"]
     assert sorted(lines.of("b")) == ["err", "out 2"]
     for e in ended:
@@ -227,18 +227,18 @@ def test_program_gets_its_environment_and_an_empty_stdin(monkeypatch):
 
 def test_failed_program_is_restarted():
     program = (
-        "import os, sys; n = int(os.environ['AGN_OPTAX_RESTARTS']); print('life', n)\n"
+        "import os, sys; n = int(os.environ['AGN_OPTAX_RESTARTS']); print('start', n)\n"
         "sys.exit(4 if n < 2 else 0)"
     )
     lines, (ended,) = launch(python("a", program, restarts=3))
     assert lines.of("a") == [
-        "life 0",
+        "start 0",
         "agn-optax: exit status 4",
         "agn-optax: restarted (1 of 3) after exit status 4",
-        "life 1",
+        "start 1",
         "agn-optax: exit status 4",
         "agn-optax: restarted (2 of 3) after exit status 4",
-        "life 2",
+        "start 2",
     ]
     assert (ended.returncode, ended.restarts, ended.stopped) == (0, 2, False)
 
@@ -368,7 +368,7 @@ def test_server_that_exits_ends_all_programs(witness, restarts):
 
 
 def test_interrupt_prints_no_traceback(witness):
-    commands = [life(witness, who, "print('up'); signal.pause()") for who in "ab"]
+    commands = [connecting(witness, who, "print('up'); signal.pause()") for who in "ab"]
     with launcher(witness, *commands) as process:
         assert sorted(process.stdout.readline() for _ in range(2))
         process.send_signal(signal.SIGINT)
@@ -379,13 +379,13 @@ def test_interrupt_prints_no_traceback(witness):
 
 def test_programs_of_an_ended_server_get_a_second_signal(witness):
     """The second signal comes before the grace is over, and nothing is killed."""
-    told = (
+    program = (
         "received = []\nsignal.signal(15, lambda *_: received.append(1))\nprint('up')\n"
     )
-    told += "while len(received) < 2: signal.pause()\nprint('leaves')"
+    program += "while len(received) < 2: signal.pause()\nprint('leaves')"
     lines, ended = launch(
         living(witness, "server", "s.recv(1)", waited_for=False),
-        living(witness, "a", told),
+        living(witness, "a", program),
         on={"up": lambda: witness.release("server")},
         grace=6.0,  # the second signal comes after half of it
     )
@@ -415,7 +415,7 @@ def test_program_that_ignores_sigterm_is_killed_after_the_grace(witness):
 
 def grandchild(witness, who, then, how=""):
     """Return code that starts a child process and waits until it is `READY`."""
-    program = life(witness, who, then)
+    program = connecting(witness, who, then)
     return (
         "ready, done = os.pipe()\n"
         f"child = subprocess.Popen([sys.executable, '-S', '-c', {program!r},"
@@ -469,14 +469,14 @@ def test_exception_in_the_output_callback_ends_all(witness):
 
     calls = []
     # The last output is longer than a pipe can hold.
-    last = "signal.signal(15, lambda *_: (print('y' * 200000), s.sendall(b'said'),"
+    last = "signal.signal(15, lambda *_: (print('y' * 200000), s.sendall(b'done'),"
     last += " sys.exit()))\n"
     a = living(witness, "a", last + "print('up'); signal.pause()")
     with pytest.raises(ZeroDivisionError):
         run([a, living(witness, "b")], output=output)
     assert calls == ["up"]
     witness.meet("a")
-    assert witness.alive["a"][0].recv(4) == b"said"
+    assert witness.alive["a"][0].recv(4) == b"done"
 
 
 @pytest.mark.parametrize(
@@ -519,8 +519,8 @@ def test_run_works_in_another_thread(witness):
 
 def test_event_set_by_another_thread_ends_all(witness):
     until = threading.Event()
-    program = living(witness, "a", "print('lives', flush=True)\nsignal.pause()")
-    _, (ended,) = launch(program, on={"lives": until.set}, until=until)
+    program = living(witness, "a", "print('up', flush=True)\nsignal.pause()")
+    _, (ended,) = launch(program, on={"up": until.set}, until=until)
     assert (ended.returncode, ended.stopped) == (-signal.SIGTERM, True)
 
 
@@ -566,11 +566,11 @@ def launcher(witness, *commands, grace=PATIENCE, flag=""):
             process.kill()
 
 
-TELL = """
-def tell(signum, frame):
+REPORT = """
+def report(signum, frame):
     print("got", signal.Signals(signum).name)
     sys.exit(0)
-for signum in (1, 2, 3, 15): signal.signal(signum, tell)
+for signum in (1, 2, 3, 15): signal.signal(signum, report)
 print("up")
 signal.pause()
 """
@@ -585,7 +585,7 @@ signal.pause()
 )
 def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
     """An interrupt is forwarded as SIGTERM: Python prints no traceback for that."""
-    commands = [life(witness, who, TELL) for who in "ab"]
+    commands = [connecting(witness, who, REPORT) for who in "ab"]
     with launcher(witness, *commands) as process:
         output = sorted(process.stdout.readline() for _ in range(2))
         assert output == ["p0 up\n", "p1 up\n"]
@@ -618,7 +618,7 @@ def test_signal_to_another_thread_is_handled(witness):
 def test_second_interrupt_kills_and_ignored_sighup_is_not_sent(witness):
     stubborn = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint('up')\n"
     pause = "signal.signal(1, lambda *_: print('hung up'))\nwhile 1: signal.pause()"
-    commands = [life(witness, who, stubborn + pause) for who in "ab"]
+    commands = [connecting(witness, who, stubborn + pause) for who in "ab"]
     with launcher(witness, *commands, grace=0.2, flag="nohup") as process:
         for _ in range(2):
             assert process.stdout.readline().endswith("up\n")
@@ -632,8 +632,8 @@ def test_second_interrupt_kills_and_ignored_sighup_is_not_sent(witness):
 
 
 def test_programs_are_killed_with_their_launcher(witness):
-    a = life(witness, "a", grandchild(witness, "c", READY + STUBBORN) + STUBBORN)
-    with launcher(witness, a, life(witness, "b", STUBBORN)) as process:
+    a = connecting(witness, "a", grandchild(witness, "c", READY + STUBBORN) + STUBBORN)
+    with launcher(witness, a, connecting(witness, "b", STUBBORN)) as process:
         witness.meet("c")
         os.killpg(process.pid, signal.SIGKILL)  # so no process of its group can help
         for who in "abc":

@@ -243,19 +243,19 @@ ELSEWHERE = "--center=127.0.0.1:9"  # never contacted by the programs here
 def test_failed_worker_is_restarted(here):
     (here / "train.py").write_text(
         "import os, sys\n"
-        "life = int(os.environ['AGN_OPTAX_RESTARTS'])\n"
-        "print('life', life, os.environ['AGN_OPTAX_CENTER'])\n"
-        "sys.exit(5 if life < 2 and os.environ['AGN_OPTAX_RANK'] == '1' else 0)\n"
+        "start = int(os.environ['AGN_OPTAX_RESTARTS'])\n"
+        "print('start', start, os.environ['AGN_OPTAX_CENTER'])\n"
+        "sys.exit(5 if start < 2 and os.environ['AGN_OPTAX_RANK'] == '1' else 0)\n"
     )
     options = ["--workers=2", ELSEWHERE, "--restarts=2", "--restart-delay=0.05"]
     result = command("launch", *options, "--", "-S", "train.py")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("worker-0")] == [
-        "worker-0 | life 0 127.0.0.1:9"
+        "worker-0 | start 0 127.0.0.1:9"
     ]
-    lives = [line for line in lines if line.startswith("worker-1 | life")]
-    assert lives == [f"worker-1 | life {i} 127.0.0.1:9" for i in range(3)]
+    starts = [line for line in lines if line.startswith("worker-1 | start")]
+    assert starts == [f"worker-1 | start {i} 127.0.0.1:9" for i in range(3)]
     assert "worker-1 | agn-optax: restarted (2 of 2) after exit status 5" in lines
 
 
@@ -288,9 +288,9 @@ def test_storage_that_cannot_be_made_is_reported(here, folder):
 
 
 def test_launch_runs_a_module(here):
-    (here / "says.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
+    (here / "echo.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
     result = command(
-        *("launch", "--workers=1", ELSEWHERE, "-m", "says", "--", "--epochs", "3")
+        *("launch", "--workers=1", ELSEWHERE, "-m", "echo", "--", "--epochs", "3")
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == "worker-0 | __main__ --epochs 3\n"

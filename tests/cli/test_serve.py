@@ -590,7 +590,7 @@ def test_stop_in_a_second_signal_handler_returns_at_once():
         raise TimeoutError("a handler waits for the call that it interrupts")
 
     def kill():
-        # As an exchange that is applied.
+        # The center counts this as an exchange that is being applied.
         with server._servicer.exchanges.counting("answering"):
             begun.set()
             assert server.center.core.wait_until_closed(PATIENCE)

@@ -25,8 +25,8 @@ def test_status_of_a_site_names_its_parent():
         service.serve(RULE, parent=service.Parent(parent, name="site")) as site,
     ):
         assert site.uplink.ready.wait(30)
-        said = succeeds("status", f"{root.address},{site.address}")
-        assert shown(said) == [root.address, "  site", site.address]
+        output = succeeds("status", f"{root.address},{site.address}")
+        assert shown(output) == [root.address, "  site", site.address]
         found = json.loads(succeeds("status", site.address, "--json"))
         assert found["parent"] == root.address
 
@@ -72,8 +72,8 @@ def test_watch_keeps_a_center_that_stops(monkeypatch):
             yield show
 
         monkeypatch.setattr("agn_optax.ops.cli._table.live", live)
-        said = fails("watch", both, "--count=2", "--interval=0.1", code=1)
-        assert f"the center at {other.address} does not answer" in said
+        output = fails("watch", both, "--count=2", "--interval=0.1", code=1)
+        assert f"the center at {other.address} does not answer" in output
         table, *warnings = printed[1].renderables
         names = list(table.columns[0].cells)
         assert other.address in "".join(map(str, names))

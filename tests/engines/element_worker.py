@@ -21,7 +21,7 @@ SLOTS = 8192
 
 def main():
     folder, me = pathlib.Path(sys.argv[1]), service.environment()
-    print("life", me.restarts, "of", me.worker, flush=True)  # noqa: T201
+    print("start", me.restarts, "of", me.worker, flush=True)  # noqa: T201
     (folder / f"pid-{me.rank}").write_text(str(os.getpid()))
     tried, acknowledged = folder / f"tried-{me.rank}", folder / f"done-{me.rank}"
     slot = len(tried.read_bytes()) if tried.exists() else 0

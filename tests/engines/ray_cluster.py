@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-from helpers import talking
+from helpers import children
 
 # No usage statistics, no metrics, and a quick detection of lost nodes.
 QUIET = {
@@ -73,4 +73,4 @@ class Commands:
 if __name__ == "__main__":
     me = Commands()
     names = ["start", "nodes", "add", "remove", "where", "stop"]
-    talking.obey({name: getattr(me, name) for name in names})
+    children.serve_commands({name: getattr(me, name) for name in names})

@@ -598,15 +598,15 @@ def _run(stack, cluster, keys):
 
     # Every step counts once; the message in flight at the kill may count or not.
     counts = observer.pull().params.tolist()
-    lives = [
+    runs = [
         [
-            int(re.findall(r"made (\d+)", life)[-1])
-            for life in output.split("restarts")[1:]
+            int(re.findall(r"made (\d+)", run)[-1])
+            for run in output.split("restarts")[1:]
         ]
         for output in (path.read_text() for path in job.output_files.values())
     ]
-    assert [len(each) for each in lives] == [1, 2]
-    assert counts[0] == sum(lives[0])
-    assert sum(lives[1]) <= counts[1] <= sum(lives[1]) + 1
+    assert [len(each) for each in runs] == [1, 2]
+    assert counts[0] == sum(runs[0])
+    assert sum(runs[1]) <= counts[1] <= sum(runs[1]) + 1
     assert ended(process) == 0
     assert not is_live()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import talking, waiting
+from helpers import children, waiting
 from helpers.commands import ROOT, command, fails, python, succeeds
 from orbax.checkpoint import v1
 
@@ -144,7 +144,7 @@ def test_run_with_an_existing_center_needs_no_storage():
 
 
 class Location(NamedTuple):
-    """Where an actor is."""
+    """The location of an actor."""
 
     node: str
     host: str
@@ -301,7 +301,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with talking.processes(HERE / "ray_cluster.py", 1) as (process,):
+    with children.processes(HERE / "ray_cluster.py", 1) as (process,):
         try:
             yield Cluster(process)
         finally:
@@ -348,7 +348,7 @@ class Progress:
     def printed(self, text):
         return text in (self._folder / "output").read_text()
 
-    def said_once(self):
+    def check_lines_are_unique(self):
         """Check that no line of the center's program was shown twice."""
         lines = (self._folder / "output").read_text().splitlines()
         own = [line for line in lines if line.startswith("center") and "|" in line]
@@ -443,11 +443,11 @@ def test_acknowledged_steps_survive_lost_actors_and_nodes(here, cluster):
         assert driver.wait(LIMIT) == 0
     summary = watch.summary()
     assert summary["returncode"] == 0
-    watch.said_once()
+    watch.check_lines_are_unique()
     programs = {each["name"]: each for each in summary["programs"]}
     assert programs["worker-0"]["restarts"] >= 1
     watch.check(3)
-    assert watch.printed("life 1 of worker-0")
+    assert watch.printed("start 1 of worker-0")
     assert not any(map(is_running, watch.pids()))
     assert cluster.where("center")["pid"] is None
     key = here / "kept/keys/operator.token"
@@ -474,7 +474,7 @@ def test_driver_resumes_after_a_kill_and_an_interrupt_ends_all(here, cluster):
     summary = watch.summary()
     assert summary["returncode"] == 130
     assert [each["stopped"] for each in summary["programs"]] == [True, True]
-    watch.said_once()
+    watch.check_lines_are_unique()
     assert not is_running(second)
     assert cluster.where("center")["pid"] is None
     watch.check(1)
@@ -496,7 +496,7 @@ def test_second_launch_is_rejected_and_changes_nothing(here, cluster, other):
         assert "another driver runs 'slots'" in (second / "output").read_text()
         watch.wait_for_more(0)
         assert center_process(cluster) == served
-        assert not watch.printed("life 1 of worker-0")
+        assert not watch.printed("start 1 of worker-0")
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
     watch.check(1)
@@ -514,7 +514,7 @@ def test_drained_center_serves_again(here, cluster):
         watch.wait_for_more(0)
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
-    watch.said_once()
+    watch.check_lines_are_unique()
     watch.check(1)
     assert (here / "final-1").is_dir()  # saved as it was drained
 

@@ -333,7 +333,7 @@ here = pathlib.Path(sys.argv[1])
 at = {"step": jnp.zeros((), jnp.int32)}
 
 
-def say(what):
+def report(what):
     with (here / f"{me.worker}.output").open("a") as file:
         file.write(f"{me.restarts} {what} {int(at['step'])}\\n")
 
@@ -342,7 +342,7 @@ with service.connect(me.address, me.rule) as center:
     worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name=me.worker)
     with checkpoint.Resumable(worker, here / me.worker, at=at) as loop:
         params, state = loop.start(jnp.zeros(4), chief=me.rank == 0)
-        say("starts")
+        report("starts")
         with service.delay_sigterm() as terminated:
             while not (terminated() or (here / "enough").exists()):
                 ones = jnp.zeros(4).at[me.rank].set(1.0)
@@ -351,10 +351,10 @@ with service.connect(me.address, me.rule) as center:
                 at["step"] = at["step"] + 1
                 params, state = loop.exchange(params, state)
                 if int(at["step"]) % 2 == 0:
-                    say("made")
+                    report("made")
                 time.sleep(0.02)
             loop.flush(params, state)
-            say("leaves" if terminated() else "ends")
+            report("leaves" if terminated() else "ends")
 """
 
 
@@ -511,7 +511,8 @@ with service.delay_sigterm() as terminated:
             break
         time.sleep(0.1)
     with report.open("a") as file:
-        file.write("told" if ends else "ended")  # also where only the other one is yet
+        # Also if so far only the other process was terminated.
+        file.write("terminated" if ends else "ended")
 """
 
 
@@ -550,11 +551,11 @@ def test_submission_that_slurm_rejects_leaves_no_jobs(here, cluster):
     assert not (here / "kept/jobs.json").exists()
 
 
-LIVES = """
+STARTS = """
 import os, pathlib, sys, time
 
 me, here = os.environ["AGN_OPTAX_WORKER"], pathlib.Path(sys.argv[1])
-with (here / "lives").open("a") as file:
+with (here / "starts").open("a") as file:
     file.write(f"{me}\\n")
 states = here / "kept/states"
 is_done = lambda name: (states / name).read_text().endswith(" 0 done\\n")
@@ -567,7 +568,7 @@ if me == "worker-2":  # the last one, whose id is that of the array
 
 @pytest.mark.slow
 def test_failure_of_the_last_task_ends_only_it_and_sets_the_exit_code(here, cluster):
-    (here / "train.py").write_text(LIVES)
+    (here / "train.py").write_text(STARTS)
     text = around_another_center(RUN, "127.0.0.1:9").replace("a b", str(here))
     (here / "run.toml").write_text(text.replace("workers = 2", "workers = 3"))
     result = command("launch", "run.toml", "--on=slurm", "--wait", "--json")
@@ -578,15 +579,15 @@ def test_failure_of_the_last_task_ends_only_it_and_sets_the_exit_code(here, clus
     assert "worker-2 | agn-optax: failed: exit code 3 on n" in result.stderr
     assert not cluster.queue
 
-    def lives():
-        return sorted((here / "lives").read_text().split())
+    def starts():
+        return sorted((here / "starts").read_text().split())
 
-    assert lives() == ["worker-0", "worker-1", "worker-2", "worker-2"]
+    assert starts() == ["worker-0", "worker-1", "worker-2", "worker-2"]
     # The whole array is requeued; finished workers do not run again.
     cluster("scontrol", "requeue", summary["jobs"]["workers"])
-    wait_until(lambda: lives().count("worker-2") == 3)
+    wait_until(lambda: starts().count("worker-2") == 3)
     wait_until(lambda: not cluster.queue)
-    assert lives() == ["worker-0", "worker-1", *["worker-2"] * 3]
+    assert starts() == ["worker-0", "worker-1", *["worker-2"] * 3]
 
 
 DIES = """

@@ -43,13 +43,13 @@ class Host:
             self._lines.put(line)
         self._lines.put(None)
 
-    def says(self, pattern):
+    def wait_for(self, pattern):
         """Wait for a line that matches; return the match."""
         while (line := self._lines.get(timeout=LIMIT)) is not None:
             self.text += line
             if match := re.search(pattern, line):
                 return match
-        raise AssertionError(f"{pattern!r} was not said:\n{self.text}")
+        raise AssertionError(f"{pattern!r} was not printed:\n{self.text}")
 
     def ends(self):
         """Wait for the end; return the exit status."""
@@ -77,10 +77,10 @@ def test_two_hosts_finish_while_a_third_one_is_interrupted(hosts):
     common = ("--steps=305", "--report=100")
     first = hosts("--serve", "127.0.0.1:0", "--hosts=3", "--name=anna", *common)
     third = ("--steps=1000000", "--report=10", "--name=carl")
-    address = first.says(r"center at (127\.0\.0\.1:[1-9]\d*)$")[1]
+    address = first.wait_for(r"center at (127\.0\.0\.1:[1-9]\d*)$")[1]
     second = hosts("--center", address, "--name=bert", *common)
     third = hosts("--center", address, *third)
-    third.says("carl: step 20/")
+    third.wait_for("carl: step 20/")
     third.popen.send_signal(signal.SIGINT)
     for host, status in ((third, 130), (second, 0), (first, 0)):
         assert host.ends() == status, host.text

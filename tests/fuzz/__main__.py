@@ -33,14 +33,14 @@ def main():
             found += _parse(name, options.seed, count)
     if options.only in (None, "live") and options.live:
         for kind in live.KINDS if options.kind is None else [options.kind]:
-            _talk(kind, options.seed, options.live)
+            _fuzz_live(kind, options.seed, options.live)
     return bool(found)
 
 
-def _talk(kind, seed, count):
+def _fuzz_live(kind, seed, count):
     begin = time.monotonic()
     result = live.fuzz(seed, count, kind=kind)
-    _say(
+    _write(
         f"live, {kind}: {count} conversations in {time.monotonic() - begin:.0f} s; "
         f"others had {result.answers} answers meanwhile, the slowest after "
         f"{result.slowest:.2f} s; the center held {result.before}, and then "
@@ -58,16 +58,16 @@ def shares(count):
 def _parse(name, seed, count):
     begin = time.monotonic()
     rejected, found = parsers.fuzz(parsers.PARSERS[name], seed, name, count)
-    _say(
+    _write(
         f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {rejected} "
         f"rejected, {len(found)} neither read nor rejected"
     )
     for number, data, error in found[:5]:
-        _say(f"    input {number} of seed {seed}: {error!r} of {data[:80]!r}")
+        _write(f"    input {number} of seed {seed}: {error!r} of {data[:80]!r}")
     return len(found)
 
 
-def _say(text):
+def _write(text):
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -123,9 +123,9 @@ def _fuzz(pid, address, rule, own, seed, count, warm):
         friend.initialize(model.params(SLOTS), worker="friend")
         enemy = _MutatingClient(other, rng, **own)
         friendly = _GoodWorker(friend)
-        enemy.talk(warm)
+        enemy.send(warm)
         before = _settled(pid)
-        enemy.talk(count)
+        enemy.send(count)
         after = _settled(pid, before)
         friendly.stop()
         assert np.all(np.isfinite(model.table(friend.pull().params)))
@@ -175,23 +175,23 @@ class _MutatingClient:
     def __init__(self, center, rng, tls=None, token=None):
         self._rng, self._tls, self._token = rng, tls, token
         connection = center._connection
-        said = connection.describe()
-        self._offers = {offer.transport: offer for offer in said.offers}
+        description = connection.describe()
+        self._offers = {offer.transport: offer for offer in description.offers}
         travels = center._remote.known_schemas()
         self._whole, self._schema = travels.center, travels.message
-        self._leaves = said.schema
+        self._leaves = description.schema
         if tls is None:
             self._channel = grpc.insecure_channel(connection.address)
         else:
             trusted = tls.client_credentials()
             self._channel = grpc.secure_channel(connection.address, trusted)
 
-    def talk(self, count):
-        ways = [self._call, self._stream, self._direct, self._direct]
+    def send(self, count):
+        kinds = [self._call, self._stream, self._direct, self._direct]
         for _ in range(count):
             # Rejected calls and closed connections are expected.
             with contextlib.suppress(OSError, grpc.RpcError):
-                self._rng.choice(ways)()
+                self._rng.choice(kinds)()
 
     def _conversation(self):
         """Return the frames of a worker, some of them changed, missing or moved."""

@@ -154,9 +154,9 @@ def _leaves(tree):
 def _read_description(data):
     """Parse a description; the first byte is the size of the schema before it."""
     size = min(data[0], len(data) - 1) if data else 0
-    said = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
+    described = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
     remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
-    remote._set_description(_connection.description_in(said))
+    remote._set_description(_connection.description_in(described))
 
 
 class _FailedCall(NamedTuple):
@@ -164,7 +164,7 @@ class _FailedCall(NamedTuple):
 
     metadata: Any
     status: Any
-    said: Any
+    text: Any
 
     def trailing_metadata(self):
         return self.metadata
@@ -173,7 +173,7 @@ class _FailedCall(NamedTuple):
         return self.status
 
     def details(self):
-        return self.said
+        return self.text
 
 
 def _read_status(data):

@@ -20,9 +20,9 @@ from helpers import sessions
 
 def dialled(observer, server, transport):
     """Return a link from an observer to a served center, by a transport."""
-    (way,) = (each for each in TRANSPORTS if each.name == transport)
+    (kind,) = (each for each in TRANSPORTS if each.name == transport)
     offer = sessions.offer(server, transport)
-    return way.dial(Target(observer._connection, offer, Buffers()))
+    return kind.dial(Target(observer._connection, offer, Buffers()))
 
 
 def send(link, header, size=0):

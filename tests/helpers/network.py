@@ -25,7 +25,7 @@ class Proxy:
     """
 
     def __init__(self, bandwidth=None, records=False):
-        self.there, self.back = Way(bandwidth), Way(bandwidth)
+        self.there, self.back = Direction(bandwidth), Direction(bandwidth)
         self._lock = threading.Lock()
         self._pairs, self._stranded = [], set()
         self._listeners, self._threads = [], []
@@ -68,26 +68,26 @@ class Proxy:
     def replay(self, seconds=1.0):
         """Send again, over new connections, what clients sent on current ones."""
         with self._lock:
-            known = [pair for pair in self._pairs if pair.said is not None]
-            said = [(pair.target, bytes(pair.said)) for pair in known]
-        for target, data in said:
-            self._begin(self._say, target, data, seconds)
+            known = [pair for pair in self._pairs if pair.sent is not None]
+            recorded = [(pair.target, bytes(pair.sent)) for pair in known]
+        for target, data in recorded:
+            self._begin(self._resend, target, data, seconds)
 
     def forget(self):
         """Delete recorded data, so that it is not replayed."""
         with self._lock:
             for pair in self._pairs:
-                pair.said = None
+                pair.sent = None
 
     def mend(self):
         self._open = True
-        for way in (self.there, self.back):
-            way.mend()
+        for direction in (self.there, self.back):
+            direction.mend()
 
     def close(self):
         self.cut()
-        for way in (self.there, self.back):
-            way.mend()
+        for direction in (self.there, self.back):
+            direction.mend()
         for listener in self._listeners:
             listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -134,15 +134,15 @@ class Proxy:
             self._begin(self._forward, pair, client, server, self.there)
             self._begin(self._forward, pair, server, client, self.back)
 
-    def _forward(self, pair, source, sink, way):
+    def _forward(self, pair, source, sink, direction):
         arriving = iter(lambda: source.recv(1 << 16), b"")
         with contextlib.suppress(OSError):
-            for data in way.carry(arriving):
-                if self._records and way is self.there and pair.said is not None:
-                    pair.said += data
-                way.gate.wait()
+            for data in direction.carry(arriving):
+                if self._records and direction is self.there and pair.sent is not None:
+                    pair.sent += data
+                direction.gate.wait()
                 if source not in self._stranded:
-                    way.send(sink, data)
+                    direction.send(sink, data)
         _shut(source, sink)
         with self._lock:
             pair.ended += 1
@@ -152,7 +152,7 @@ class Proxy:
                     self._stranded.discard(end)
                     end.close()
 
-    def _say(self, target, data, seconds):
+    def _resend(self, target, data, seconds):
         with (
             contextlib.suppress(OSError),
             socket.create_connection(target, seconds) as end,
@@ -190,11 +190,11 @@ class _Pair:
 
     ends: tuple
     target: tuple
-    said: bytearray | None  # data sent by the client
+    sent: bytearray | None  # data sent by the client
     ended: int = 0  # number of directions that have ended
 
 
-class Way:
+class Direction:
     """One direction of all connections of a proxy.
 
     Attributes:

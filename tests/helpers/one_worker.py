@@ -12,7 +12,7 @@ import optax
 
 import agn_optax
 from agn_optax import errors, rules, service
-from helpers import talking
+from helpers import children
 
 PERIOD = 3
 
@@ -52,8 +52,8 @@ def train(center, steps, seen):
         seen(number)
     last = center.pull()
     return {
-        "params": talking.as_hex(own),
-        "center": talking.as_hex(last.params),
+        "params": children.as_hex(own),
+        "center": children.as_hex(last.params),
         "version": last.version,
         "exchanges": worker.exchanges,
     }
@@ -71,4 +71,4 @@ class Commands:
 
 
 if __name__ == "__main__":
-    talking.obey({"train": Commands().train})
+    children.serve_commands({"train": Commands().train})

@@ -3,7 +3,7 @@
 python pod_worker.py RULE DEVICES HEARTBEAT-TIMEOUT [overlap]
 
 It reads its rank from the environment as any worker does (`service.environment`), makes
-as many steps as each line of stdin says, and then prints its progress.
+as many steps as the number in each line of stdin, and then prints its progress.
 """
 
 import contextlib
@@ -71,13 +71,13 @@ class Loop:
             self.loop = self.towers.replicate(self.loop)
         return loss
 
-    def say(self):
+    def report(self):
         """Print steps, exchanges, and a checksum of the arrays of this process."""
         bits = 0
         for leaf in jax.tree.leaves(self.loop):
             bits = zlib.crc32(np.asarray(leaf.addressable_data(0)).tobytes(), bits)
-        said = "said", self.steps, self.worker.exchanges, bits
-        sys.stdout.write(" ".join(map(str, said)) + "\n")
+        line = "progress", self.steps, self.worker.exchanges, bits
+        sys.stdout.write(" ".join(map(str, line)) + "\n")
         sys.stdout.flush()
 
 
@@ -116,11 +116,11 @@ def main():
         )
         with loop.worker:
             loop.start(chief=env.rank == 0)
-            loop.say()
+            loop.report()
             for line in sys.stdin:
                 for _ in range(int(line)):
                     loop.step()
-                loop.say()
+                loop.report()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
     return answer
 
 
+def of_worker(worker, fragment=0):
+    """Return the current session of a worker, or of one of its fragments."""
+    return worker._workers[fragment].session
+
+
 def leave(center, worker):
     _sessions[center].pop(worker)[0].leave()
 
@@ -37,6 +42,6 @@ def leave(center, worker):
 def offer(server, transport, caller=EVERYBODY):
     """Return the offer of a transport besides gRPC, with its key, or None."""
     request = pb.DescribeRequest(protocol=address.PROTOCOL)
-    said = server._servicer.describe(request, caller)
-    offers = pb.Description.FromString(said.description).offers
+    described = server._servicer.describe(request, caller)
+    offers = pb.Description.FromString(described.description).offers
     return next((each for each in offers if each.transport == transport), None)

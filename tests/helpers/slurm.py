@@ -83,8 +83,8 @@ class Cluster:
     @property
     def queue(self):
         """The states of jobs by their ids, such as ``3`` or ``4_1``."""
-        said = self("squeue", "--noheader", "--array", "--format=%i %T")
-        return dict(line.split() for line in said.splitlines())
+        output = self("squeue", "--noheader", "--array", "--format=%i %T")
+        return dict(line.split() for line in output.splitlines())
 
     def processes(self):
         """Return the ids of the processes of this cluster: daemons, steps and tasks."""
@@ -158,14 +158,14 @@ class Cluster:
 
     def _is_up(self):
         assert all(each.poll() is None for each in self._started), self.logs()
-        said = subprocess.run(
+        result = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%T"],  # noqa: S607 from PATH
             env=self.environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        return said.stdout.split() == ["idle", "idle"]
+        return result.stdout.split() == ["idle", "idle"]
 
 
 @contextlib.contextmanager

@@ -306,11 +306,11 @@ def run_processes(program, arguments, count, timeout=800):
         for i in range(count)
     ]
     try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    for process, text in zip(processes, said, strict=True):
+    for process, text in zip(processes, outputs, strict=True):
         assert process.returncode == 0, text
-    return said
+    return outputs

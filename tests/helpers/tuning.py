@@ -10,18 +10,41 @@ from agn_optax.center import _core
 from agn_optax.center.durability import _directory, _files, _keeper, _writer
 from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
+from agn_optax.service import _watchdog
 from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _call_limits
 from agn_optax.service.security import _files as _secrets
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
 from agn_optax.worker import _processes, _tree
+from helpers.waiting import wait_until
 
 
 def set_center_clock(monkeypatch, monotonic):
     """Have centers, and the pauses of their snapshots, call ``monotonic()``."""
     for module in (_core, _keeper):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=monotonic))
+
+
+class ConnectionClock:
+    """A clock of connections and of the watchdog, which a test can set forward."""
+
+    def __init__(self, monkeypatch):
+        self._ahead = 0.0  # s
+        clock = types.SimpleNamespace(**{**vars(time), "monotonic": self._monotonic})
+        for module in (_connection, _watchdog):
+            monkeypatch.setattr(module, "time", clock)
+
+    def _monotonic(self):
+        return time.monotonic() + self._ahead
+
+    def pass_waiting(self, center, seconds):
+        """Let seconds pass while a call waits, never 20 without a sign of life."""
+        end = self._monotonic() + seconds
+        while self._monotonic() < end:
+            last = center._connection._last_received
+            wait_until(lambda last=last: center._connection._last_received > last)
+            self._ahead += 20.0
 
 
 def set_failure_checks(monkeypatch, seconds):

@@ -575,12 +575,12 @@ class HalfReachableSession:
 
     def __init__(self, session, received):
         self.worker, self.leave = session.worker, session.leave
-        self._session, self._heard = session, received
+        self._session, self._received = session, received
 
     def exchange(self, submission):
-        self._heard.append(jax.tree.map(np.array, submission.contribution))
-        if len(self._heard) % 2:
-            raise errors.CenterUnreachableError("nobody answers")
+        self._received.append(jax.tree.map(np.array, submission.contribution))
+        if len(self._received) % 2:
+            raise errors.CenterUnreachableError("no answer")
         return self._session.exchange(submission)
 
 

@@ -542,7 +542,7 @@ def test_compiled_round_sends_one_fragment_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("given", "message"),
     [
         (lambda: agn_optax.Fragments(0), "parts must be a positive int, got 0"),
         (lambda: agn_optax.Fragments("layers"), "a sequence of regular expressions"),
@@ -566,10 +566,10 @@ def test_compiled_round_sends_one_fragment_at_a_time():
         ),
     ],
 )
-def test_invalid_fragments_are_rejected(made, says):
+def test_invalid_fragments_are_rejected(given, message):
     with pytest.raises((errors.InvalidArgumentError, errors.InvalidTypeError)) as error:
-        made()
-    assert re.search(says, str(error.value))
+        given()
+    assert re.search(message, str(error.value))
 
 
 def test_settings_that_fragments_do_not_support_are_rejected():

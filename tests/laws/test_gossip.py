@@ -29,7 +29,7 @@ SIZE = 3
 
 
 # The partner of each worker, for each number of workers and each exchange.
-WAYS = {
+PARTNERS = {
     2: [[1, 0]],
     3: [[0, 2, 1], [2, 1, 0], [1, 0, 2]],
     4: [[1, 0, 3, 2], [2, 3, 0, 1]],
@@ -71,7 +71,7 @@ def with_numpy(targets, gossip, rate, momentum, period, combine="mean"):
         x = x - 0.1 * 0.7 * (x - targets[done])
         if (done + 1) % period:
             continue
-        met = np.array(WAYS[workers][done // period % len(WAYS[workers])])
+        met = np.array(PARTNERS[workers][done // period % len(PARTNERS[workers])])
         message = c - x
         single = (met == np.arange(workers))[
             :, None
@@ -246,9 +246,9 @@ def test_gossip_sends_one_model_and_has_no_global_collective(workers, dtype):
     program = exchange.lower(state, None).compile()
     sent = traffic(program)
     assert set(sent.kinds) == {"collective-permute"}
-    ways = max(1, workers.bit_length() - 1)  # an exchange takes one of them
-    assert sent.bytes_sent == ways * 300 * 4
-    assert "conditional" in program.as_text() or ways == 1
+    partners = max(1, workers.bit_length() - 1)  # an exchange takes one of them
+    assert sent.bytes_sent == partners * 300 * 4
+    assert "conditional" in program.as_text() or partners == 1
 
 
 def test_gossip_sums_the_weights_of_both_partners():
@@ -400,7 +400,7 @@ def test_gossip_over_several_mesh_axes_equals_one_axis():
             "delay",
         ),
     ],
-    ids=["nobody to meet", "codec", "robust", "delay"],
+    ids=["no partner", "codec", "robust", "delay"],
 )
 def test_settings_that_gossip_does_not_support_are_rejected(rule, options, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):

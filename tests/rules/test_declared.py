@@ -229,7 +229,7 @@ def test_every_scale_by_of_optax_is_in_the_table_or_known_to_read_the_tree():
         "scale_by_sophia",
         "scale_by_zoom_linesearch",
     }
-    of_others = {"scale_by_learning_rate"}  # makes `scale` or `scale_by_schedule`
+    made_by_others = {"scale_by_learning_rate"}  # makes `scale` or `scale_by_schedule`
     public = {
         name
         for place in (optax, optax.contrib, optax.transforms)
@@ -237,7 +237,7 @@ def test_every_scale_by_of_optax_is_in_the_table_or_known_to_read_the_tree():
         if name.startswith("scale_by_")
     }
     known = {name.removeprefix("optax.") for name in _declared.TABLE}
-    new = sorted(public - known - whole - of_others)
+    new = sorted(public - known - whole - made_by_others)
     assert not new, (
         f"optax has new transformations: {new}. Read what they do and add them to the "
         "table in agn_optax/rules/_declared.py, or to this test"

@@ -65,7 +65,7 @@ def test_ignores_unknown_extra_arguments(name):
     tx = make(name)
     grads = gradient(params, tree(seed=1))
     plain = tx.update(grads, tx.init(params), params)
-    extra = tx.update(grads, tx.init(params), params, nobody_expects=1, value=2.0)
+    extra = tx.update(grads, tx.init(params), params, unexpected=1, value=2.0)
     assert_identical(extra, plain)
 
 

@@ -190,10 +190,10 @@ def test_radial_averages_lengths_and_directions_separately(count):
     def of_leaf(rows):
         flat = rows.reshape(count, -1).astype("f8")
         lengths = np.linalg.norm(flat, axis=1)
-        way = (flat / np.maximum(lengths, 1e-300)[:, None]).sum(axis=0)
-        size = np.linalg.norm(way)
-        way = way / size if size else way
-        return (lengths.mean() * way).reshape(rows.shape[1:])
+        direction = (flat / np.maximum(lengths, 1e-300)[:, None]).sum(axis=0)
+        size = np.linalg.norm(direction)
+        direction = direction / size if size else direction
+        return (lengths.mean() * direction).reshape(rows.shape[1:])
 
     expected = jax.tree.map(of_leaf, tree)
     assert_close(combined(robust.radial(), tree), expected, tolerance=1e-5)

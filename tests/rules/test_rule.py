@@ -209,7 +209,7 @@ def momentum(rate, momentum):
 
 
 @pytest.mark.parametrize(
-    ("other", "own", "says", "says_not"),
+    ("other", "own", "named", "not_named"),
     [
         (
             momentum(0.7, 0.9),
@@ -250,10 +250,10 @@ def momentum(rate, momentum):
         (rules.downpour(), rules.average(), ["name is 'downpour'"], ["combine", ";"]),
     ],
 )
-def test_rule_difference_names_the_parts_that_differ(other, own, says, says_not):
+def test_rule_difference_names_the_parts_that_differ(other, own, named, not_named):
     assert rules.difference(rules.fingerprint(own), own) is None
     difference = rules.difference(rules.fingerprint(other), own)
-    for words in says:
+    for words in named:
         assert words in difference, difference
-    for words in says_not:
+    for words in not_named:
         assert words not in difference, difference

@@ -1,7 +1,7 @@
 """A process with one worker that only exchanges: run by test_many_workers.py."""
 
 import numpy as np
-from helpers import sessions, talking
+from helpers import children, sessions
 
 from agn_optax import rules, service
 
@@ -36,4 +36,6 @@ class Commands:
 
 if __name__ == "__main__":
     me = Commands()
-    talking.obey({name: getattr(me, name) for name in ("join", "exchange", "leave")})
+    children.serve_commands(
+        {name: getattr(me, name) for name in ("join", "exchange", "leave")}
+    )

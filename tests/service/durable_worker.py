@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import optax
-from helpers import talking
+from helpers import children
 
 import agn_optax
 from agn_optax import rules, service
@@ -57,4 +57,4 @@ class Commands:
 
 if __name__ == "__main__":
     me = Commands()
-    talking.obey({"start": me.start, "stop": me.stop})
+    children.serve_commands({"start": me.start, "stop": me.stop})

@@ -1,6 +1,6 @@
 """A process with one worker of a recorded trajectory: run by test_parity.py."""
 
-from helpers import parity_records, talking
+from helpers import children, parity_records
 
 from agn_optax import service
 
@@ -19,7 +19,7 @@ class Commands:
         self._participant.start()
 
     def step(self, event):
-        return talking.as_hex(self._participant.step(event))
+        return children.as_hex(self._participant.step(event))
 
     def close(self):
         self._participant.worker.leave()
@@ -28,6 +28,6 @@ class Commands:
 
 if __name__ == "__main__":
     me = Commands()
-    talking.obey(
+    children.serve_commands(
         {name: getattr(me, name) for name in ("connect", "start", "step", "close")}
     )

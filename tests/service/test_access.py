@@ -38,7 +38,7 @@ ALLOWED = {
     "chief": "Status Health Pull Exchange Alive Leave Initialize",
     "operator": "Status Health Pull Save",
 }
-WAYS = [
+TRANSPORTS = [
     *("grpc", "socket", "unix"),
     pytest.param("memory", marks=shares),
     "tls",
@@ -71,16 +71,16 @@ TOKENS = "\n".join(
 
 
 @contextlib.contextmanager
-def served(way, folder, authority, access):
+def served(transport, folder, authority, access):
     """Serve a center; yield it and the settings to connect over one transport."""
     settings, tls, client = {}, None, {"timeout": LIMIT}
-    client["transports"] = ["grpc" if way == "grpc" else "socket"]
-    if way == "unix":
+    client["transports"] = ["grpc" if transport == "grpc" else "socket"]
+    if transport == "unix":
         settings["address"] = f"unix:{folder}/center"
-    elif way == "tls":
+    elif transport == "tls":
         tls = authority.issue("/CN=center")._replace(ca=None)
         client["tls"] = Tls(authority.ca)
-    elif way == "memory":
+    elif transport == "memory":
         client["transports"] = ["memory"]
     security = service.Security(tls=tls, access=access)
     with service.serve(RULE, params(), security=security, **settings) as server:
@@ -90,7 +90,7 @@ def served(way, folder, authority, access):
 def calls(center, observer, name):
     """Return functions that make each call of a center in a worker's name."""
     unary = center._connection.unary
-    life = pb.Session(worker=name, session_id="1")
+    session = pb.Session(worker=name, session_id="1")
     leave = pb.LeaveRequest(worker=name, session_id="1")
     return {
         "Status": center.status,
@@ -101,7 +101,7 @@ def calls(center, observer, name):
             center, params(), anchor_version=0, worker=name
         ),
         "Alive": lambda: unary(
-            "Alive", pb.AliveRequest(sessions=[life]), pb.AliveReply
+            "Alive", pb.AliveRequest(sessions=[session]), pb.AliveReply
         ),
         "Leave": lambda: unary("Leave", leave, pb.LeaveReply),
         "Initialize": lambda: center._remote.initialize(params(), name),
@@ -127,9 +127,9 @@ def allowed(address, client, name="anna", **shown):
     return " ".join(found)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_role_allows_its_calls_and_no_others(way, tmp_path, authority):
-    with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_role_allows_its_calls_and_no_others(transport, tmp_path, authority):
+    with served(transport, tmp_path, authority, Access(TOKENS)) as (server, client):
         for role, expected in ALLOWED.items():
             found = allowed(server.address, client, token=token(role))
             assert found == expected, role
@@ -142,12 +142,12 @@ def test_each_role_allows_its_calls_and_no_others(way, tmp_path, authority):
             assert others == " ".join(calls_of_no_name), role
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shown", [None, "x" * 20])
 def test_error_without_valid_token_says_what_is_missing(
-    way, shown, tmp_path, authority
+    transport, shown, tmp_path, authority
 ):
-    with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
+    with served(transport, tmp_path, authority, Access(TOKENS)) as (server, client):
         lacks = "does not know that token" if shown else "give connect"
         with pytest.raises(errors.NotAllowedError, match=lacks):
             service.connect(server.address, RULE, token=shown, **client)
@@ -269,8 +269,8 @@ def test_number_of_keys_is_bounded():
 # Changes while a center runs.
 
 
-@pytest.mark.parametrize("way", ["grpc", "socket"])
-def test_token_can_be_changed_without_a_restart(way, tmp_path):
+@pytest.mark.parametrize("transport", ["grpc", "socket"])
+def test_token_can_be_changed_without_a_restart(transport, tmp_path):
     """The worker continues if it has the new token before the old one ends."""
     file, own = tmp_path / "tokens", tmp_path / "anna.token"
     old, new = token("worker", "old"), token("worker", "new")
@@ -281,10 +281,10 @@ def test_token_can_be_changed_without_a_restart(way, tmp_path):
             RULE, params(), security=service.Security(access=Access(file))
         ) as server,
         service.connect(
-            server.address, RULE, token=own, timeout=LIMIT, transports=[way]
+            server.address, RULE, token=own, timeout=LIMIT, transports=[transport]
         ) as center,
         service.connect(
-            server.address, RULE, token=old, timeout=LIMIT, transports=[way]
+            server.address, RULE, token=old, timeout=LIMIT, transports=[transport]
         ) as late,
     ):
         authenticator = server._servicer.authenticator
@@ -515,10 +515,14 @@ def test_file_is_read_again_when_its_mode_changes(tmp_path, monkeypatch, caplog)
     file = tmp_path / "tokens"
     file.write_text(f"reader * {token('reader')}\n")
     access = Access(file)
-    file.chmod(0o400)
-    # No condition: a file system's clock may tick every ten milliseconds only.
-    time.sleep(0.02)
-    file.chmod(0o440)
+    before = file.stat().st_ctime_ns
+
+    def is_changed():
+        """Change the mode; return whether the file system's clock has moved on."""
+        file.chmod(0o440)
+        return file.stat().st_ctime_ns > before
+
+    wait_until(is_changed)
     for _ in range(2):
         access.caller(token("reader").encode())
     assert caplog.text.count("was read again") == 1
@@ -585,14 +589,14 @@ def test_bad_tokens_are_rejected(given, message):
         service.connect("127.0.0.1:1", RULE, token=given)
 
 
-@pytest.mark.parametrize("way", ["given", "environment", "file"])
+@pytest.mark.parametrize("source", ["given", "environment", "file"])
 @pytest.mark.parametrize("name", ["worker-1.token", "a-file-of-any-name-0123"])
-def test_path_given_as_a_token_is_recognised(way, name, tmp_path, monkeypatch):
+def test_path_given_as_a_token_is_recognised(source, name, tmp_path, monkeypatch):
     path, given = tmp_path / name, None
-    if way == "file":
+    if source == "file":
         (tmp_path / "token").write_text(f"{path}\n")
         given = tmp_path / "token"
-    elif way == "environment":
+    elif source == "environment":
         monkeypatch.setenv("AGN_OPTAX_TOKEN", str(path))
     else:
         given = str(path)
@@ -642,9 +646,9 @@ def test_tokens_file_can_have_comments_and_several_roles():
 # Certificates.
 
 
-@pytest.mark.parametrize("way", ["grpc", "socket"])
-def test_certificate_gives_name_and_role_of_the_caller(way, authority):
-    client = {"timeout": LIMIT, "transports": [way]}
+@pytest.mark.parametrize("transport", ["grpc", "socket"])
+def test_certificate_gives_name_and_role_of_the_caller(transport, authority):
+    client = {"timeout": LIMIT, "transports": [transport]}
     with service.serve(
         RULE, params(), security=service.Security(tls=authority.issue("/CN=center"))
     ) as server:
@@ -669,9 +673,13 @@ def test_certificate_gives_name_and_role_of_the_caller(way, authority):
                 service.connect(server.address, RULE, tls=authority.issue(subject))
 
 
-@pytest.mark.parametrize("way", ["grpc", "socket", WAYS[3]])
-def test_token_and_certificate_must_both_allow_a_call(way, authority):
-    client = {"timeout": LIMIT, "transports": [way], "tls": authority.issue("/CN=anna")}
+@pytest.mark.parametrize("transport", ["grpc", "socket", TRANSPORTS[3]])
+def test_token_and_certificate_must_both_allow_a_call(transport, authority):
+    client = {
+        "timeout": LIMIT,
+        "transports": [transport],
+        "tls": authority.issue("/CN=anna"),
+    }
     both = service.Security(tls=authority.issue("/CN=center"), access=Access(TOKENS))
     bert = {"token": token("worker", "bert")}
     with service.serve(RULE, params(), security=both) as server:

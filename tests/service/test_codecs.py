@@ -291,13 +291,13 @@ def test_worker_that_resumes_gets_the_differences_it_missed(known, tmp_path):
         anna = ScriptedWorker(center, "anna").start()
         anna.send(1)
         saved = jax.tree.map(np.array, anna.worker.save(*anna.loop))
-        life = anna.worker.resume_token
+        token = anna.worker.resume_token
     with (
         service.serve(differing(), durability=kept) as server,
         service.connect(server.address, differing()) as center,
     ):
         anna = ScriptedWorker(center, "anna")
-        anna.loop = anna.worker.restore(saved, resume_token=life if known else None)
+        anna.loop = anna.worker.restore(saved, resume_token=token if known else None)
         anna.send(2)
         anna.send(3)
         assert anna.received == ([ONE, ONE] if known else [4 * SIZE, ONE])

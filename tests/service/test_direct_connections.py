@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import network, ports, sessions, shared
+from helpers import network, ports, sessions, shared, tuning
 from helpers.support import RULES, assert_identical, shares, tree
 from helpers.waiting import BUSY, in_background, wait_until
 
@@ -72,10 +72,10 @@ def links(center):
     return [session._link for session in center._sessions.values()]
 
 
-def way(center):
+def transport_of(center):
     """Return the transport of the only session of a connected center."""
-    (link,) = links(center)
-    return type(link).__name__.removesuffix("Link").lower()
+    (session,) = center._sessions.values()
+    return session.transport
 
 
 def listener(server, name="socket"):
@@ -106,7 +106,7 @@ def trained(transport, rule):
             updates, state = worker.tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
             params, state = worker.exchange(params, state)
-        assert way(center) == transport
+        assert transport_of(center) == transport
         pulled = center.pull()
         assert pulled.version == worker.exchanges == 4
         return jax.tree.map(np.asarray, (params, state, pulled.params))
@@ -168,9 +168,9 @@ def test_answers_are_not_overwritten(transport):
         np.testing.assert_array_equal(view, -5.0)
 
 
-@pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_memory_of_messages_and_answers_is_reused(way_of):
-    with served(way_of) as (_, center):
+@pytest.mark.parametrize("transport", [pytest.param("memory", marks=shares), "socket"])
+def test_memory_of_messages_and_answers_is_reused(transport):
+    with served(transport) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         places = set()
         for version in range(12):
@@ -180,7 +180,7 @@ def test_memory_of_messages_and_answers_is_reused(way_of):
             places.add(answer.params["w"].unsafe_buffer_pointer())
             del answer
         assert len(places) <= 3
-        if way_of == "memory":
+        if transport == "memory":
             assert links(center)[0]._created <= 1 + 3
 
 
@@ -228,7 +228,7 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
     with served(transport, rule=rule, params=params) as (server, center):
         assert server.center.core.store.packing is not None
-        # As if a message of another worker were always in flight.
+        # The server believes that a message of another worker is always in flight.
         server._servicer.exchanges.running += 1
         expected = np.float32(0.0)
         for version in range(10):
@@ -265,7 +265,7 @@ def test_site_reads_a_message_before_its_answer_overwrites_it():
     with served("memory", rule=rule, params=params, parent=above) as (server, center):
         assert server.uplink.ready.wait(LIMIT)
         assert server.center.core.store.packing is not None
-        # As if others were about to send something.
+        # The server believes that another worker is about to send a message.
         server._servicer.exchanges.running += 1
         for i in range(8):
             sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
@@ -475,20 +475,20 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 
 
 @pytest.mark.usefixtures("lively")
-def test_exchange_behind_another_one_does_not_time_out():
+def test_exchange_behind_another_one_does_not_time_out(monkeypatch):
     """The other worker may be compiling its programs."""
+    clock = tuning.ConnectionClock(monkeypatch)
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with served("socket", params=ones) as (server, other):
         other.join("bert")
-        with connect(server, "socket", timeout=3.0) as center:
+        with connect(server, "socket", timeout=LIMIT) as center:
             send = functools.partial(
                 sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
             with server._servicer.exchanges._applying:
                 sent = in_background(send, "anna")
-                # Only time can show it: longer than the timeout for a silent center.
-                time.sleep(4.0)
+                clock.pass_waiting(center, 1.5 * LIMIT)
             assert sent.result(LIMIT).version == 2
 
             store = server.center.core.store
@@ -575,7 +575,7 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
             sessions.exchange, other, ones, anchor_version=0, worker="bert"
         )
         send()
-        # As if a message of another worker were always in flight.
+        # The server believes that a message of another worker is always in flight.
         server._servicer.exchanges.running += 1
         with connect(server, "socket", rule=rule) as center:
             receive = center._remote.answer_in
@@ -595,14 +595,13 @@ def test_lost_answer_is_sent_again_while_others_exchange(wire):
 
 def test_fastest_transport_is_chosen():
     with served() as (server, center):
-        center.join("anna")
-        assert way(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
+        fastest = "memory" if _memory.IS_SUPPORTED else "socket"
+        assert center.join("anna").transport == fastest
         for offer in server._servicer.offers:
             if offer.transport == "memory":
                 offer.address = "unix:nobody-listens-here"  # another machine
         with connect(server) as farther:
-            farther.join("bert")
-            assert way(farther) == "socket"
+            assert farther.join("bert").transport == "socket"
 
 
 class RecordingTransport:
@@ -629,8 +628,7 @@ def test_grpc_is_used_without_direct_connections(caplog):
             remote._transports = [
                 RecordingTransport(t, tried) for t in remote._transports
             ]
-            center.join("anna")
-            assert way(center) == "grpc"
+            assert center.join("anna").transport == "grpc"
             assert "transports that failed" in caplog.text
             assert tried == ["memory", "socket", "grpc"]
             center.join("bert")
@@ -644,17 +642,14 @@ def test_grpc_is_used_without_direct_connections(caplog):
     with served(direct_address=False) as (server, center):
         assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
-        center.join("anna")
-        assert way(center) == "grpc"
+        assert center.join("anna").transport == "grpc"
 
 
 def test_transports_are_tried_in_the_order_of_the_list():
     with served("socket", "memory") as (_, center):
-        center.join("anna")
-        assert way(center) == "socket"
+        assert center.join("anna").transport == "socket"
     with served("grpc", "socket") as (_, center):
-        center.join("anna")
-        assert way(center) == "grpc"
+        assert center.join("anna").transport == "grpc"
 
 
 @pytest.mark.parametrize("greeting", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
@@ -679,8 +674,7 @@ def test_another_server_at_the_direct_port_is_ignored(greeting):
             pb.Offer(transport="socket", address=address, key=b"k" * 16)
         ]
         with connect(server) as center:
-            center.join("anna")
-            assert way(center) == "grpc"
+            assert center.join("anna").transport == "grpc"
         thread.join(LIMIT)
 
 
@@ -704,8 +698,7 @@ def test_direct_transports_work_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
     for transports in ((), ["memory"], ["socket"]):
         with served(*transports, address=address) as (server, center):
-            center.join("anna")
-            assert way(center) == (transports or ["memory"])[0]
+            assert center.join("anna").transport == (transports or ["memory"])[0]
             assert server.direct_address is None
 
 
@@ -743,17 +736,17 @@ def test_bad_direct_addresses_are_rejected(settings, message, tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("lively")
-@pytest.mark.parametrize("way_of", network.TRANSPORTS)
-def test_silent_connection_is_replaced(way_of):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_silent_connection_is_replaced(transport):
     """A host or a firewall may drop a connection without notice."""
     ones = center_params()
     with (
         service.serve(RULE, ones) as server,
-        network.Network(server, way_of) as net,
+        network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=1.0) as center,
     ):
         sessions.exchange(center, ones, anchor_version=0, worker="a")
-        assert way(center) == way_of
+        assert transport_of(center) == transport
         for version in range(1, 4):
             net.strand()
             began, answer = time.monotonic(), None
@@ -764,12 +757,12 @@ def test_silent_connection_is_replaced(way_of):
                     )
             assert answer.version == server.center.version == version + 1
             assert time.monotonic() - began < 12  # gRPC's own pings take 15
-            assert way(center) == way_of
+            assert transport_of(center) == transport
 
 
-@pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_broken_connection_is_reestablished(way_of):
-    with served(way_of) as (server, center):
+@pytest.mark.parametrize("transport", [pytest.param("memory", marks=shares), "socket"])
+def test_broken_connection_is_reestablished(transport):
+    with served(transport) as (server, center):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         loop = worker.start()
         for broken in range(6):
@@ -788,25 +781,24 @@ def test_broken_connection_is_reestablished(way_of):
 
 
 @pytest.mark.parametrize(
-    "ways", [pytest.param(["memory"], marks=shares), ["socket"], []]
+    "transports", [pytest.param(["memory"], marks=shares), ["socket"], []]
 )
-def test_restarted_center_is_found_again(ways):
+def test_restarted_center_is_found_again(transports):
     """The restarted center has another key and another direct port."""
     address = ports.free_address()
-    with served(*ways, address=address) as (server, center):
+    with served(*transports, address=address) as (server, center):
         session = center.join("anna")
-        before = way(center)
+        before = session.transport
         session.leave()
         server.stop()
         with service.serve(RULE, center_params(), address=address):
-            center.join("anna")
-            assert way(center) == before != "grpc"
+            assert center.join("anna").transport == before != "grpc"
 
 
-@pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_reason_of_a_closed_center_reaches_the_worker(way_of):
+@pytest.mark.parametrize("transport", [pytest.param("memory", marks=shares), "socket"])
+def test_reason_of_a_closed_center_reaches_the_worker(transport):
     """Its error is not mistaken for a broken connection, also if it is an OSError."""
-    with served(way_of, mode=Synchronous()) as (server, center):
+    with served(transport, mode=Synchronous()) as (server, center):
         center.join("other")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         reasons = []
@@ -825,13 +817,13 @@ def test_reason_of_a_closed_center_reaches_the_worker(way_of):
         assert reasons == ["for the holidays"]
 
 
-@pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
-def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(way_of):
+@pytest.mark.parametrize("transport", [pytest.param("memory", marks=shares), "socket"])
+def test_disconnect_of_a_worker_that_waits_in_a_round_is_noticed(transport):
     """At once, although its thread at the server is blocked in the round."""
     hasty = service.Limits(lease=0.1)
     with (
         served("grpc", mode=Synchronous(), limits=hasty) as (server, other),
-        connect(server, way_of) as center,
+        connect(server, transport) as center,
     ):
         other.join("other")
         center.join("anna")
@@ -893,13 +885,13 @@ def unread(server, transport, frames):
 
 
 @pytest.mark.parametrize(
-    "way_of", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
+    "transport", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
 )
-def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
+def test_stop_does_not_wait_for_a_peer_that_does_not_read(transport):
     params = {"w": jnp.ones(10_000_000)}
     with served("grpc", params=params) as (server, _):
         frames = a_message(_trees.schema_of(params))
-        with unread(server, way_of, frames):
+        with unread(server, transport, frames):
             wait_until(lambda: server.center.version == 1)
             wait_until(lambda: server._servicer.exchanges.answering)
             began = time.monotonic()

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from helpers import sessions, shared, talking, tuning
+from helpers import children, sessions, shared, tuning
 from helpers.commands import python
 from helpers.support import SHARES_MEMORY
 from helpers.waiting import wait_until
@@ -55,7 +55,7 @@ def test_every_step_counts_once_through_kill_and_drain(tmp_path):
     """SIGKILL, then SIGTERM, while workers in other processes keep training."""
     address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"
     with contextlib.ExitStack() as stack:
-        workers = stack.enter_context(talking.processes(PROGRAM, PROCESSES))
+        workers = stack.enter_context(children.processes(PROGRAM, PROCESSES))
         # A journal so small that snapshots are written during the test.
         served = ServerProcess(address, f"--journal={directory}", "--journal-size=1000")
         stack.callback(lambda: served.end(signal.SIGKILL))
@@ -89,10 +89,10 @@ def test_every_step_counts_once_through_kill_and_drain(tmp_path):
             again = center.pull()
             assert again.version >= seen.version
             assert np.all(np.asarray(again.params) <= np.asarray(seen.params))
-        said = [process.ask(do="stop") for process in workers]
-        assert not any(each["failures"] for each in said)
+        results = [process.ask(do="stop") for process in workers]
+        assert not any(each["failures"] for each in results)
         steps_by_element = {
-            name: n for each in said for name, n in each["steps"].items()
+            name: n for each in results for name, n in each["steps"].items()
         }
         end = center.pull()
         expected = [steps_by_element[f"w{element}"] for element in range(WORKERS)]
@@ -187,10 +187,10 @@ def test_worker_gets_an_error_at_a_center_reset_to_a_snapshot(killed):
 
 def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
     """While a sync of the journal is blocked, exchange and pull both wait."""
-    may, asked = threading.Event(), threading.Event()
+    may, syncing = threading.Event(), threading.Event()
 
     def slow(file, sync):
-        asked.set()
+        syncing.set()
         assert may.wait(LIMIT)
         sync(file)
 
@@ -202,28 +202,28 @@ def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
     ):
         center.join("w")
         tuning.set_journal_sync(monkeypatch, slow)
-        said = {}
+        received = {}
 
         def exchange():
             message = np.ones(2, np.float32)
             answer = sessions.exchange(center, message, anchor_version=0, worker="w")
-            said["answer"] = answer.version
+            received["answer"] = answer.version
 
         def pull():
-            said["pull"] = center.pull().version
+            received["pull"] = center.pull().version
 
         exchanging = threading.Thread(target=exchange)
         exchanging.start()
-        assert asked.wait(LIMIT)
+        assert syncing.wait(LIMIT)
         assert server.center.core.wait_for(lambda: server.center.version == 1, LIMIT)
         pulling = threading.Thread(target=pull)
         pulling.start()
         pulling.join(0.2)
-        assert not said
+        assert not received
         may.set()
         exchanging.join(LIMIT)
         pulling.join(LIMIT)
-        assert said == {"answer": 1, "pull": 1}
+        assert received == {"answer": 1, "pull": 1}
 
 
 def test_exchange_raises_same_error_over_all_transports_if_journal_failed(

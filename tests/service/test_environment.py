@@ -106,7 +106,7 @@ def test_rank_beyond_the_workers_is_rejected(set_environment):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "expected"),
     [
         (STEP, joined("node007", 3, 4)),
         (STEP | {"SLURM_STEP_NODELIST": "one"}, joined("one", 3, 4)),
@@ -116,15 +116,15 @@ def test_rank_beyond_the_workers_is_rejected(set_environment):
     ],
 )
 def test_engine_numbers_the_processes_of_a_worker(
-    given, set_environment, variables, said
+    given, set_environment, variables, expected
 ):
     set_environment()
     assert given(variables).distributed == ALONE
     env = given(AGN_OPTAX_PROCESSES="4")
     assert (env.rank, env.workers) == (1, 2)
-    assert env.distributed == said
-    said = given(AGN_OPTAX_PROCESS="2", AGN_OPTAX_COORDINATOR="x:9").distributed
-    assert said == {
+    assert env.distributed == expected
+    own = given(AGN_OPTAX_PROCESS="2", AGN_OPTAX_COORDINATOR="x:9").distributed
+    assert own == {
         "coordinator_address": "x:9",
         "num_processes": 4,
         "process_id": 2,
@@ -138,7 +138,7 @@ def test_restarts_of_a_job_of_slurm_are_counted(set_environment, given):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({}, "AGN_OPTAX_COORDINATOR is not set"),
         ({"AGN_OPTAX_COORDINATOR": "x:9"}, "AGN_OPTAX_PROCESS is not set"),
@@ -147,9 +147,9 @@ def test_restarts_of_a_job_of_slurm_are_counted(set_environment, given):
         (NODES | {"SKYPILOT_NODE_IPS": ""}, "AGN_OPTAX_COORDINATOR is not set"),
     ],
 )
-def test_missing_or_bad_process_is_rejected(given, set_environment, variables, said):
+def test_missing_or_bad_process_is_rejected(given, set_environment, variables, message):
     set_environment()
-    with pytest.raises(errors.InvalidArgumentError, match=said):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         given(variables, AGN_OPTAX_PROCESSES="2")
 
 

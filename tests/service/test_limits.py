@@ -8,6 +8,7 @@ import inspect
 import logging
 import queue
 import resource
+import select
 import socket
 import threading
 import time
@@ -102,8 +103,8 @@ def frame_bytes(header, buffer_size=0):
 
 def message(server, sequence=1):
     schema = server._servicer._frames.schemas.message
-    said = pb.Message(sequence=sequence, schema_hash=schema.hash)
-    return frame_bytes(pb.Header(message=said), schema.size)
+    sent = pb.Message(sequence=sequence, schema_hash=schema.hash)
+    return frame_bytes(pb.Header(message=sent), schema.size)
 
 
 @contextlib.contextmanager
@@ -201,7 +202,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
 @pytest.mark.parametrize("size", [0, 257, 60_000])
 def test_empty_and_long_names_are_rejected(server, center, transport, size):
     with Peer(center, transport) as peer:
-        join = pb.Join(protocol=_address.PROTOCOL, worker="a" * size, session_id="life")
+        join = pb.Join(protocol=_address.PROTOCOL, worker="a" * size, session_id="1")
         peer.send_bytes(frame_bytes(pb.Header(join=join)))
         why = peer.wait_for_end()
     assert isinstance(why, errors.ProtocolError)
@@ -212,7 +213,7 @@ def test_empty_and_long_names_are_rejected(server, center, transport, size):
 def test_leave_of_an_unknown_name_is_not_remembered(server, center):
     ledger = server.center.core.ledger
     for i in range(20):
-        request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="life")
+        request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, session_id="1")
         center._connection.unary("Leave", request, pb.LeaveReply)
     assert not ledger._ended
     assert not server._servicer._traffic._workers
@@ -229,17 +230,17 @@ def test_large_control_part_is_rejected(server, center, transport):
 
 
 def test_heartbeat_for_more_sessions_than_max_workers_is_rejected(center):
-    lives = [pb.Session(worker="anna", session_id="life")] * 5
+    reported = [pb.Session(worker="anna", session_id="1")] * 5
     with pytest.raises(errors.ProtocolError, match=r"has at most 4 workers, .* 5$"):
         center._connection.unary(
-            "Alive", pb.AliveRequest(sessions=lives), pb.AliveReply
+            "Alive", pb.AliveRequest(sessions=reported), pb.AliveReply
         )
 
 
 def start(schema, worker="a", schema_hash=b""):
-    said = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
-    said.schema_hash = schema_hash
-    return frame_bytes(pb.Header(start=said), len(schema))
+    frame = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
+    frame.schema_hash = schema_hash
+    return frame_bytes(pb.Header(start=frame), len(schema))
 
 
 BOMB = pb.Schema(leaves=bytes(4 << 20)).SerializeToString()
@@ -464,18 +465,18 @@ EVERY_CALL = (
 @contextlib.contextmanager
 def open_call(address, path, token="", messages=()):
     """Yield a call that sends these messages, and does not end by itself."""
-    said = queue.SimpleQueue()
+    sent = queue.SimpleQueue()
     for message in messages:
-        said.put(message)
+        sent.put(message)
     metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(path)
-        stream = call(iter(said.get, None), metadata=metadata, timeout=10.0)
+        stream = call(iter(sent.get, None), metadata=metadata, timeout=10.0)
         try:
             yield stream
         finally:
             stream.cancel()
-            said.put(None)
+            sent.put(None)
 
 
 @pytest.mark.parametrize("path", EVERY_CALL)
@@ -676,16 +677,16 @@ def test_busy_center_is_not_reported_as_unreachable(serve_few_calls, caplog):
 @contextlib.contextmanager
 def asking(server, what):
     """Yield a function that makes a call which is rejected."""
-    token = ANNA if what == "lives that nobody has" else EVE
-    lives = [pb.Session(worker="anna", session_id="of another")]
+    token = ANNA if what == "heartbeat of an unknown session" else EVE
+    unknown = [pb.Session(worker="anna", session_id="of another")]
     with (
         service.Observer(server.address, token=token) as observer,
         service.connect(server.address, RULE, token=ANNA) as center,
     ):
         unary = observer._connection.unary
         yield {
-            "lives that nobody has": lambda: unary(
-                "Alive", pb.AliveRequest(sessions=lives), pb.AliveReply
+            "heartbeat of an unknown session": lambda: unary(
+                "Alive", pb.AliveRequest(sessions=unknown), pb.AliveReply
             ),
             "what it may not": observer.save,
             "nothing that makes sense": lambda: unary(
@@ -719,7 +720,7 @@ def send_acknowledge_first(center):
 @pytest.mark.parametrize(
     "what",
     [
-        "lives that nobody has",
+        "heartbeat of an unknown session",
         "what it may not",
         "nothing that makes sense",
         "by no token",
@@ -800,7 +801,8 @@ def test_peer_with_a_slow_greeting_is_disconnected(server, monkeypatch):
         with contextlib.suppress(OSError):
             for byte in _socket.GREETING:
                 end.sendall(bytes([byte]))
-                time.sleep(0.1)  # as a slow peer
+                if select.select([end], [], [], 0.1)[0]:  # the server closes it
+                    break
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
     wait_until(lambda: not server._servicer.call_limits.transfers._all)
@@ -967,10 +969,10 @@ def test_connections_to_the_page_are_limited(serve_few_connections):
         assert 0 < sum(is_answered(port, text) for _ in range(10)) <= 3
 
 
-@pytest.mark.parametrize("said", [b"", b"Authorization: Bearer 0123456789abcdef\r\n"])
+@pytest.mark.parametrize("header", [b"", b"Authorization: Bearer 0123456789abcdef\r\n"])
 @pytest.mark.parametrize("path", [b"/", b"/state.json"])
 def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
-    serve_few_connections, path, said
+    serve_few_connections, path, header
 ):
     """Also if the request is rejected: a page may still have an old token."""
     access = service.Access(TOKEN_LINES.replace(b"0123456789abcdef", b"0" * 16))
@@ -978,7 +980,7 @@ def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
         page="127.0.0.1:0", security=service.Security(access=access)
     ) as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
-        text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
+        text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, header)
         assert all(is_answered(port, text) for _ in range(20))
 
 

@@ -16,7 +16,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import links, sessions, shared, talking
+from helpers import children, links, sessions, shared
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
@@ -41,10 +41,10 @@ def lose_an_answer(center, *, after, dies):
     remote = center._remote
     receive = remote.answer_in
 
-    def lost(said, link, submission):
+    def lost(snapshot, link, submission):
         remote.answer_in = receive
         if after:
-            receive(said, link, submission)
+            receive(snapshot, link, submission)
         if dies:
             center._connection.stop()  # no retries
         link.cancel()
@@ -140,17 +140,17 @@ class RestartingWorker:
 
 def live(server, acts, seed=0):
     """Run all workers at once until they have ended."""
-    lives = [RestartingWorker(server, number, seed, acts) for number in range(WORKERS)]
-    threads = [threading.Thread(target=life.run, daemon=True) for life in lives]
+    workers = [RestartingWorker(server, n, seed, acts) for n in range(WORKERS)]
+    threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "somebody hangs"
-    for life in lives:
-        if life.failure is not None:
-            raise life.failure
-    return lives
+    assert not any(thread.is_alive() for thread in threads), "a worker hangs"
+    for worker in workers:
+        if worker.failure is not None:
+            raise worker.failure
+    return workers
 
 
 ACTS = ["exchange", "come_back", "crash", "crash_in_an_exchange", "reconnect"]
@@ -174,14 +174,14 @@ def test_each_message_counts_once_with_random_crashes(mode, lease):
     with service.serve(
         RULE, start, mode=mode, limits=service.Limits(lease=lease)
     ) as server:
-        lives = live(server, ACTS)
+        workers = live(server, ACTS)
         assert not members(server)
         end = server.center.pull()
     applied = set(np.flatnonzero(end.params))
     assert set(np.unique(end.params)) <= {-1, 0}
-    acknowledged = set().union(*(life.acknowledged for life in lives))
-    rejected = set().union(*(life.rejected for life in lives))
-    unsure = set().union(*(life.unsure for life in lives))
+    acknowledged = set().union(*(each.acknowledged for each in workers))
+    rejected = set().union(*(each.rejected for each in workers))
+    unsure = set().union(*(each.unsure for each in workers))
     assert acknowledged <= applied <= acknowledged | unsure
     assert len(acknowledged) + len(rejected) + len(unsure) == WORKERS * MESSAGES
     assert acknowledged
@@ -195,9 +195,11 @@ def test_each_message_is_acknowledged_without_crashes():
     """Workers come back and reconnect, but do not crash."""
     start = np.zeros(WORKERS * MESSAGES, np.float32)
     with service.serve(RULE, start) as server:
-        lives = live(server, ["exchange", "come_back", "reconnect"])
+        workers = live(server, ["exchange", "come_back", "reconnect"])
         end = server.center.pull()
-    assert set().union(*(life.acknowledged for life in lives)) == set(range(len(start)))
+    assert set().union(*(each.acknowledged for each in workers)) == set(
+        range(len(start))
+    )
     np.testing.assert_array_equal(end.params, -1)
     assert end.version == WORKERS * MESSAGES
 
@@ -217,20 +219,20 @@ def served(elements=8, **settings):
 
 def in_background(work, *args, **kwargs):
     """Call ``work`` in a thread; return a function that waits for its result."""
-    done, said = threading.Event(), {}
+    done, outcome = threading.Event(), {}
 
     def run():
         try:
-            said["value"] = work(*args, **kwargs)
+            outcome["value"] = work(*args, **kwargs)
         except Exception as error:
-            said["error"] = error
+            outcome["error"] = error
         done.set()
 
     def result():
         assert done.wait(LIMIT), "it hangs"
-        if "error" in said:
-            raise said["error"]
-        return said["value"]
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
 
     threading.Thread(target=run, daemon=True).start()
     return result
@@ -322,12 +324,12 @@ class CallContext:
 
 def joining(worker="anna"):
     join = service.center_pb2.Join(
-        protocol=service.address.PROTOCOL, worker=worker, session_id="life"
+        protocol=service.address.PROTOCOL, worker=worker, session_id="1"
     )
     return links.reader_of(links.as_bytes(service.center_pb2.Header(join=join)))
 
 
-def life(server, call):
+def exchange_by(server, call):
     servicer = server._servicer
     return servicer.exchange(joining(), call, servicer.authenticator.caller(), "grpc")
 
@@ -336,7 +338,7 @@ def test_end_of_an_old_call_does_not_disconnect_its_successor():
     """The server learns of the old call's end while the worker reconnects."""
     with served() as (server, _):
         old, new = CallContext(), CallContext()
-        first = life(server, old)
+        first = exchange_by(server, old)
         next(first)
         ending = threading.Thread(target=old.end)
         join = server.center.core.join
@@ -348,7 +350,7 @@ def test_end_of_an_old_call_does_not_disconnect_its_successor():
             return session
 
         server.center.core.join = join_meanwhile
-        second = life(server, new)
+        second = exchange_by(server, new)
         next(second)
         ending.join(LIMIT)
         assert members(server)["anna"].connected
@@ -357,12 +359,12 @@ def test_end_of_an_old_call_does_not_disconnect_its_successor():
         wait_until(lambda: not members(server)["anna"].connected)
 
 
-def test_call_that_ended_before_its_start_disconnects_nobody():
+def test_call_that_ended_before_its_start_disconnects_no_worker():
     with served() as (server, _):
         late, live = CallContext(), CallContext()
         late.end()
-        next(life(server, live))
-        assert list(life(server, late)) == []
+        next(exchange_by(server, live))
+        assert list(exchange_by(server, late)) == []
         assert members(server)["anna"].connected
 
 
@@ -394,7 +396,7 @@ def test_retry_does_not_bring_back_a_worker_that_left():
 
 @pytest.fixture
 def workers():
-    with talking.processes(PROGRAM, 3) as made:
+    with children.processes(PROGRAM, 3) as made:
         yield made
 
 
@@ -404,7 +406,7 @@ def workers():
 def test_memory_of_a_message_is_released_with_its_answer(transport):
     """Although JAX is not called again in the center's process."""
     with (
-        talking.processes(PROGRAM, 1) as (worker,),
+        children.processes(PROGRAM, 1) as (worker,),
         served(1 << 18) as (server, _),
     ):
         join = {"address": server.address, "worker": "anna", "transports": [transport]}
@@ -439,11 +441,11 @@ def test_round_counts_message_of_a_killed_process_within_its_lease(workers):
     anna, bert, carl = workers
 
     def meet(process, name, element):
-        process.tell(do="exchange", element=element)
+        process.send(do="exchange", element=element)
         wait_until_it_waits(server, name)
 
     def meet_at_last(process, element):
-        process.tell(do="exchange", element=element)
+        process.send(do="exchange", element=element)
 
     def all_answer(processes, version, elements):
         for process in processes:
@@ -458,7 +460,7 @@ def test_round_counts_message_of_a_killed_process_within_its_lease(workers):
             process.ask(do="join", address=server.address, worker=name)
         meet(carl, "carl", 0)
         carl.kill()
-        carl = talking.Process(PROGRAM)
+        carl = children.Process(PROGRAM)
         workers.append(carl)
         wait_until_lost(server, "carl")
         meet(anna, "anna", 1)
@@ -527,12 +529,12 @@ def test_failing_process_of_a_server_ends_with_connected_workers():
         with service.connect(address, RULE, timeout=LIMIT) as center:
             center.join("anna")
             send(center, "anna", 0)
-            said = process.communicate("\n", timeout=LIMIT)[1]
+            stderr = process.communicate("\n", timeout=LIMIT)[1]
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 1
-    assert said.endswith("RuntimeError: it fails\n")
+    assert stderr.endswith("RuntimeError: it fails\n")
 
 
 def test_sessions_that_left_are_released():
@@ -590,10 +592,10 @@ def test_bytes_of_concurrent_exchanges_are_all_counted():
             thread.start()
         for thread in threads:
             thread.join(LIMIT)
-        said = center.status()
-        for way in ("bytes_received", "bytes_sent"):
-            assert said[way] == sum(each[way] for each in said["workers"])
-        assert said["bytes_received"] == len(workers) * exchanges * 8 * 4
+        status = center.status()
+        for name in ("bytes_received", "bytes_sent"):
+            assert status[name] == sum(each[name] for each in status["workers"])
+        assert status["bytes_received"] == len(workers) * exchanges * 8 * 4
 
 
 def test_signs_of_life_continue_after_one_that_raises(monkeypatch, caplog):

@@ -50,8 +50,8 @@ def worker(monitor, name):
     return found
 
 
-def exchanged(session, sequence, anchor=0, value=ONES, **said):
-    session.submit(Submission(sequence, value, anchor_version=anchor, **said))
+def exchanged(session, sequence, anchor=0, value=ONES, **fields):
+    session.submit(Submission(sequence, value, anchor_version=anchor, **fields))
     session.collect(sequence)
 
 
@@ -86,9 +86,9 @@ def test_worker_without_recent_exchanges_has_stalled():
         assert anna["stalled"] >= 23
         assert anna["exchanges_per_second"] == anna["steps_per_second"] == 0
         with service.Observer(server.address) as observer:
-            (said,) = observer.status()["workers"]
-        assert said["stalled"] >= anna["stalled"]
-        assert said["exchanges_per_second"] == 0
+            (status,) = observer.status()["workers"]
+        assert status["stalled"] >= anna["stalled"]
+        assert status["exchanges_per_second"] == 0
         gauge = 'agn_optax_worker_stalled_seconds{worker="anna"} '
         assert gauge in _metrics.exposition(monitor.view()).decode()
         exchanged(session, 2, anchor=1, steps=10)
@@ -279,7 +279,7 @@ def test_rejected_callers_do_not_displace_other_events():
     with watched() as (server, monitor, _):
         monitor.update()
         on_event = server._servicer.on_event
-        on_event("joined", "anna", "life", False, "grpc")
+        on_event("joined", "anna", "1", False, "grpc")
         for n in range(1000):
             error = errors.NotAllowedError(f"number {n}")
             on_event("rejected", f"stranger-{n}", error, "192.0.2.1")
@@ -301,8 +301,8 @@ def test_workers_that_left_last_are_shown():
     with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
-            server._servicer.on_event("joined", f"worker-{n:02}", "life", False, "grpc")
-            server._servicer.on_event("left", f"worker-{n:02}", "life")
+            server._servicer.on_event("joined", f"worker-{n:02}", "1", False, "grpc")
+            server._servicer.on_event("left", f"worker-{n:02}", "1")
         monitor.update()
         shown = [each["name"] for each in monitor.view()["workers"]]
         assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MAX_ENDED, 50)]
@@ -354,11 +354,11 @@ def test_curve_has_points_at_exchanges_and_gaps_between_sessions():
 
 def test_nonfinite_reports_are_null():
     with watched() as (_, monitor, center):
-        said = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
-        exchanged(center.join("anna"), 1, reported=said)
+        reported = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
+        exchanged(center.join("anna"), 1, reported=reported)
         monitor.update()
-        said = json.loads(json.dumps(monitor.view(), allow_nan=False))
-        assert said["workers"][0]["reported"] == {
+        view = json.loads(json.dumps(monitor.view(), allow_nan=False))
+        assert view["workers"][0]["reported"] == {
             "fine": 0.333333,
             "loss": None,
             "scale": None,
@@ -387,7 +387,7 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
         began = time.monotonic()
         for n in range(2 * _monitor._MAX_INBOX):
             answer = centers.Answer(None, n, n)
-            server._servicer.on_event("exchange", "anna", "life", 1, answer)
+            server._servicer.on_event("exchange", "anna", "1", 1, answer)
         assert len(monitor._inbox) == _monitor._MAX_INBOX
         assert time.monotonic() - began < 10
 

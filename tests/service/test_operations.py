@@ -12,7 +12,7 @@ import subprocess
 import numpy as np
 import optax
 import pytest
-from helpers import one_worker, ports, sessions, talking
+from helpers import children, one_worker, ports, sessions
 from helpers.commands import PATIENCE, ROOT, python, succeeds
 from helpers.waiting import wait_until
 
@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch):
     return ports.free_address()
 
 
-def said_by_the_page(section, address):
+def commands_of_the_page(section, address):
     """Return the commands below a heading, with the test's address."""
     _, _, after = PAGE.partition(f"\n## {section}\n")
     assert after, section
@@ -53,7 +53,7 @@ class CommandRunner(contextlib.AbstractContextManager):
     def follow(self, section, address):
         """Run the commands below a heading; servers run in the background."""
         outputs = []
-        for program, command, *arguments in said_by_the_page(section, address):
+        for program, command, *arguments in commands_of_the_page(section, address):
             assert program == "agn-optax"
             if command == "serve":
                 self._serve(arguments)
@@ -93,7 +93,7 @@ def test_workers_continue_through_an_upgrade(place):
     names = [f"w{number}" for number in range(3)]
     with (
         CommandRunner() as served,
-        talking.processes(HERE / "durable_worker.py", 1) as workers,
+        children.processes(HERE / "durable_worker.py", 1) as workers,
     ):
         served.follow("A center", place)
         with service.connect(place, rules.downpour(), timeout=PATIENCE) as center:
@@ -124,10 +124,10 @@ def test_result_of_a_worker_is_the_same_with_upgrades(place, tmp_path):
     serve = [f"--address={place}", *rule, "--journal=center"]
     with (
         CommandRunner() as served,
-        talking.processes(one_worker.__file__, 1) as workers,
+        children.processes(one_worker.__file__, 1) as workers,
     ):
         served._serve(serve)
-        workers[0].tell(do="train", address=place, steps=steps, progress=str(progress))
+        workers[0].send(do="train", address=place, steps=steps, progress=str(progress))
         for part in (1, 2, 3):
             wait_until(
                 lambda p=part: (

@@ -64,7 +64,7 @@ def ask(server, path="/", method="GET", context=None, body=None, **headers):
         return answer.status, answer.headers, answer.read()
 
 
-def said(server, text, timeout=LIMIT):
+def response_to(server, text, timeout=LIMIT):
     """Send any bytes; return all that comes back until the connection ends."""
     with socket.create_connection(place(server), timeout=timeout) as end:
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def test_body_is_never_taken_for_a_request(open_server, head, length):
     """A browser could send this to a foreign name for this host, to evade `Host`."""
     length = length % len(NEXT) if length else b""
     body = head + b"Host: evil.example\r\n" + length + b"\r\n" + NEXT
-    received = said(open_server, body + head + b"Host: evil.example\r\n\r\n")
+    received = response_to(open_server, body + head + b"Host: evil.example\r\n\r\n")
     assert received.count(b"HTTP/1.1 ") == 1
     assert received.startswith(b"HTTP/1.1 421 ")
     assert b"downpour" not in received
@@ -164,7 +164,7 @@ def test_body_is_never_taken_for_a_request(open_server, head, length):
 def test_request_with_a_large_body_gets_its_error(open_server):
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n"
     for _ in range(10):
-        assert b" 405 " in said(open_server, head + b"a" * 500_000)
+        assert b" 405 " in response_to(open_server, head + b"a" * 500_000)
 
 
 def test_metrics_can_be_parsed_by_prometheus(open_server):
@@ -211,7 +211,7 @@ def test_foreign_host_name_is_rejected(open_server):
         assert b"downpour" not in body
     for own in ("localhost:9999", "[::1]:9999", "[::ffff:127.0.0.1]:9999"):
         assert ask(open_server, "/state.json", Host=own)[0] == 200
-    assert b" 400 " in said(open_server, b"GET / HTTP/1.0\r\n\r\n")
+    assert b" 400 " in response_to(open_server, b"GET / HTTP/1.0\r\n\r\n")
 
 
 def test_page_needs_the_tokens_of_the_center():
@@ -271,7 +271,7 @@ def test_page_uses_the_tls_of_the_center(authority):
         assert ask(server, "/state.json", context=trusts)[0] == 401
         found = ask(server, "/state.json", context=trusts, **bearer(LOOKS))
         assert json.loads(found[2])["rule"] == "downpour"
-        assert not said(
+        assert not response_to(
             server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         ).startswith(b"HTTP")
         with pytest.raises(ssl.SSLError):
@@ -323,7 +323,7 @@ def test_bad_addresses_of_the_page_are_rejected(open_server):
     ],
 )
 def test_malformed_request_gets_an_error_and_is_closed(open_server, text, answer):
-    received = said(open_server, text)
+    received = response_to(open_server, text)
     assert received.split(b" ")[1] == answer
     assert b"<script" not in received
     assert ask(open_server, "/state.json")[0] == 200

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import shared, talking
+from helpers import children, shared
 
 from agn_optax import errors, service
 from agn_optax.center import Answer, Submission
@@ -127,9 +127,9 @@ def training(address, name):
             session, version, number = center.join(name), 0, 0
             while not ended.wait(0.05):
                 number += 1
-                said = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
+                fields = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
                 answer = session.exchange(
-                    Submission(number, ONES, anchor_version=version, **said)
+                    Submission(number, ONES, anchor_version=version, **fields)
                 )
                 version = answer.version
 
@@ -152,11 +152,14 @@ def test_page_shows_workers_a_kill_and_a_restart(browser, monkeypatch):
         "limits": service.Limits(lease=3.0),
     }
     shown = BrowserPage(browser)
-    with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
+    with (
+        children.processes(program, 1) as (process,),
+        contextlib.ExitStack() as stack,
+    ):
         server = service.serve(RULE, START, page="127.0.0.1:0", **settings)
         stack.callback(server.stop)
         where = server.page_address
-        process.tell(
+        process.send(
             do="start", address=server.address, names=["worker-1"], elements=[0]
         )
         browser.get(where)
@@ -227,7 +230,7 @@ class _OtherSite(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"<title>elsewhere</title>")
 
-    def log_message(self, *said):
+    def log_message(self, *args):
         pass
 
 
@@ -235,7 +238,7 @@ class _OtherSite(http.server.BaseHTTPRequestHandler):
 ATTACK = """
 const done = arguments[0], received = [];
 const body = "GET /state.json HTTP/1.1\\r\\nHost: localhost\\r\\nX: ";
-const say = async (path, more) => {
+const request = async (path, more) => {
   try {
     const answer = await fetch(path, {cache: "no-store", ...more});
     received.push(answer.status + " " + await answer.text());
@@ -243,8 +246,8 @@ const say = async (path, more) => {
 };
 (async () => {
   for (let i = 0; i < 5; i++) {
-    await say("/", {method: "POST", body});
-    await say("/state.json");
+    await request("/", {method: "POST", body});
+    await request("/state.json");
   }
   done(received);
 })();
@@ -295,7 +298,7 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
                 answer = Answer(None, number + 1, number + 1, staleness=value)
-                server._servicer.on_event("exchange", "a", "life", 1, answer)
+                server._servicer.on_event("exchange", "a", "session", 1, answer)
             server._listeners["page"].monitor.update()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())

@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from helpers import parity_records, talking
+from helpers import children, parity_records
 from helpers.parity_records import ADAM, RECORDS
 from helpers.support import assert_identical
 
@@ -26,7 +26,7 @@ class RemoteParticipant:
         self._process.ask(do="start")
 
     def step(self, event):
-        return talking.from_hex(self._process.ask(do="step", event=event))
+        return children.from_hex(self._process.ask(do="step", event=event))
 
     def close(self):
         self._process.ask(do="close")
@@ -35,7 +35,7 @@ class RemoteParticipant:
 @pytest.fixture(scope="module")
 def processes():
     largest = max(parity_records.load(name)["num_worker"] for name in RECORDS)
-    with talking.processes(PROGRAM, largest) as made:
+    with children.processes(PROGRAM, largest) as made:
         yield made
 
 

@@ -23,11 +23,11 @@ def server():
 @pytest.mark.parametrize("transport", ["memory", "socket", "grpc"])
 def test_every_transport_is_measured_in_both_directions(server, transport):
     with service.Observer(server.address) as observer:
-        way = observer.measure(transport)
-    assert way.transport == transport
-    assert 0 < way.round_trip < 5
-    assert way.up > 1e6
-    assert way.down > 1e6
+        measured = observer.measure(transport)
+    assert measured.transport == transport
+    assert 0 < measured.round_trip < 5
+    assert measured.up > 1e6
+    assert measured.down > 1e6
 
 
 def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
@@ -41,9 +41,9 @@ def test_single_pause_does_not_lower_the_measured_rate(server, monkeypatch):
 
     monkeypatch.setattr(service.sockets.SocketLink, "send", late)
     with service.Observer(server.address) as observer:
-        way = observer.measure("socket")
+        measured = observer.measure("socket")
     assert not pauses
-    assert way.up > 1e6
+    assert measured.up > 1e6
 
 
 def test_probes_do_not_affect_workers(server):
@@ -67,7 +67,7 @@ def linked(server, transport):
     return observer, links.dialled(observer, server, transport)
 
 
-def say(observer, link, frame):
+def send(observer, link, frame):
     with observer._connection.watching(link):
         links.send(link, frame)
         return link.read_header()
@@ -84,7 +84,7 @@ def say(observer, link, frame):
 def test_bad_probes_are_rejected(server, transport, probe, message):
     observer, link = linked(server, transport)
     with observer, pytest.raises(errors.ProtocolError, match=message):
-        say(observer, link, pb.Header(probe=probe))
+        send(observer, link, pb.Header(probe=probe))
 
 
 def test_other_messages_after_a_probe_are_rejected(server):
@@ -102,7 +102,7 @@ def test_number_of_concurrent_measurements_is_limited(server, monkeypatch):
     many = [linked(server, "socket") for _ in range(12)]
     try:
         for observer, link in many:
-            say(observer, link, pb.Header(probe=pb.Probe()))
+            send(observer, link, pb.Header(probe=pb.Probe()))
         # Half of this is the time that a measurement waits for its turn.
         tuning.set_stall_timeout(monkeypatch, 2.0)
         with (

@@ -86,11 +86,14 @@ def test_message_in_flight_does_not_bring_back_a_worker_that_left(transport):
         worker, loop = start(center, period=1, overlap=True)
         loop = worker.exchange(*step(worker, *loop))
         net.cut()
+        before = threading.enumerate()
         worker.exchange(*step(worker, *loop))
+        exchanging = [each for each in threading.enumerate() if each not in before]
         worker.leave()
         net.mend()
-        time.sleep(3)  # only time can show that it does not come back
-        assert not server.center.core.members()[1]
+        for thread in exchanging:
+            thread.join(LIMIT)
+        wait_until(lambda: not server.center.core.members()[1])  # its lease expires
         assert server.center.version == 1
         worker.start()
 
@@ -122,7 +125,8 @@ def test_no_step_is_lost_after_an_exchange_gave_up(transport):
 
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
+def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport, monkeypatch):
+    clock = tuning.ConnectionClock(monkeypatch)
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
         network.Network(server, transport) as net,
@@ -131,11 +135,10 @@ def test_reconnection_timeout_begins_at_the_last_sign_of_life(transport):
     ):
         sessions.join(other, "other")
         worker, loop = start(center, period=1, patience=0)
-        center._connection.timeout = 3.0
+        center._connection.timeout = LIMIT
 
         def hiccup():
-            # Only time can show it: longer than the timeout without a sign of life.
-            time.sleep(4.0)
+            clock.pass_waiting(center, 1.5 * LIMIT)
             net.cut()
             net.mend()
             sessions.exchange(other, ONES, anchor_version=0, worker="other")
@@ -290,8 +293,8 @@ def test_site_joins_anew_a_parent_restarted_from_a_snapshot(tree):
     tree.exchange(2)
     wait_until(lambda: tree.center.status()["degraded"])  # at the end of this period
     tree.exchange(1)
-    said = tree.center.status()["degraded"]
-    assert "goes on without its parent since" in said
+    degraded = tree.center.status()["degraded"]
+    assert "goes on without its parent since" in degraded
     wait_until(lambda: state(tree.site)["degraded"], pause=PAGE)
     with urllib.request.urlopen(f"{tree.site.page_address}metrics") as answer:  # noqa: S310 its own page
         assert b"agn_optax_degraded 1.0" in answer.read()
@@ -325,7 +328,7 @@ def test_site_sends_nothing_again_that_its_restarted_parent_has(tree):
     """Although the site never got the answer."""
     receive = tree.above._remote.answer_in
 
-    def lost(said, link, submission):
+    def lost(snapshot, link, submission):
         tree.above._remote.answer_in = receive
         tree.saves()
         tree.loses()
@@ -382,17 +385,17 @@ def test_chief_waits_while_another_one_initializes_the_center(ends, lively, capl
     ):
         link, frame = links.begin_to_initialize(first, params, "first")
         wait_until(lambda: server._servicer.call_limits.initializations._counts)
-        asked = in_background(
+        initializing = in_background(
             lambda: second.initialize(params + 1, worker="second"), "second"
         )
         wait_until(lambda: "another worker is initializing this center" in caplog.text)
-        assert not asked.done()
+        assert not initializing.done()
         if ends == "breaks off":
             link.cancel()
-            np.testing.assert_array_equal(asked.result(LIMIT).params, params + 1)
+            np.testing.assert_array_equal(initializing.result(LIMIT).params, params + 1)
             return
         link.send(frame)
         link.end()
         with pytest.raises(errors.AlreadyInitializedError, match="'first'"):
-            asked.result(LIMIT)
+            initializing.result(LIMIT)
         np.testing.assert_array_equal(second.pull().params, params)

@@ -206,8 +206,8 @@ def as_bytes(leaves, structure=""):
     packed = io.BytesIO()
     for leaf in leaves:
         proto.serialize_length_prefixed(_trees.pb.Leaf(**leaf), packed)
-    said = _trees.pb.Schema(leaves=packed.getvalue(), structure=structure)
-    return said.SerializeToString()
+    schema = _trees.pb.Schema(leaves=packed.getvalue(), structure=structure)
+    return schema.SerializeToString()
 
 
 LEAF = {"path": "a", "dtype": "float32"}

@@ -9,7 +9,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import sessions, shared, talking
+from helpers import children, sessions, shared
 from helpers.support import shares
 from helpers.waiting import BUSY, wait_until
 
@@ -41,7 +41,7 @@ def connect(server, *transports):
 @pytest.fixture(scope="module")
 def process():
     """A process for all tests, as its start takes longer than they do."""
-    with talking.processes(PROGRAM, 1) as (made,):
+    with children.processes(PROGRAM, 1) as (made,):
         yield made
 
 

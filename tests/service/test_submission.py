@@ -108,9 +108,9 @@ def test_pulled_snapshot_has_a_version_and_answers_nothing(center, monkeypatch):
     found = []
     at_each_snapshot(monkeypatch, found.append)
     assert center.pull().version == 1
-    (said,) = found
-    assert (said.version, said.sequence) == (1, 0)
-    assert not any(map(said.HasField, ("staleness", "norm", "pace", "differences")))
+    (snapshot,) = found
+    assert (snapshot.version, snapshot.sequence) == (1, 0)
+    assert not any(map(snapshot.HasField, ("staleness", "norm", "pace", "differences")))
 
 
 def test_answer_of_a_center_that_leaves_fields_out_has_defaults(center, monkeypatch):

@@ -50,10 +50,9 @@ def connected(server, tls, *transports, rule=RULE, **settings):
         yield center
 
 
-def way(center, worker="anna"):
+def transport_of(center):
     (session,) = center._sessions.values()
-    link = session._link
-    return type(link).__name__.removesuffix("Link").lower()
+    return session.transport
 
 
 def exchanged(server, tls, *transports, **settings):
@@ -64,7 +63,7 @@ def exchanged(server, tls, *transports, **settings):
             answer = sessions.exchange(
                 center, sent, anchor_version=version, worker="anna"
             )
-        return jax.tree.map(np.asarray, answer.params), way(center)
+        return jax.tree.map(np.asarray, answer.params), transport_of(center)
 
 
 @pytest.mark.parametrize("codec", [codecs.identity(), codecs.cast("bfloat16")], ids=str)

@@ -33,8 +33,8 @@ def test_observer_sees_reported_numbers_and_transport(transport, overlap):
         params, state = exchanged(worker, params, state)
         worker.report(loss=0.25)
         params, state = worker.flush(*exchanged(worker, params, state))
-        (said,) = observer.status()["workers"]
-        assert said["reported"] == {"loss": 0.25, "accuracy": 1.0}
+        (status,) = observer.status()["workers"]
+        assert status["reported"] == {"loss": 0.25, "accuracy": 1.0}
 
 
 def test_report_of_other_than_numbers_is_rejected_by_name():

@@ -35,26 +35,26 @@ class Process:
             text=True,
         )
         self.text = ""
-        self._said = queue.Queue()
+        self._progress = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self):
         for line in self.popen.stdout:
             self.text += line
-            if line.startswith("said "):  # skips the output of gloo
-                self._said.put(tuple(map(int, line.split()[1:])))
-        self._said.put(None)
+            if line.startswith("progress "):  # skips the output of gloo
+                self._progress.put(tuple(map(int, line.split()[1:])))
+        self._progress.put(None)
 
     def go(self, steps):
         self.popen.stdin.write(f"{steps}\n")
         self.popen.stdin.flush()
 
-    def said(self):
+    def progress(self):
         """Return the numbers of steps and exchanges that the process has made."""
-        said = self._said.get(timeout=LIMIT)
-        assert said is not None, self.text
-        return said
+        progress = self._progress.get(timeout=LIMIT)
+        assert progress is not None, self.text
+        return progress
 
     def close(self):
         with contextlib.suppress(BrokenPipeError):
@@ -96,8 +96,8 @@ class Worker:
         if steps is not None:
             for process in self.processes:
                 process.go(steps)
-        (said,) = {process.said() for process in self.processes}
-        return said[:2]  # without the bits of the parameters
+        (progress,) = {process.progress() for process in self.processes}
+        return progress[:2]  # without the bits of the parameters
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_workers_of_two_processes_equal_workers_of_one_process(
 ):
     # The workers wait for each other at the barrier.
     server = stack.enter_context(service.serve(pod_worker.RULES[rule], barrier=2))
-    told = (stack, rule, server.address)
-    workers = [Worker(*told, rank, devices) for rank in range(2)]
+    arguments = (stack, rule, server.address)
+    workers = [Worker(*arguments, rank, devices) for rank in range(2)]
     assert [worker.start() for worker in workers] == [(0, 0), (0, 0)]
     assert set(server.center.workers) == {"worker-0", "worker-1"}
     turns = [0, 1, 1, 0, 1, 0]
@@ -155,7 +155,7 @@ def test_workers_of_two_processes_equal_workers_of_one_process(
     assert first.popen.wait(LIMIT) == -signal.SIGABRT
     assert "another task died" in first.text
     assert workers[0].go(3) == (15, 5)
-    again = Worker(*told, 1, devices)
+    again = Worker(*arguments, 1, devices)
     assert again.start() == (0, 0)
     assert again.go(3) == (3, 1)
     assert workers[0].go(3) == (18, 6)

@@ -28,29 +28,29 @@ class Process:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             text=True,
         )
-        self._said = queue.Queue()
+        self._lines = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def tell(self, **command):
+    def send(self, **command):
         """Send a command; `answer` waits for its result."""
         self._popen.stdin.write(json.dumps(command) + "\n")
         self._popen.stdin.flush()
 
     def answer(self):
-        line = self._said.get(timeout=self._timeout)
+        line = self._lines.get(timeout=self._timeout)
         assert line, "the process has ended"
-        said = json.loads(line)
-        assert "error" not in said, said["error"]
-        return said
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer
 
     def ask(self, **command):
-        self.tell(**command)
+        self.send(**command)
         return self.answer()
 
     def answers_already(self):
         """Return whether an answer is available."""
-        return not self._said.empty()
+        return not self._lines.empty()
 
     def kill(self):
         """Kill the process by SIGKILL and release its resources."""
@@ -63,8 +63,8 @@ class Process:
 
     def _read(self):
         for line in self._popen.stdout:
-            self._said.put(line)
-        self._said.put("")
+            self._lines.put(line)
+        self._lines.put("")
 
 
 @contextlib.contextmanager
@@ -79,9 +79,9 @@ def processes(program, count):
             process.kill()
 
 
-def obey(commands):
+def serve_commands(commands):
     """Serve in the process: call ``commands[do](**arguments)`` until stdin ends."""
-    said = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output goes to stderr
     for line in sys.stdin:
         command = json.loads(line)
@@ -89,8 +89,8 @@ def obey(commands):
             answer = commands[command.pop("do")](**command)
         except Exception:
             answer = {"error": traceback.format_exc()}
-        said.write(json.dumps(answer or {}) + "\n")
-        said.flush()
+        output.write(json.dumps(answer or {}) + "\n")
+        output.flush()
 
 
 def as_hex(arrays):
@@ -101,8 +101,8 @@ def as_hex(arrays):
     }
 
 
-def from_hex(said):
+def from_hex(encoded):
     return {
         name: np.frombuffer(bytes.fromhex(text), np.float32).reshape(shape)
-        for name, (shape, text) in said.items()
+        for name, (shape, text) in encoded.items()
     }
