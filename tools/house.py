@@ -80,6 +80,22 @@ def mentions(word: str) -> int:
     )
 
 
+def shared_class_names(folder: pathlib.Path) -> set[str]:
+    """Return the names of classes that are defined in more than one file.
+
+    A leading underscore is ignored, and so is a class that extends one of its name.
+    """
+    files: dict[str, set[pathlib.Path]] = {}
+    for path in python_files(folder):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                name = node.name.lstrip("_")
+                bases = [ast.unparse(base) for base in node.bases]
+                if not any(base.endswith(name) for base in bases):
+                    files.setdefault(name, set()).add(path)
+    return {name for name, paths in files.items() if len(paths) > 1}
+
+
 def has_private_import(path: pathlib.Path) -> bool:
     """Return whether a test imports a private module or name of the package."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -113,6 +129,7 @@ def main() -> None:
         ),
         "files with `weight` in their code": mentions("weight"),
         "docstring summaries that break the style": len(odd),
+        "class names for two things": len(shared_class_names(PACKAGE)),
         "parameters of `serve`": len(inspect.signature(service.serve).parameters),
         "words of the docs": words(pages),
         "test files with private imports": sum(

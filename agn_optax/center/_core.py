@@ -32,7 +32,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations, in_background
-from agn_optax.center._ledger import Batch, Member, State
+from agn_optax.center._ledger import Batch, Member, SessionState
 from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
@@ -58,7 +58,7 @@ class KeptAnswer:
 
 
 @dataclasses.dataclass
-class _Message:
+class _WaitingMessage:
     """A submission that waits to be applied."""
 
     submission: Submission  # with its contribution as the store takes it
@@ -85,7 +85,7 @@ class _FinitenessCheck:
     """Messages to be applied if the device reports that the center stays finite."""
 
     batch: Batch
-    messages: list[_Message]
+    messages: list[_WaitingMessage]
     prepared: Prepared
     store: Store
     has_thread: bool = False  # whether a thread was started to wait for the device
@@ -128,7 +128,7 @@ class Core:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
-        self._messages: dict[str, _Message] = {}  # of the waiting workers
+        self._messages: dict[str, _WaitingMessage] = {}  # of the waiting workers
         self._answers: dict[str, KeptAnswer] = {}  # not yet acknowledged, by worker
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
         self._connection_closers: dict[str, Callable[[], None]] = {}  # by worker
@@ -444,7 +444,7 @@ class Core:
 
     # For sessions. Hold the lock to call these, except `_examine` and `_run_check`.
 
-    def _examine(self, submission: Submission) -> _Message:
+    def _examine(self, submission: Submission) -> _WaitingMessage:
         """Place a contribution on the center's device, and measure its message."""
         store, limits, size = self.store, self.ledger.rejections.limits, None
         contribution = store.check_and_place(submission.contribution)
@@ -457,7 +457,7 @@ class Core:
                 if limits.element is not None:
                     largest = float(store.largest(contribution, version.params))
                 size = Size(float(norm), largest)
-        return _Message(submission, norm, size, threading.Condition(self._lock))
+        return _WaitingMessage(submission, norm, size, threading.Condition(self._lock))
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
@@ -579,7 +579,7 @@ class Core:
     def _end_batch(
         self,
         batch: Batch,
-        messages: list[_Message],
+        messages: list[_WaitingMessage],
         prepared: Prepared | None,
         failure: Exception | None = None,
     ) -> None:
@@ -605,7 +605,9 @@ class Core:
             else:
                 self._answer(batch, messages, before)
 
-    def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
+    def _answer(
+        self, batch: Batch, messages: list[_WaitingMessage], before: Version
+    ) -> None:
         """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())
@@ -664,14 +666,14 @@ class Core:
     def _release(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""
         member = self.ledger.registered().get(worker)
-        state = State.ENDED if member is None else member.state
+        state = SessionState.ENDED if member is None else member.state
         message = self._messages.get(worker)
-        if message is not None and state is not State.WAITING:
+        if message is not None and state is not SessionState.WAITING:
             del self._messages[worker]
             message.done.notify_all()
-        if state is not State.ANSWERED:
+        if state is not SessionState.ANSWERED:
             self._release_answer(worker)
-        if state is not State.IDLE:
+        if state is not SessionState.IDLE:
             self._failures.pop(worker, None)
 
     def _close_connection(self, worker: str) -> None:
@@ -752,7 +754,7 @@ class Core:
 
 
 def _applied(
-    batch: Batch, messages: list[_Message]
+    batch: Batch, messages: list[_WaitingMessage]
 ) -> tuple[list[Submission], list[int], list[float] | None, int]:
     """Return the messages to be applied, as arguments of `Store.prepare`.
 
@@ -839,7 +841,7 @@ class LocalSession(Session):
                 if member.sequence == sequence:
                     kept = core._answers.get(worker)
                     return kept or core._repeated_answer(worker, member)
-                if member.state is not State.WAITING:
+                if member.state is not SessionState.WAITING:
                     raise errors.WorkerStateError(
                         f"worker {worker!r} asks for the answer to exchange "
                         f"{sequence}, but its last one was {member.sequence}"

@@ -35,7 +35,7 @@ from agn_optax.center._recent import Recent
 from agn_optax.center._submission import Submission
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """The states of a worker's session."""
 
     IDLE = "no exchange is under way"
@@ -46,26 +46,35 @@ class State(enum.Enum):
 
 # The state of a session after an event, by its state before and the event.
 NEXT = {
-    (State.IDLE, "join"): State.IDLE,
-    (State.IDLE, "submit"): State.WAITING,
-    (State.IDLE, "repeat"): State.IDLE,  # the current center is the answer
-    (State.IDLE, "acknowledge"): State.IDLE,
-    (State.IDLE, "disconnect"): State.IDLE,
-    (State.IDLE, "leave"): State.ENDED,
-    (State.WAITING, "join"): State.WAITING,
-    (State.WAITING, "repeat"): State.WAITING,
-    (State.WAITING, "settle"): State.ANSWERED,
-    (State.WAITING, "fail"): State.IDLE,  # as if the message had not been sent
-    (State.WAITING, "acknowledge"): State.WAITING,
-    (State.WAITING, "disconnect"): State.WAITING,
-    (State.WAITING, "leave"): State.ENDED,
-    (State.ANSWERED, "join"): State.ANSWERED,
-    (State.ANSWERED, "submit"): State.WAITING,  # acknowledges the answer, too
-    (State.ANSWERED, "repeat"): State.ANSWERED,
-    (State.ANSWERED, "acknowledge"): State.IDLE,
-    (State.ANSWERED, "disconnect"): State.ANSWERED,
-    (State.ANSWERED, "leave"): State.ENDED,
-    (State.ENDED, "join"): State.IDLE,
+    (SessionState.IDLE, "join"): SessionState.IDLE,
+    (SessionState.IDLE, "submit"): SessionState.WAITING,
+    (
+        SessionState.IDLE,
+        "repeat",
+    ): SessionState.IDLE,  # the current center is the answer
+    (SessionState.IDLE, "acknowledge"): SessionState.IDLE,
+    (SessionState.IDLE, "disconnect"): SessionState.IDLE,
+    (SessionState.IDLE, "leave"): SessionState.ENDED,
+    (SessionState.WAITING, "join"): SessionState.WAITING,
+    (SessionState.WAITING, "repeat"): SessionState.WAITING,
+    (SessionState.WAITING, "settle"): SessionState.ANSWERED,
+    (
+        SessionState.WAITING,
+        "fail",
+    ): SessionState.IDLE,  # as if the message had not been sent
+    (SessionState.WAITING, "acknowledge"): SessionState.WAITING,
+    (SessionState.WAITING, "disconnect"): SessionState.WAITING,
+    (SessionState.WAITING, "leave"): SessionState.ENDED,
+    (SessionState.ANSWERED, "join"): SessionState.ANSWERED,
+    (
+        SessionState.ANSWERED,
+        "submit",
+    ): SessionState.WAITING,  # acknowledges the answer, too
+    (SessionState.ANSWERED, "repeat"): SessionState.ANSWERED,
+    (SessionState.ANSWERED, "acknowledge"): SessionState.IDLE,
+    (SessionState.ANSWERED, "disconnect"): SessionState.ANSWERED,
+    (SessionState.ANSWERED, "leave"): SessionState.ENDED,
+    (SessionState.ENDED, "join"): SessionState.IDLE,
 }
 
 
@@ -79,7 +88,7 @@ class Member:
     joined: float  # time, s
     seen: float  # time of its last message or heartbeat, s
     recent: Recent  # its recent exchanges: applied messages and local steps
-    state: State = State.IDLE
+    state: SessionState = SessionState.IDLE
     connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
     # Seconds without a heartbeat after which its session ends; None if it sends none.
@@ -101,7 +110,7 @@ class Member:
     @property
     def has_ended(self) -> bool:
         """True if the session has ended; its last exchange is still remembered."""
-        return self.state is State.ENDED
+        return self.state is SessionState.ENDED
 
 
 # Fields without a meaning in the next process, which has other connections.
@@ -343,7 +352,7 @@ class Ledger:
                 f"{member.sequence}"
             )
         is_last = sequence == member.sequence
-        if is_last or member.state is State.WAITING:
+        if is_last or member.state is SessionState.WAITING:
             member.state = NEXT[member.state, "repeat"]
         else:
             member.state = NEXT[member.state, "submit"]

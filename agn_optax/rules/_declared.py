@@ -23,7 +23,7 @@ Variables = Mapping[str, Any]  # the variables that an update function closes ov
 WIDTHS: tuple[Reads, ...] = ("element", "leaf", "tree")
 
 
-class Entry(NamedTuple):
+class Declaration(NamedTuple):
     """The declared properties of the transformations that one function makes."""
 
     # The part of the arguments that an element of the result depends on: that element,
@@ -62,32 +62,32 @@ def _unknown() -> None:
     """Stand for a transformation that is not in the table."""
 
 
-_CORNERS = Entry(at_corners=True)
-_ELEMENT = Entry()
-_LEAF = Entry("leaf")
+_CORNERS = Declaration(at_corners=True)
+_ELEMENT = Declaration()
+_LEAF = Declaration("leaf")
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, Declaration] = {
     # Functions that combine or wrap other transformations.
-    "optax.chain": Entry(inner="update_fns", at_corners=True),
-    "optax.with_extra_args_support": Entry(inner="tx", at_corners=True),
-    "optax.named_chain": Entry(inner="transforms"),
-    "optax.conditionally_mask": Entry(inner="inner"),
-    "optax.conditionally_transform": Entry(inner="inner"),
-    "optax.inject_hyperparams": Entry(inner=_made_by_factory),
+    "optax.chain": Declaration(inner="update_fns", at_corners=True),
+    "optax.with_extra_args_support": Declaration(inner="tx", at_corners=True),
+    "optax.named_chain": Declaration(inner="transforms"),
+    "optax.conditionally_mask": Declaration(inner="inner"),
+    "optax.conditionally_transform": Declaration(inner="inner"),
+    "optax.inject_hyperparams": Declaration(inner=_made_by_factory),
     # A mask may depend on the names and shapes of leaves, and on their number.
-    "optax.masked": Entry(
+    "optax.masked": Declaration(
         lambda own: "element" if isinstance(own.get("mask"), bool) else "tree",
         inner="inner",
     ),
-    "optax.schedule_free": Entry(inner="base_optimizer"),
-    "agn_optax.buffered": Entry(
+    "optax.schedule_free": Declaration(inner="base_optimizer"),
+    "agn_optax.buffered": Declaration(
         lambda own: "leaf" if own["is_radial"] else "element", inner="optimizer"
     ),
-    "agn_optax.by_local_steps": Entry(inner="optimizer"),
-    "agn_optax.elementwise": Entry(inner="optimizer", at_corners=True),
-    "agn_optax.primal_averaging": Entry(inner="optimizer"),
-    "agn_optax.restart_momentum": Entry(inner="optimizer"),
-    "agn_optax.stateless": Entry(inner="update", at_corners=True),
+    "agn_optax.by_local_steps": Declaration(inner="optimizer"),
+    "agn_optax.elementwise": Declaration(inner="optimizer", at_corners=True),
+    "agn_optax.primal_averaging": Declaration(inner="optimizer"),
+    "agn_optax.restart_momentum": Declaration(inner="optimizer"),
+    "agn_optax.stateless": Declaration(inner="update", at_corners=True),
     # Transformations of each element.
     "agn_optax.accumulate": _ELEMENT,
     "agn_optax.delayed_nesterov": _ELEMENT,
@@ -146,7 +146,7 @@ TABLE: dict[str, Entry] = {
     "optax.scale_by_trust_ratio": _LEAF,
     "optax.zero_nans": _LEAF,  # its state has a flag for each leaf
     # These read the whole tree; they are listed for their corners.
-    "optax.clip_by_global_norm": Entry("tree", at_corners=True),
+    "optax.clip_by_global_norm": Declaration("tree", at_corners=True),
 }
 
 
@@ -165,7 +165,7 @@ def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
     while _is_transform(update):
         update = update.update
     maker, own = _origin(update)
-    entry = TABLE.get(maker, Entry("tree"))
+    entry = TABLE.get(maker, Declaration("tree"))
     reads = entry.reads(own) if callable(entry.reads) else entry.reads
     yield Part(maker, reads, entry.at_corners)
     if entry.inner is None or (trusting and maker == "agn_optax.elementwise"):

@@ -11,7 +11,7 @@ the fragment, and returns the new ones:
               it; if an earlier attempt has failed, send the same message again
     receive   wait for the answer to a message in the background, and adopt it
 
-The `Machine` has the state of the exchange, and decides which action is next.
+The `ExchangeMachine` has the state of the exchange, and decides which action is next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center import Answer, Center, Session, Snapshot, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message, was_not_applied
-from agn_optax.worker._machine import Counts, Machine, State
+from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
 from agn_optax.worker._programs import (
     AT_ONCE,
@@ -97,7 +97,9 @@ class FragmentWorker:
         self.center = center
         self.name = name
         self.programs = programs(center.rule, inner, gradients, adoption)
-        self.machine = Machine(overlap=overlap, delay=adoption.delay, patience=patience)
+        self.machine = ExchangeMachine(
+            overlap=overlap, delay=adoption.delay, patience=patience
+        )
         self.message: Message | None = None
         self.session: Any = None
         self.reported: dict[str, Any] = {}

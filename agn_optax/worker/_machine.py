@@ -80,7 +80,7 @@ class Counts(NamedTuple):
         return Counts(self.steps + steps, self.weight if weight is None else weight)
 
 
-class Machine:
+class ExchangeMachine:
     """The state of a worker's exchanges, or of those of one fragment.
 
     Args:

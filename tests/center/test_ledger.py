@@ -28,7 +28,7 @@ from agn_optax.center import (
     Synchronous,
     _ledger,
 )
-from agn_optax.center._ledger import NEXT, State
+from agn_optax.center._ledger import NEXT, SessionState
 from agn_optax.center._message_limits import Rejection
 
 MODES = [
@@ -72,10 +72,10 @@ class KnownSession:
     @property
     def state(self):
         if self.has_ended:
-            return State.ENDED
+            return SessionState.ENDED
         if self.message:
-            return State.WAITING
-        return State.ANSWERED if self.owed else State.IDLE
+            return SessionState.WAITING
+        return SessionState.ANSWERED if self.owed else SessionState.IDLE
 
 
 class Commands(RuleBasedStateMachine):
@@ -512,17 +512,17 @@ def test_every_command_in_every_state(mode, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("state", SessionState, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
 def test_transition_table_matches_the_commands(state, event):
     """Events that are not in the table are rejected or have no effect."""
     ledger = make_ledger(Synchronous(quorum=1), "a")
-    if state is not State.IDLE:
+    if state is not SessionState.IDLE:
         send(ledger, "a")
-    waiting = ledger.due(0.0) if state is State.ANSWERED else None
-    if state is State.ANSWERED:
+    waiting = ledger.due(0.0) if state is SessionState.ANSWERED else None
+    if state is SessionState.ANSWERED:
         ledger.settle(waiting, 0.0)
-    elif state is State.ENDED:
+    elif state is SessionState.ENDED:
         ledger.leave("a", "1")
     member = ledger.find("a")
     assert member.state is state
@@ -531,7 +531,7 @@ def test_transition_table_matches_the_commands(state, event):
         "join": lambda: ledger.join("a", "1", 0.0),
         "submit": lambda: ledger.submit("a", "1", Submission(last + 1, None, 0), 0.0),
         "repeat": lambda: ledger.submit(
-            "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
+            "a", "1", Submission(last + (state is SessionState.WAITING), None, 0), 0.0
         ),
         "settle": lambda: ledger.settle(ledger.due(0.0), 0.0),
         "fail": lambda: ledger.fail(ledger.due(0.0)),
@@ -539,19 +539,19 @@ def test_transition_table_matches_the_commands(state, event):
         "disconnect": lambda: ledger.disconnect("a", "1", 1, 0.0),
         "leave": lambda: ledger.leave("a", "1"),
     }
-    if event in ("settle", "fail") and state is not State.WAITING:
+    if event in ("settle", "fail") and state is not SessionState.WAITING:
         assert (state, event) not in NEXT
         assert ledger.due(0.0) is None  # there is nothing to settle
         return
-    if event == "repeat" and state is State.IDLE:
+    if event == "repeat" and state is SessionState.IDLE:
         # Repeat a finished exchange whose response was acknowledged.
         assert exchange(ledger, "a") == "a"
         ledger.acknowledge("a", "1", 1)
         last = 1
-    rejected = state is State.ENDED and event in ("submit", "repeat")
-    without_effect = state is State.ENDED and event != "join" and not rejected
+    rejected = state is SessionState.ENDED and event in ("submit", "repeat")
+    without_effect = state is SessionState.ENDED and event != "join" and not rejected
     # A second submit while a message waits repeats that message.
-    same = (state, event) == (State.WAITING, "submit")
+    same = (state, event) == (SessionState.WAITING, "submit")
     if rejected:
         with pytest.raises(errors.WorkerStateError, match="join again"):
             commands[event]()
@@ -938,12 +938,12 @@ def test_only_the_last_exchange_can_be_acknowledged():
         ("nobody", "1", 1),
     ):
         ledger.acknowledge(worker, session_id, sequence)
-        assert ledger.find("a").state is State.ANSWERED
+        assert ledger.find("a").state is SessionState.ANSWERED
     ledger.acknowledge("a", "1", 1)
-    assert ledger.find("a").state is State.IDLE
+    assert ledger.find("a").state is SessionState.IDLE
     # The exchange stays settled.
     assert not ledger.submit("a", "1", Submission(1, None, 0), 0.0)
-    assert ledger.find("a").state is State.IDLE
+    assert ledger.find("a").state is SessionState.IDLE
 
 
 def test_taken_name_is_rejected():
@@ -1106,7 +1106,7 @@ def test_message_that_failed_to_apply_counts_as_never_received():
     ledger = make_ledger(BoundedStaleness(rounds=0), "ab")
     send(ledger, "a")
     ledger.fail(ledger.due(0.0))
-    assert ledger.find("a").state is State.IDLE
+    assert ledger.find("a").state is SessionState.IDLE
     assert ledger.version == ledger.find("a").sequence == 0
     assert take(ledger) == ""
     assert exchange(ledger, "a") == "a"

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agn_optax.worker._machine import NEXT, Counts, Machine, State
+from agn_optax.worker._machine import NEXT, Counts, ExchangeMachine, State
 
 EVENTS = sorted({event for _, event in NEXT})
 NOTHING = Counts()
@@ -32,7 +32,7 @@ def happen(machine, event):
 
 def machine_in(state, **how):
     """Return a machine in a state, after an exchange for which it has waited."""
-    machine = Machine(**how)
+    machine = ExchangeMachine(**how)
     events = {
         State.NO_SESSION: [],
         State.LOCAL: ["start"],
@@ -75,7 +75,7 @@ class Events(RuleBasedStateMachine):
     )
     def create(self, overlap, delay, patience):
         self.overlap, self.delay, self.patience = overlap, delay, patience
-        self.machine = Machine(overlap=overlap, delay=delay, patience=patience)
+        self.machine = ExchangeMachine(overlap=overlap, delay=delay, patience=patience)
         self.state = State.NO_SESSION
         self.exchanges = self.settled = 0
         self.round, self.arrays, self.message = [], [], []

@@ -22,7 +22,7 @@ from agn_optax.ops.cli import (
 )
 
 
-class _Group(_options.Flags, TyperGroup):
+class _Commands(_options.Flags, TyperGroup):
     """A group of subcommands that prints an error of this package in one line.
 
     The exit code is then 2 for wrong usage, and 1 otherwise.
@@ -39,7 +39,7 @@ class _Group(_options.Flags, TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_Commands,
     help="Asynchronous training with a center: serve, watch and check a center, launch "
     "workers, and plan what training will cost.",
     no_args_is_help=True,

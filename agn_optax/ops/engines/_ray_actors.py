@@ -50,7 +50,7 @@ class NewOutput(NamedTuple):
     outcome: Outcome | None
 
 
-class Supervisor:
+class ProgramActor:
     """An actor that runs one program at a time, and keeps its latest output."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Supervisor:
             self._news.notify_all()
 
 
-class CenterActor(Supervisor):
+class CenterActor(ProgramActor):
     """The actor that serves a run's center from its storage.
 
     Args:
@@ -164,7 +164,7 @@ class CenterActor(Supervisor):
         self._emit(CENTER, f"agn-optax: the drained center's checkpoint is in {kept}")
 
 
-class WorkerActor(Supervisor):
+class WorkerActor(ProgramActor):
     """The actor of a worker.
 
     Args:
