@@ -150,7 +150,8 @@ def enough(runs: Runs) -> list[str]:
         )
     head = (
         "parameters, workers, period, busy, shards, memory per shard, if spread, "
-        "tree of centers, hosts, memory per shard, delay to the root, "
+        "tree of centers, hosts of the tree, memory per shard of it, "
+        "delay to the root, "
         "bottleneck at the root"
     )
     return table(head.split(", "), rows)

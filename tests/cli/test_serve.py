@@ -421,6 +421,17 @@ def test_bad_settings_are_rejected(arguments, message):
     assert "Traceback" not in output
 
 
+def test_serve_says_that_a_center_on_disk_continues(tmp_path, address):
+    rule, folder = rules.downpour(), tmp_path / "journal"
+    ones = jnp.ones(2)
+    with agn_optax.LocalCenter(rule, ones, durability=Journal(folder)) as center:
+        sessions.exchange(center, ones, anchor_version=0, worker="anna")
+    result = serve(address, rule, "--rule=downpour", f"--journal={folder}", "--open")
+    assert result.stdout == (
+        f"serving downpour at {address}\ncontinuing at version 1, which was on disk\n"
+    )
+
+
 def test_serve_reads_options_from_a_file(tmp_path, address):
     path = tmp_path / "center.toml"
     path.write_text(
@@ -471,6 +482,7 @@ def test_serve_imports_its_rule_and_prints_json(training, address):
         "event": "serving",
         "rule": "easgd",
         "address": address,
+        "version": 0,
         "direct_address": None,
         "token": None,
         "page": None,

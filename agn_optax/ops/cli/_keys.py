@@ -34,7 +34,8 @@ def keys(
     operator: Annotated[
         _Names | None,
         typer.Option(
-            metavar="NAME", help="Name of an operator, who may watch and drain."
+            metavar="NAME",
+            help="Name of an operator, who may watch, pull, save and drain.",
         ),
     ] = None,
     days: Annotated[

@@ -72,8 +72,10 @@ def serve(
             _store_token(stack, server.address, token)
         if center.address_file is not None:
             stack.enter_context(service.published(server.address, center.address_file))
+        version = server.center.version if server.center.core.is_initialized else 0
         text = [
             f"serving {center_rule.name} at {server.address}",
+            f"continuing at version {version}, which was on disk" if version else "",
             server.direct_address and f"direct connections at {server.direct_address}",
             token and f"token {token}",
             server.page_address and f"page at {server.page_address}",
@@ -85,6 +87,7 @@ def serve(
             event="serving",
             rule=center_rule.name,
             address=server.address,
+            version=version,
             direct_address=server.direct_address,
             token=token or None,
             page=server.page_address,

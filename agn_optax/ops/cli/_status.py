@@ -18,7 +18,8 @@ from agn_optax.ops.cli import _options, _table
 Address = Annotated[
     str,
     typer.Argument(
-        metavar="ADDRESS", help="Address of the center: HOST:PORT or unix:PATH."
+        metavar="ADDRESS",
+        help="Address of the center: HOST:PORT, unix:PATH or file:PATH.",
     ),
 ]
 Addresses = Annotated[
@@ -26,7 +27,7 @@ Addresses = Annotated[
     typer.Argument(
         metavar="ADDRESS[,ADDRESS...]",
         help="Address of the center; or of each of its shards, or of several centers: "
-        "HOST:PORT or unix:PATH.",
+        "HOST:PORT, unix:PATH or file:PATH.",
     ),
 ]
 Timeout = Annotated[
