@@ -535,7 +535,7 @@ def test_worker_on_two_nodes_continues_after_its_time_limit(here, cluster):
     # SLURM sends this signal when the time limit is near.
     cluster("scancel", "--batch", "--signal=USR1", f"{jobs['workers']}_0")
     wait_until(lambda: not cluster.queue)
-    assert [path.read_text() for path in first] == ["2 2 told"] * 2
+    assert [path.read_text() for path in first] == ["2 2 terminated"] * 2
     second = [here / f"worker-0.{process}.1" for process in range(2)]
     assert [path.read_text() for path in second] == ["2 2 ended"] * 2
 
