@@ -72,10 +72,10 @@ def launch_command(
     AGN_OPTAX_RANK, AGN_OPTAX_WORKERS, AGN_OPTAX_WORKER (the worker's name) and
     AGN_OPTAX_RULE (the center's rule), which agn_optax.service.environment() reads; and
     AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE, by which the center knows the worker's
-    name. worker-0 may be the chief. On this machine all programs are ended together, and the exit code is that of
-    the first of these that failed: the center during the run, a worker, the center at
-    its end. With --json, a summary is printed to stdout, and all other lines go to
-    stderr.
+    name. worker-0 may be the chief. On this machine all programs are ended together,
+    and the exit code is that of the first of these that failed: the center during the
+    run, a worker, the center at its end. With --json, a summary is printed to stdout,
+    and all other lines go to stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
 
