@@ -32,7 +32,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations, in_background
-from agn_optax.center._ledger import Batch, Member, SessionState
+from agn_optax.center._ledger import Batch, Member, Stage
 from agn_optax.center._message_limits import Rejection, Size
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
@@ -666,14 +666,14 @@ class Core:
     def _release(self, worker: str) -> None:
         """Release the message, answer and error that a worker's state does not need."""
         member = self.ledger.registered().get(worker)
-        state = SessionState.ENDED if member is None else member.state
+        state = Stage.ENDED if member is None else member.state
         message = self._messages.get(worker)
-        if message is not None and state is not SessionState.WAITING:
+        if message is not None and state is not Stage.WAITING:
             del self._messages[worker]
             message.done.notify_all()
-        if state is not SessionState.ANSWERED:
+        if state is not Stage.ANSWERED:
             self._release_answer(worker)
-        if state is not SessionState.IDLE:
+        if state is not Stage.IDLE:
             self._failures.pop(worker, None)
 
     def _close_connection(self, worker: str) -> None:
@@ -841,7 +841,7 @@ class LocalSession(Session):
                 if member.sequence == sequence:
                     kept = core._answers.get(worker)
                     return kept or core._repeated_answer(worker, member)
-                if member.state is not SessionState.WAITING:
+                if member.state is not Stage.WAITING:
                     raise errors.WorkerStateError(
                         f"worker {worker!r} asks for the answer to exchange "
                         f"{sequence}, but its last one was {member.sequence}"

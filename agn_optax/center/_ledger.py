@@ -35,7 +35,7 @@ from agn_optax.center._recent import Recent
 from agn_optax.center._submission import Submission
 
 
-class SessionState(enum.Enum):
+class Stage(enum.Enum):
     """The states of a worker's session."""
 
     IDLE = "no exchange is under way"
@@ -46,35 +46,26 @@ class SessionState(enum.Enum):
 
 # The state of a session after an event, by its state before and the event.
 NEXT = {
-    (SessionState.IDLE, "join"): SessionState.IDLE,
-    (SessionState.IDLE, "submit"): SessionState.WAITING,
-    (
-        SessionState.IDLE,
-        "repeat",
-    ): SessionState.IDLE,  # the current center is the answer
-    (SessionState.IDLE, "acknowledge"): SessionState.IDLE,
-    (SessionState.IDLE, "disconnect"): SessionState.IDLE,
-    (SessionState.IDLE, "leave"): SessionState.ENDED,
-    (SessionState.WAITING, "join"): SessionState.WAITING,
-    (SessionState.WAITING, "repeat"): SessionState.WAITING,
-    (SessionState.WAITING, "settle"): SessionState.ANSWERED,
-    (
-        SessionState.WAITING,
-        "fail",
-    ): SessionState.IDLE,  # as if the message had not been sent
-    (SessionState.WAITING, "acknowledge"): SessionState.WAITING,
-    (SessionState.WAITING, "disconnect"): SessionState.WAITING,
-    (SessionState.WAITING, "leave"): SessionState.ENDED,
-    (SessionState.ANSWERED, "join"): SessionState.ANSWERED,
-    (
-        SessionState.ANSWERED,
-        "submit",
-    ): SessionState.WAITING,  # acknowledges the answer, too
-    (SessionState.ANSWERED, "repeat"): SessionState.ANSWERED,
-    (SessionState.ANSWERED, "acknowledge"): SessionState.IDLE,
-    (SessionState.ANSWERED, "disconnect"): SessionState.ANSWERED,
-    (SessionState.ANSWERED, "leave"): SessionState.ENDED,
-    (SessionState.ENDED, "join"): SessionState.IDLE,
+    (Stage.IDLE, "join"): Stage.IDLE,
+    (Stage.IDLE, "submit"): Stage.WAITING,
+    (Stage.IDLE, "repeat"): Stage.IDLE,  # the current center is the answer
+    (Stage.IDLE, "acknowledge"): Stage.IDLE,
+    (Stage.IDLE, "disconnect"): Stage.IDLE,
+    (Stage.IDLE, "leave"): Stage.ENDED,
+    (Stage.WAITING, "join"): Stage.WAITING,
+    (Stage.WAITING, "repeat"): Stage.WAITING,
+    (Stage.WAITING, "settle"): Stage.ANSWERED,
+    (Stage.WAITING, "fail"): Stage.IDLE,  # as if the message had not been sent
+    (Stage.WAITING, "acknowledge"): Stage.WAITING,
+    (Stage.WAITING, "disconnect"): Stage.WAITING,
+    (Stage.WAITING, "leave"): Stage.ENDED,
+    (Stage.ANSWERED, "join"): Stage.ANSWERED,
+    (Stage.ANSWERED, "submit"): Stage.WAITING,  # acknowledges the answer, too
+    (Stage.ANSWERED, "repeat"): Stage.ANSWERED,
+    (Stage.ANSWERED, "acknowledge"): Stage.IDLE,
+    (Stage.ANSWERED, "disconnect"): Stage.ANSWERED,
+    (Stage.ANSWERED, "leave"): Stage.ENDED,
+    (Stage.ENDED, "join"): Stage.IDLE,
 }
 
 
@@ -88,7 +79,7 @@ class Member:
     joined: float  # time, s
     seen: float  # time of its last message or heartbeat, s
     recent: Recent  # its recent exchanges: applied messages and local steps
-    state: SessionState = SessionState.IDLE
+    state: Stage = Stage.IDLE
     connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
     # Seconds without a heartbeat after which its session ends; None if it sends none.
@@ -110,7 +101,7 @@ class Member:
     @property
     def has_ended(self) -> bool:
         """True if the session has ended; its last exchange is still remembered."""
-        return self.state is SessionState.ENDED
+        return self.state is Stage.ENDED
 
 
 # Fields without a meaning in the next process, which has other connections.
@@ -352,7 +343,7 @@ class Ledger:
                 f"{member.sequence}"
             )
         is_last = sequence == member.sequence
-        if is_last or member.state is SessionState.WAITING:
+        if is_last or member.state is Stage.WAITING:
             member.state = NEXT[member.state, "repeat"]
         else:
             member.state = NEXT[member.state, "submit"]

@@ -28,7 +28,7 @@ from agn_optax.center import (
     Synchronous,
     _ledger,
 )
-from agn_optax.center._ledger import NEXT, SessionState
+from agn_optax.center._ledger import NEXT, Stage
 from agn_optax.center._message_limits import Rejection
 
 MODES = [
@@ -72,10 +72,10 @@ class KnownSession:
     @property
     def state(self):
         if self.has_ended:
-            return SessionState.ENDED
+            return Stage.ENDED
         if self.message:
-            return SessionState.WAITING
-        return SessionState.ANSWERED if self.owed else SessionState.IDLE
+            return Stage.WAITING
+        return Stage.ANSWERED if self.owed else Stage.IDLE
 
 
 class Commands(RuleBasedStateMachine):
@@ -512,17 +512,17 @@ def test_every_command_in_every_state(mode, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("state", SessionState, ids=lambda state: state.name)
+@pytest.mark.parametrize("state", Stage, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
 def test_transition_table_matches_the_commands(state, event):
     """Events that are not in the table are rejected or have no effect."""
     ledger = make_ledger(Synchronous(quorum=1), "a")
-    if state is not SessionState.IDLE:
+    if state is not Stage.IDLE:
         send(ledger, "a")
-    waiting = ledger.due(0.0) if state is SessionState.ANSWERED else None
-    if state is SessionState.ANSWERED:
+    waiting = ledger.due(0.0) if state is Stage.ANSWERED else None
+    if state is Stage.ANSWERED:
         ledger.settle(waiting, 0.0)
-    elif state is SessionState.ENDED:
+    elif state is Stage.ENDED:
         ledger.leave("a", "1")
     member = ledger.find("a")
     assert member.state is state
@@ -531,7 +531,7 @@ def test_transition_table_matches_the_commands(state, event):
         "join": lambda: ledger.join("a", "1", 0.0),
         "submit": lambda: ledger.submit("a", "1", Submission(last + 1, None, 0), 0.0),
         "repeat": lambda: ledger.submit(
-            "a", "1", Submission(last + (state is SessionState.WAITING), None, 0), 0.0
+            "a", "1", Submission(last + (state is Stage.WAITING), None, 0), 0.0
         ),
         "settle": lambda: ledger.settle(ledger.due(0.0), 0.0),
         "fail": lambda: ledger.fail(ledger.due(0.0)),
@@ -539,19 +539,19 @@ def test_transition_table_matches_the_commands(state, event):
         "disconnect": lambda: ledger.disconnect("a", "1", 1, 0.0),
         "leave": lambda: ledger.leave("a", "1"),
     }
-    if event in ("settle", "fail") and state is not SessionState.WAITING:
+    if event in ("settle", "fail") and state is not Stage.WAITING:
         assert (state, event) not in NEXT
         assert ledger.due(0.0) is None  # there is nothing to settle
         return
-    if event == "repeat" and state is SessionState.IDLE:
+    if event == "repeat" and state is Stage.IDLE:
         # Repeat a finished exchange whose response was acknowledged.
         assert exchange(ledger, "a") == "a"
         ledger.acknowledge("a", "1", 1)
         last = 1
-    rejected = state is SessionState.ENDED and event in ("submit", "repeat")
-    without_effect = state is SessionState.ENDED and event != "join" and not rejected
+    rejected = state is Stage.ENDED and event in ("submit", "repeat")
+    without_effect = state is Stage.ENDED and event != "join" and not rejected
     # A second submit while a message waits repeats that message.
-    same = (state, event) == (SessionState.WAITING, "submit")
+    same = (state, event) == (Stage.WAITING, "submit")
     if rejected:
         with pytest.raises(errors.WorkerStateError, match="join again"):
             commands[event]()
@@ -938,12 +938,12 @@ def test_only_the_last_exchange_can_be_acknowledged():
         ("nobody", "1", 1),
     ):
         ledger.acknowledge(worker, session_id, sequence)
-        assert ledger.find("a").state is SessionState.ANSWERED
+        assert ledger.find("a").state is Stage.ANSWERED
     ledger.acknowledge("a", "1", 1)
-    assert ledger.find("a").state is SessionState.IDLE
+    assert ledger.find("a").state is Stage.IDLE
     # The exchange stays settled.
     assert not ledger.submit("a", "1", Submission(1, None, 0), 0.0)
-    assert ledger.find("a").state is SessionState.IDLE
+    assert ledger.find("a").state is Stage.IDLE
 
 
 def test_taken_name_is_rejected():
@@ -1106,7 +1106,7 @@ def test_message_that_failed_to_apply_counts_as_never_received():
     ledger = make_ledger(BoundedStaleness(rounds=0), "ab")
     send(ledger, "a")
     ledger.fail(ledger.due(0.0))
-    assert ledger.find("a").state is SessionState.IDLE
+    assert ledger.find("a").state is Stage.IDLE
     assert ledger.version == ledger.find("a").sequence == 0
     assert take(ledger) == ""
     assert exchange(ledger, "a") == "a"
