@@ -16,7 +16,6 @@ from measuring import Process, Run
 from agn_optax import planning, rules, service
 from agn_optax.center import Submission
 from agn_optax.ops import keys
-from agn_optax.ops.planning import Cluster, Cost, Machine
 
 PyTree = Any
 
@@ -44,11 +43,11 @@ def tree(size: float, leaves: int = LEAVES, value: float = 0.0) -> PyTree:
     return [jnp.full(shape, value) for _ in range(leaves)]
 
 
-def plan(size: float, machine: Machine, codec: str = "", **cluster: Any) -> Cost:
-    """Predict the cost of exchanging ``size`` bytes of parameters after every step."""
-    cluster = {"machine": machine, "step_time": 1.0, "bandwidth": LOOPBACK, **cluster}
+def message_bytes(size: float, codec: str = "") -> int:
+    """Return the bytes of a message about ``size`` bytes of parameters."""
     like, inner = jax.eval_shape(lambda: tree(size)), optax.sgd(0.1)
-    return planning.plan(rule(codec), like, Cluster(**cluster), inner=inner, period=1)
+    cluster = planning.Cluster(step_time=1.0, bandwidth=LOOPBACK)
+    return planning.plan(rule(codec), like, cluster, inner=inner).message
 
 
 _servers: dict[str, Any] = {}  # in the process that serves

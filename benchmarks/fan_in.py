@@ -3,11 +3,10 @@
 Workers are threads of four client processes, each with its own connection, and exchange
 for a while, as fast as they can or with pauses in place of local steps. The numbers of
 workers take turns. "speed" is the total relative to that of the first number, "of peak"
-relative to the best number of workers, "slowest" the share of the slowest worker
-relative to the mean, and "planned" the prediction of `agn_optax.planning` from this
-machine's constants, as if each process had its own host. "raw TCP" has as many sockets
-that send, add and send back, each with its own numbers. Where each worker has a process
-of its own, there are also bare gRPC streams.
+relative to the best number of workers, and "slowest" the share of the slowest worker
+relative to the mean. "raw TCP" has as many sockets that send, add and send back, each
+with its own numbers. Where each worker has a process of its own, there are also bare
+gRPC streams.
 
     python benchmarks/fan_in.py
     python benchmarks/fan_in.py --megabytes 0.04 --workers 1 4
@@ -22,8 +21,6 @@ import centers
 import numpy as np
 import peers
 from measuring import Benchmark, Form, Process, Run
-
-from agn_optax.ops.cli import _calibrate
 
 PROCESSES = 4
 
@@ -48,7 +45,6 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
     def run(self) -> None:
         """Measure all transports and numbers of workers in turns."""
         size, most = round(1e6 * self.megabytes), max(self.workers)
-        machine, step = _calibrate.calibrate(), self.pause or 1e-9
         center, peer = self.use(Process()), self.use(Process())
         teams: dict[str, list[Callable[..., Run]]] = {}
         for transport in self.transports:
@@ -82,10 +78,8 @@ class FanIn(Benchmark, quick="--megabytes 0.04 --workers 1 2 --window 0.1"):
             peak = max(row["a_second"] for row in rows)
             for row, n in zip(rows, self.workers, strict=True):
                 shares = np.sum(done[row["form"]][1:], axis=0)  # without the warm-up
-                cost = centers.plan(size, machine, step_time=step, workers=n)
                 row |= {"workers": n, "of_peak": round(row["a_second"] / peak, 3)}
                 row["slowest"] = round(float(shares.min() / shares.mean()), 3)
-                row["planned"] = n * cost.utilization / step
             key = f"{self.megabytes:g} MB, {team}"
             self.add(key, f"{key}: exchanges of all workers", rows)
 

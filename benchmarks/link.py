@@ -8,9 +8,6 @@ sockets, with contributions of normal random numbers, which the codecs encode fi
 process each, and a connection each, like connections to hosts with separate links.
 
 "speed" is relative to the peer's, the median of neighbors in time with its quartiles.
-"planned" is the prediction of `agn_optax.planning` in milliseconds, from this machine's
-constants and the codec's speed, which are measured first. "pays below" is the rate of a
-link at which, by that plan, an exchange takes as long as one in float32.
 
     python benchmarks/link.py --codecs bfloat16 int8 int4
     python benchmarks/link.py --megabytes 400 --gigabits 1 10 --codecs
@@ -18,15 +15,12 @@ link at which, by that plan, an exchange takes as long as one in float32.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import centers
 import jax
 import peers
 from measuring import Benchmark, Form, Process
 
-from agn_optax import rules
-from agn_optax.ops.cli import _calibrate
 from examples.pacing import pace
 
 RAW, PLAIN, CAST = "raw TCP", "float32", "bfloat16, cast when sent"
@@ -49,18 +43,16 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
 
     def run(self) -> None:
         """Measure all forms at each rate."""
-        size, machine = round(1e6 * self.megabytes), _calibrate.calibrate()
-        # By form: the codec, the shards, and the constants of the machine.
-        cases = {PLAIN: ("", 1, machine), CAST: ("bfloat16", 1, machine)}
-        for codec in self.codecs:
-            rates = _calibrate.coding_rates(rules.CODECS[codec])
-            cases[codec] = codec, 1, replace(machine, **rates)
-        cases |= {f"{n} shards": ("", n, machine) for n in self.shards}
+        size = round(1e6 * self.megabytes)
+        # By form: the codec and the shards.
+        cases = {PLAIN: ("", 1), CAST: ("bfloat16", 1)}
+        cases |= {codec: (codec, 1) for codec in self.codecs}
+        cases |= {f"{n} shards": ("", n) for n in self.shards}
         shape = centers.LEAVES, size // 4 // centers.LEAVES
         numbers = list(1e-3 * jax.random.normal(jax.random.key(0), shape))
         processes = [self.use(Process())]
         forms = [Form(RAW, RAW, peers.raw_socket(processes[0], size)(self.stack))]
-        for name, (codec, shards, _) in cases.items():
+        for name, (codec, shards) in cases.items():
             served = [self.use(Process()) for _ in range(shards)]
             addresses = [process.call(centers.serve, codec=codec) for process in served]
             connection = self.use(centers.connect(addresses, "socket", codec))
@@ -80,19 +72,9 @@ class Link(Benchmark, quick="--megabytes 1 --gigabits 10 --codecs int4 --shards 
                 for process in processes:
                     process.call(pace, rate)
             for row in self.turns(forms).rows(forms, size):
-                codec, shards, constants = cases[row["form"]]
-                ways = {"bandwidth": shards * rate, "center_bandwidth": rate}
-                cost = centers.plan(size, constants, codec, shards=shards, **ways)
-                below = cost.coding.pays_below if cost.coding else 0.0
-                rows.append(
-                    {
-                        "Gbit/s": gigabits,
-                        **row,
-                        "message_MB": cost.message / 1e6,
-                        "planned": 1e3 * cost.exchange,
-                        "pays_below_Gbit/s": "any" if below is None else 8e-9 * below,
-                    }
-                )
+                codec, _ = cases[row["form"]]
+                message = centers.message_bytes(size, codec)
+                rows.append({"Gbit/s": gigabits, **row, "message_MB": message / 1e6})
         title = f"{self.megabytes:g} MB in {centers.LEAVES} leaves, sockets with a rate"
         self.add("link", title, rows)
 

@@ -3,8 +3,7 @@
 "ratio" is relative to the first model, and "µs a leaf" the time of each further leaf.
 With several sizes, "of the line" is relative to a straight line through the
 milliseconds (fitted to relative errors, so that small sizes count as much as large
-ones), and "planned" the prediction of `agn_optax.planning` in milliseconds, from this
-machine's constants, which are measured first.
+ones).
 
     python benchmarks/size.py
     python benchmarks/size.py --sizes 4e7 --leaves 1 10 100 1000 10000
@@ -19,8 +18,6 @@ from collections.abc import Sequence
 import centers
 import numpy as np
 from measuring import Benchmark, Form, Process, Row
-
-from agn_optax.ops.cli import _calibrate
 
 
 class Size(Benchmark, quick="--sizes 1e3 1e4 1e5 --leaves 1 8"):
@@ -38,7 +35,7 @@ class Size(Benchmark, quick="--sizes 1e3 1e4 1e5 --leaves 1 8"):
 
     def run(self) -> None:
         """Measure all models in turns."""
-        machine, process = _calibrate.calibrate(), self.use(Process())
+        process = self.use(Process())
         models = list(itertools.product(self.sizes, self.leaves))
         forms, begun = [], []
         for size, leaves in models:
@@ -66,7 +63,6 @@ class Size(Benchmark, quick="--sizes 1e3 1e4 1e5 --leaves 1 8"):
                 "GB/s": 2e-6 * size / times[i],
                 "µs_a_leaf": 1e3 * more / added if added else None,
                 "of_the_line": times[i] / (line[i] @ fit),
-                "planned": 1e3 * centers.plan(size, machine).exchange,
                 "first_exchange_s": begun[i],
             }
         title = f"an exchange over {self.transport}; line: {fit[0]:.3g} ms and "

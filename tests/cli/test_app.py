@@ -35,7 +35,7 @@ def test_version_and_list_of_commands_are_printed():
         ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
         ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),
         ("keys", ["DIRECTORY", "--host", "--chief", "--worker", "--operator"]),
-        ("plan", ["--parameters", "--step-time", "--bandwidth", "--measure", "--rho"]),
+        ("plan", ["--parameters", "--step-time", "--bandwidth", "--workers", "--rho"]),
         ("launch", ["PROGRAM.py", "--workers", "--restarts", "--center-optimizer"]),
     ],
 )

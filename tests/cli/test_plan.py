@@ -1,10 +1,8 @@
 """``agn-optax plan``: a table of all built-in rules, or of the user's own rule."""
 
-import contextlib
 import io
 import json
 import re
-import types
 
 import pytest
 import rich.console
@@ -12,7 +10,7 @@ from helpers.commands import fails, succeeds
 
 from agn_optax import errors, rules
 from agn_optax.ops import planning, units
-from agn_optax.ops.cli import _calibrate, _plan
+from agn_optax.ops.cli import _plan
 
 PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
 
@@ -184,7 +182,6 @@ def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
         (["--disk=fast"], "--disk must be a positive rate"),
         (["--sync=1"], "--sync needs --disk"),
         (["--journal-size=1e9"], "--journal-size needs --disk"),
-        (["--measure", "--overhead=1"], "--overhead does not go with --measure"),
     ],
 )
 def test_bad_options_are_rejected(options, message):
@@ -221,92 +218,3 @@ def test_rate_is_parsed_with_its_unit(text, bytes_a_second):
 def test_text_that_is_not_a_rate_is_rejected(text):
     with pytest.raises(errors.InvalidArgumentError, match="it must be a positive rate"):
         units.rate(text, "it")
-
-
-@pytest.mark.slow
-def test_constants_of_this_machine_are_plausible(monkeypatch):
-    machine = _calibrate.calibrate(sizes=(1_000, 4_000_000), repeats=5)
-    assert 0 < machine.overhead < 1
-    assert 1e7 < machine.endpoint_rate < 1e12
-    assert 1e7 < machine.apply_rate < 1e13
-    monkeypatch.setattr(_calibrate, "calibrate", lambda codec: machine)
-    reply = json.loads(succeeds(*PLAN, "--measure", "--json"))
-    assert reply["machine"] == vars(machine)
-
-
-MACHINE = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Simulated times: those of the model plus ``noise()`` for each measurement."""
-    made = types.SimpleNamespace(noise=lambda: 0.0, measured=0)
-
-    def timed(seconds):
-        def measure():
-            made.measured += 1
-            return seconds + made.noise()
-
-        return measure
-
-    def arithmetic(size):
-        return timed(0.0002 + 16 * size / MACHINE.apply_rate)  # a call takes time, too
-
-    def exchange(center, size):
-        ends = MACHINE.overhead + 8 * size / MACHINE.endpoint_rate
-        return timed(ends + 16 * size / MACHINE.apply_rate)
-
-    monkeypatch.setattr(_calibrate, "_server", contextlib.nullcontext)
-    monkeypatch.setattr(_calibrate, "_connection", contextlib.nullcontext)
-    monkeypatch.setattr(_calibrate, "_arithmetic", arithmetic)
-    monkeypatch.setattr(_calibrate, "_exchange", exchange)
-    return made
-
-
-def test_calibration_recovers_the_constants_of_the_model(machine):
-    """Times that follow the model exactly give back its constants."""
-    assert vars(_calibrate.calibrate()) == pytest.approx(vars(MACHINE))
-    assert machine.measured == 4 * _calibrate._REPEATS
-
-
-def test_calibration_ignores_a_slow_period(machine):
-    """One turn of each measurement outside the slow period is enough."""
-    machine.noise = lambda: 0.0 if 8 < machine.measured <= 12 else machine.measured
-    assert vars(_calibrate.calibrate(repeats=5)) == pytest.approx(vars(MACHINE))
-
-
-def test_calibration_repeats_measurements_that_fit_no_line(machine):
-    def noise():
-        first_turns = machine.measured <= 4 * 3
-        is_small_there = machine.measured % 4 == 3
-        return 1.0 if first_turns and is_small_there else 0.0
-
-    machine.noise = noise
-    assert vars(_calibrate.calibrate(repeats=3)) == pytest.approx(vars(MACHINE))
-    assert machine.measured == 2 * 4 * 3
-
-
-@pytest.mark.usefixtures("machine")
-def test_calibration_measures_codec_rates(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_CODEC_SHAPE", (2, 5_000))
-    measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
-    assert 1e6 < measured.encode_rate < 1e12
-    assert 1e6 < measured.decode_rate < 1e12
-    assert measured.encode_rate != MACHINE.encode_rate
-    others = vars(measured) | {
-        name: getattr(MACHINE, name) for name in ("encode_rate", "decode_rate")
-    }
-    assert others == pytest.approx(vars(MACHINE))
-
-
-def test_calibration_fails_when_times_never_fit_a_line(machine):
-    machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
-    with pytest.raises(errors.CenterError, match=r"must grow.*too busy"):
-        _calibrate.calibrate(sizes=(1, 2), repeats=3)
-    assert machine.measured == _calibrate._ROUNDS * 4 * 3
-
-
-def test_calibration_fails_when_its_center_does_not_start(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_SERVE", ("-c", "pass"))
-    with pytest.raises(errors.CenterError, match="did not start"):
-        _calibrate.calibrate(sizes=(1, 2))

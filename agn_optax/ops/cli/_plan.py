@@ -10,7 +10,7 @@ import rich.console
 import rich.table
 
 from agn_optax.ops import planning, units
-from agn_optax.ops.cli import _calibrate, _options, _rules, _table
+from agn_optax.ops.cli import _options, _rules, _table
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.ops.planning import (
@@ -24,7 +24,6 @@ from agn_optax.ops.planning import (
     Remedies,
     Tree,
 )
-from agn_optax.rules import codecs
 
 _MACHINE = Group(
     Machine, rates=("endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
@@ -67,7 +66,6 @@ class PlanOptions:
 
     Machine:
       *machine
-      measure: Measure these values on this machine, with a center in another process.
 
     Tree of centers:
       *tree
@@ -83,7 +81,6 @@ class PlanOptions:
     inner: str = "adam"
     dtype: str = "float32"
     center_dtype: str | None = None
-    measure: bool | None = None
 
 
 def plan(
@@ -119,7 +116,7 @@ def plan(
         options,
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
-        machine=_machine(options, codec if given_rule is None else given_rule.codec),
+        machine=_MACHINE.build(options),
         tree=_tree(options),
         disk=_DISK.build_if_given("bandwidth", options),
     )
@@ -149,14 +146,6 @@ def plan(
     else:
         console = _table.console()
         console.print(_report(costs, cluster, console.width))
-
-
-def _machine(options: PlanOptions, codec: codecs.Codec) -> Machine:
-    if options.measure:
-        _MACHINE.reject(options, "does not go with --measure")
-        return _calibrate.calibrate(codec)
-    machine: Machine = _MACHINE.build(options)
-    return machine
 
 
 def _tree(options: PlanOptions) -> Tree | None:

@@ -12,7 +12,7 @@ from agn_optax._internal import check
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Constants of both ends of an exchange; ``agn-optax plan --measure`` finds them.
+    """Constants of both ends of an exchange.
 
     The defaults are round numbers for a machine with two cores.
 
