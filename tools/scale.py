@@ -1,7 +1,7 @@
 """Plan large runs: print the tables of docs/scale.md, computed by the planner.
 
 For every number of parameters and of workers, the tables have the load of one center on
-one host, the shards or the tree of centers needed instead, and the cost of a journal.
+one host, and the shards needed instead.
 `agn-optax plan` gives the whole plan of a single run.
 
     python tools/scale.py                  # print the tables
@@ -12,9 +12,9 @@ one host, the shards or the tree of centers needed instead, and the cost of a jo
 from __future__ import annotations
 
 import argparse
+import bisect
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ import optax
 
 from agn_optax import rules
 from agn_optax.ops import planning
-from agn_optax.ops.planning import Cluster, Cost, Disk, Machine, Tree
+from agn_optax.ops.planning import Cluster, Cost, Machine
 from agn_optax.ops.units import rate
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
+MOST_SHARDS = 1 << 20
 BEGIN, END = "<!-- python tools/scale.py -->\n", "<!-- end -->"
 
 
@@ -48,7 +49,7 @@ class Runs:
                 yield parameters, workers
 
     def cost(
-        self, parameters: float, workers: int, period: int, **cluster: Any
+        self, parameters: float, workers: int, period: int, shards: int = 1
     ) -> Cost:
         """Plan one run."""
         args = self.args
@@ -66,34 +67,33 @@ class Runs:
                     endpoint_rate=rate(args.endpoint_rate, "--endpoint-rate"),
                     apply_rate=rate(args.apply_rate, "--apply-rate"),
                 ),
-                **cluster,
+                shards=shards,
             ),
             inner=optax.adamw(1e-3),
             period=period,
         )
 
-    def enough(
-        self, parameters: float, workers: int, **cluster: Any
-    ) -> tuple[int, int]:
+    def enough(self, parameters: float, workers: int) -> tuple[int, int]:
         """Return the period that hides a worker's exchange, and the shards needed."""
         alone = self.cost(parameters, 1, self.args.period)
         period = max(self.args.period, alone.hidden_period or 1)
-        while True:
-            cost = self.cost(parameters, workers, period, **cluster)
-            assert cost.remedies is not None
-            if cost.remedies.shards is not None:
-                return period, cost.remedies.shards
+
+        def fits(shards: int) -> bool:
+            cost = self.cost(parameters, workers, period, shards)
+            return workers * cost.service <= period * self.args.step_time
+
+        while not fits(MOST_SHARDS):
             period *= 2  # no number of shards suffices, as with many small exchanges
+        counts = range(1, MOST_SHARDS + 1)
+        return period, counts[bisect.bisect_left(counts, True, key=fits)]
 
 
 def one_center(runs: Runs) -> list[str]:
-    """Tabulate one center on one host: its load, and possible remedies."""
+    """Tabulate one center on one host, and its load."""
     rows = []
     for parameters, workers in runs:
         cost = runs.cost(parameters, workers, runs.args.period)
         asked = workers / (cost.period * runs.args.step_time)  # exchanges/s
-        help_ = cost.remedies
-        assert help_ is not None
         rows.append(
             [
                 f"{parameters:.0e}".replace("e+", "e"),
@@ -105,95 +105,43 @@ def one_center(runs: Runs) -> list[str]:
                 share(asked * cost.service),
                 f"{cost.utilization_overlapping:.0%}",
                 cost.bottleneck,
-                number(help_.period),
-                number(help_.bfloat16),
-                number(help_.shards),
-                number(help_.levels),
+                number(cost.hidden_period),
                 size(cost.center.total),
             ]
         )
     head = (
         "parameters, workers, message, exchange, center traffic, center time, "
-        "center load, busy, bottleneck, shortest period, with bfloat16, shards, "
-        "levels, memory"
+        "center load, busy, bottleneck, shortest period, memory"
     )
     return table(head.split(", "), rows)
 
 
 def enough(runs: Runs) -> list[str]:
-    """Tabulate the shards needed, for one center and for each center of a tree."""
+    """Tabulate the shards needed."""
     rows = []
-    fan_out = Tree(fan_out=runs.args.fan_out)
     for parameters, workers in runs:
         period, shards = runs.enough(parameters, workers)
-        one = runs.cost(parameters, workers, period, shards=shards)
-        _, each = runs.enough(parameters, workers, tree=fan_out)
-        tree = runs.cost(parameters, workers, period, shards=each, tree=fan_out)
-        above = tree.levels[1:]
+        cost = runs.cost(parameters, workers, period, shards)
+        interval = period * runs.args.step_time / cost.utilization_overlapping
         rows.append(
             [
                 f"{parameters:.0e}".replace("e+", "e"),
                 f"{workers:,}",
                 number(period),
-                f"{one.utilization:.0%}",
-                number(one.hosts),
-                size(one.center.total / shards),
-                size(spread(one) / shards),
-                " + ".join(f"{level.centers:,}" for level in tree.levels),
-                number(tree.hosts),
-                size(tree.center.total / each),
-                seconds(sum(level.interval + level.exchange for level in above))
-                if above
-                else "-",
-                above[-1].bottleneck if above else "-",
-            ]
-        )
-    head = (
-        "parameters, workers, period, busy, shards, memory per shard, if spread, "
-        "tree of centers, hosts of the tree, memory per shard of it, "
-        "delay to the root, "
-        "bottleneck at the root"
-    )
-    return table(head.split(", "), rows)
-
-
-def spread(cost: Cost) -> float:
-    """Return the bytes of a center if its workers' exchanges are evenly spread."""
-    lowest, center = cost.levels[0], cost.center
-    there = min(1.0, lowest.exchange / lowest.interval)
-    return center.total - center.messages * (1 - there)
-
-
-def journals(runs: Runs) -> list[str]:
-    """Tabulate a journal's cost, with as many shards as needed with it."""
-    args, rows = runs.args, []
-    disk = Disk(bandwidth=rate(args.disk, "--disk"), sync=args.sync)
-    for parameters, workers in runs:
-        period, shards = runs.enough(parameters, workers, disk=disk)
-        cost = runs.cost(parameters, workers, period, shards=shards, disk=disk)
-        journal = cost.journal
-        assert journal is not None
-        rows.append(
-            [
-                f"{parameters:.0e}".replace("e+", "e"),
-                f"{workers:,}",
-                number(period),
+                f"{cost.utilization:.0%}",
                 number(shards),
-                f"{size(journal.written)}/s",
-                share(journal.written / disk.bandwidth),
-                size(journal.snapshot),
-                size(journal.size),
-                seconds(journal.read),
-                seconds(journal.replay),
-                seconds(journal.rejoin),
-                seconds(journal.restart),
+                size(cost.center.total / shards),
+                size(spread(cost, interval) / shards),
             ]
         )
-    head = (
-        "parameters, workers, period, shards, writes per shard, disk load, snapshot, "
-        "journal, read, replay, rejoin, restart"
-    )
+    head = "parameters, workers, period, busy, shards, memory per shard, if spread"
     return table(head.split(", "), rows)
+
+
+def spread(cost: Cost, interval: float) -> float:
+    """Return the bytes of a center if its workers' exchanges are evenly spread."""
+    there = min(1.0, cost.exchange / interval)
+    return cost.center.total - cost.center.messages * (1 - there)
 
 
 def page(args: argparse.Namespace) -> str:
@@ -205,9 +153,8 @@ def page(args: argparse.Namespace) -> str:
         f"at each worker and {args.center_bandwidth}\nat each host of a center; round "
         f"trips of {1e3 * args.latency:g} ms. An empty exchange takes "
         f"{1e3 * args.overhead:g} ms.\nMessages and answers pass "
-        f"through both ends at {args.endpoint_rate}/s, the center's arithmetic reads "
-        f"and\nwrites {args.apply_rate}/s, and disks {args.disk}/s; a sync takes "
-        f"{1e3 * args.sync:g} ms."
+        f"through both ends at {args.endpoint_rate}/s, and the center's arithmetic "
+        f"reads and\nwrites {args.apply_rate}/s."
     )
     parts = [
         [assumed],
@@ -215,8 +162,6 @@ def page(args: argparse.Namespace) -> str:
         one_center(runs),
         ["### As many hosts as needed"],
         enough(runs),
-        ["### With a journal"],
-        journals(runs),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -281,7 +226,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bandwidth", default="10Gbit", help="rate of each worker's link")
     add("--center-bandwidth", default="10Gbit", help="rate of a center host's link")
     add("--latency", type=float, default=0.001, help="seconds of a round trip")
-    add("--fan-out", type=int, default=32, help="children of each center in a tree")
     add("--overhead", type=float, default=0.002, help="seconds of an empty exchange")
     add(
         "--endpoint-rate",
@@ -292,13 +236,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--apply-rate",
         default="30GB",
         help="rate at which the center's arithmetic reads and writes",
-    )
-    add("--disk", default="2GB", help="rate at which a disk writes or reads")
-    add(
-        "--sync",
-        type=float,
-        default=0.002,
-        help="seconds until written data is durable",
     )
     add("--write", action="store_true", help="write the tables to docs/scale.md")
     return parser.parse_args(given)

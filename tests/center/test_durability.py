@@ -38,7 +38,6 @@ from agn_optax.center import (
     Synchronous,
 )
 from agn_optax.center.durability import Keeper
-from agn_optax.ops import planning
 
 DOWNPOUR = shared.downpour()
 LIMIT = 60  # s, generous: no test should come near it
@@ -710,11 +709,11 @@ def test_snapshot_is_written_after_many_records(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("snapshot", "message"), [(1, 1 << 31), (1 << 31, 1 << 31), (1, 1)]
 )
-def test_plans_expect_the_size_of_a_journal_that_a_snapshot_replaces(
+def test_journal_is_replaced_at_its_default_size(
     snapshot, message, tmp_path, monkeypatch
 ):
-    """The planner has constants of its own, because it does not import this layer."""
-    size = planning.Disk(bandwidth=1.0).journal_size(snapshot, message)
+    """It has at most 1 GiB or four snapshots, and 100,000 records."""
+    size = min(max(1 << 30, 4 * snapshot), 100_000 * message)
     keeper = Keeper(Journal(tmp_path), DOWNPOUR, threading.Condition())
     monkeypatch.setattr(keeper, "_saved_size", snapshot)
     for written, is_due in ((size - 1, False), (size, True)):

@@ -50,21 +50,11 @@ def test_json_equals_the_plan_of_the_library():
     assert reduced["rule"] == "all_reduce"
 
 
-def test_plan_covers_shards_tree_and_journal():
-    options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
-    upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
-    journal = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
-    reply = json.loads(succeeds(*PLAN, *options, *upwards, *journal, "--json"))
-    cluster = planning.Cluster(
-        step_time=0.8,
-        bandwidth=125e6,
-        workers=27,
-        shards=2,
-        tree=planning.Tree(levels=3, period=5, bandwidth=125e6, latency=0.1),
-        disk=planning.Disk(bandwidth=1e9, sync=0.01, size=2e10),
-    )
-    assert reply["tree"] == vars(cluster.tree)
-    assert reply["disk"] == vars(cluster.disk)
+def test_plan_covers_shards():
+    options = ["--workers=27", "--rule=downpour", "--shards=2"]
+    reply = json.loads(succeeds(*PLAN, *options, "--json"))
+    cluster = planning.Cluster(step_time=0.8, bandwidth=125e6, workers=27, shards=2)
+    assert reply["shards"] == 2
     cost = planning.plan(
         rules.downpour(),
         planning.abstract(1.3e9),
@@ -72,49 +62,25 @@ def test_plan_covers_shards_tree_and_journal():
         inner=_plan._rules.inner("adam"),
     )
     assert reply["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
-    assert reply["rules"][0]["journal"]["restart"] == cost.journal.restart
-    output = succeeds(*PLAN, *options, *upwards, *journal)
+    output = succeeds(*PLAN, *options)
     assert "at each of the center's 2 shards" in output
-    assert "Levels of centers, from the workers' level up" in output
-    assert output.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
-    assert "The journal of the root" in output
 
 
-def test_plan_names_the_bottleneck_and_its_remedies():
+def test_plan_names_the_bottleneck():
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco")
     assert re.search(r"diloco .* center link ", output)
-    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", output)
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--period=500")
     assert re.search(r"diloco .* nothing ", output)
-    output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--codec=bfloat16")
-    assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", output)
 
 
-def test_plan_gives_codec_time_and_break_even_rate():
+def test_plan_includes_the_time_of_a_codec():
     options = ["--rule=diloco", "--codec=int8"]
+    free = ["--encode-rate=1e30B", "--decode-rate=1e30B"]
+    reply = json.loads(succeeds(*PLAN, *options, *free, "--json"))
+    without = reply["rules"][0]["exchange"]
     rates = ["--encode-rate=1GB", "--decode-rate=5.2GB"]
     reply = json.loads(succeeds(*PLAN, *options, *rates, "--json"))
-    coding = reply["rules"][0]["coding"]
-    assert coding["encode"] == pytest.approx(5.2)
-    assert coding["decode"] == pytest.approx(2.0)
-    assert reply["rules"][1]["coding"] is None
-    text = succeeds(*PLAN, *options, *rates)
-    assert "1 GB/s to encode and 5.2 GB/s to decode" in text
-    assert re.search(r"diloco +\u2502 +5.2 GB +\u2502 +5.2 s +\u2502 +2 s ", text)
-    assert "pays below" not in succeeds(*PLAN, "--rule=diloco")
-    assert "any rate" in succeeds(*PLAN, "--rule=diloco", "--codec=bfloat16")
-
-
-def test_bfloat16_is_a_remedy_for_a_codec_with_float32_downlink():
-    """int8 leaves the downlink in float32, and both directions share the link."""
-    link = ["--workers=8", "--rule=diloco", "--encode-rate=1TB", "--decode-rate=1TB"]
-    reply = json.loads(succeeds(*PLAN, *link, "--codec=int8", "--json"))
-    with_int8 = reply["rules"][0]
-    reply = json.loads(succeeds(*PLAN, *link, "--codec=bfloat16", "--json"))
-    with_bfloat16 = reply["rules"][0]
-    assert with_bfloat16["hidden_period"] < with_int8["hidden_period"]
-    assert with_int8["remedies"]["bfloat16"] == with_bfloat16["hidden_period"]
-    assert with_bfloat16["remedies"]["bfloat16"] is None
+    assert reply["rules"][0]["exchange"] == pytest.approx(without + 5.2 + 2.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -122,18 +88,14 @@ def test_headings_and_cells_are_complete_at_any_width(monkeypatch, width):
     file = io.StringIO()
     console = rich.console.Console(file=file, width=width)
     monkeypatch.setattr(_plan._table, "console", lambda: console)
-    succeeds(*PLAN, "--workers=8", "--levels=2", "--disk=1GB", "--codec=int8")
+    succeeds(*PLAN, "--workers=8", "--codec=int8")
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "\u2026" not in file.getvalue()
     heads = [head.strip() for line in lines for head in line.split("\u2503")]
     titles = [
         *("message", "answer", "exchange", "hidden", "period", "busy", "overlap"),
-        *("bottleneck", "with bfloat16", "shards", "levels"),
-        *("contribution", "encode", "decode", "pays below"),
-        *("centers", "children", "interval", "exchanges/s", "received", "sent", "load"),
-        *("written", "snapshot", "journal", "read", "replay", "rejoin", "restart"),
-        *("model and optimizer", "record, anchor", "worker", "center"),
+        *("bottleneck", "model and optimizer", "record, anchor", "worker", "center"),
     ]
     assert set(titles) <= set(heads)
 
@@ -172,16 +134,6 @@ def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
         (["--codec=int3"], "--codec must be one of bfloat16, .*, got 'int3'"),
         (["--moving-rate=0.5"], "--moving-rate needs --rule"),
         (["--shards=0"], "shards must be a positive int, got 0"),
-        (["--fan-out=3", "--levels=3"], "a tree needs one of fan_out and levels"),
-        (["--parent-period=5"], "--parent-period needs --fan-out or --levels"),
-        (["--parent-bandwidth=5Gb"], "--parent-bandwidth needs --fan-out or --levels"),
-        (
-            ["--levels=2", "--parent-bandwidth=5"],
-            "--parent-bandwidth must be a positive",
-        ),
-        (["--disk=fast"], "--disk must be a positive rate"),
-        (["--sync=1"], "--sync needs --disk"),
-        (["--journal-size=1e9"], "--journal-size needs --disk"),
     ],
 )
 def test_bad_options_are_rejected(options, message):

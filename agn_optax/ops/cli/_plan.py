@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.console
@@ -13,17 +13,7 @@ from agn_optax.ops import planning, units
 from agn_optax.ops.cli import _options, _rules, _table
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.ops.planning import (
-    Cluster,
-    Coding,
-    Cost,
-    Disk,
-    JournalCost,
-    Level,
-    Machine,
-    Remedies,
-    Tree,
-)
+from agn_optax.ops.planning import Cluster, Cost, Machine
 
 _MACHINE = Group(
     Machine, rates=("endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
@@ -33,25 +23,11 @@ _CLUSTER = Group(
     *("workers", "latency", "center_bandwidth", "shards"),
     rates=("center_bandwidth",),
 )
-_TREE = Group(
-    Tree,
-    prefix="parent_",
-    names={"fan_out": "fan_out", "levels": "levels"},
-    rates=("bandwidth",),
-)
-_DISK = Group(
-    Disk,
-    names={"bandwidth": "disk RATE [no journal]", "size": "journal_size"},
-    needs="--disk",
-    rates=("bandwidth",),
-)
 
 
-@_options.record(
-    groups={"machine": _MACHINE, "cluster": _CLUSTER, "tree": _TREE, "disk": _DISK}
-)
+@_options.record(groups={"machine": _MACHINE, "cluster": _CLUSTER})
 class PlanOptions:
-    """Options of the model, its workers, their links and the centers.
+    """Options of the model, its workers, their links and the center.
 
     Options:
       parameters: Number of parameters of the model, such as 1.3e9.
@@ -66,12 +42,6 @@ class PlanOptions:
 
     Machine:
       *machine
-
-    Tree of centers:
-      *tree
-
-    Journal:
-      *disk
     """
 
     parameters: float
@@ -93,14 +63,9 @@ def plan(
     For every rule: the bytes and seconds of an exchange; the shortest period at which
     communication hides behind local steps; the fraction of time that workers spend in
     local steps, both if they wait for answers and if exchanges overlap with steps, at
-    --period or else at this shortest period; the bottleneck, and what would help; and
-    the memory of workers and center. Plain data parallelism is the last row. With
-    --rule or --rule-from, only that rule is planned.
-
-    With --fan-out or --levels the center is a tree of centers, and each level has a
-    row. With --disk the center keeps a journal, and the rate of its writes and the time
-    of a restart are shown. With --codec the times of encoding and decoding are shown,
-    and the rate of a link below which the codec pays.
+    --period or else at this shortest period; the bottleneck; and the memory of workers
+    and center. Plain data parallelism is the last row. With --rule or --rule-from, only
+    that rule is planned.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
@@ -117,8 +82,6 @@ def plan(
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
         machine=_MACHINE.build(options),
-        tree=_tree(options),
-        disk=_DISK.build_if_given("bandwidth", options),
     )
     if given_rule is None:
         built_in = planning.built_in_rules(optimizer, cluster.workers)
@@ -148,147 +111,64 @@ def plan(
         console.print(_report(costs, cluster, console.width))
 
 
-def _tree(options: PlanOptions) -> Tree | None:
-    given = _TREE.given(options)
-    if given.keys() & {"fan_out", "levels"}:
-        return Tree(**given)
-    _TREE.reject(options, "needs --fan-out or --levels")
-    return None
-
-
-def _as_dict(record: Any) -> Any:
-    """Return a record of a plan, with its properties, as values for JSON."""
-    if not isinstance(record, tuple):
-        return record
-    if not hasattr(record, "_fields"):
-        return [_as_dict(item) for item in record]
-    attributes = vars(type(record)).items()
-    properties = [name for name, value in attributes if isinstance(value, property)]
-    names = (*record._fields, *properties)
-    return {name: _as_dict(getattr(record, name)) for name in names}
-
-
-def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
-    machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
-    parts: list[rich.console.RenderableType] = []
-
-    def add(text: str, rows: list[_Row]) -> None:
-        parts.append(text)
-        parts.extend(_tables(rows, width))
-
-    def rows(part: str, *fields: str) -> list[_Row]:
-        records = [(cost, getattr(cost, part)) for cost in costs]
-        return [_row(cost, record, *fields) for cost, record in records if record]
-
-    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
-    add(
-        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
-        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}",
-        [_row(cost, cost, *_TIMES) for cost in costs],
-    )
-    add(
-        "Remedies, each by itself: a longer period; the period with 16 bits both ways; "
-        "shards; levels of centers.",
-        rows("remedies", *Remedies._fields),
-    )
-    if coded := rows("coding", *Coding._fields):
-        add(
-            "Contributions before encoding; the time of the codec, at "
-            f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} "
-            "to decode;\nand the rate of a link below which the codec pays.",
-            coded,
-        )
-    if tree is not None:
-        add(
-            "Levels of centers, from the workers' level up to the root. Exchanges "
-            "overlap with local steps; the period is that of each child.",
-            [_row(c, level, *Level._fields) for c in costs for level in c.levels],
-        )
-    if cluster.disk is not None:
-        add(
-            f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
-            f"with a disk of {_rate(cluster.disk.bandwidth)}.",
-            rows("journal", *JournalCost._fields, "restart"),
-        )
-    add("Memory, beside activations and gradients.", list(map(_memory, costs)))
-    return rich.console.Group(*parts)
-
-
-def _tables(rows: list[_Row], width: int) -> Iterator[rich.table.Table]:
-    """Return tables with a row for each rule, and a section for all-reduce."""
-    names = ["rule", *(cost.rule for cost, _ in rows)]
-    columns = [[title, *(row[title] for _, row in rows)] for title in rows[0][1]]
-    alone = [i for i, (cost, _) in enumerate(rows, 1) if not cost.levels]
-    return _table.split([names, *columns], width, alone)
-
-
-def _rate(number: float) -> str:
-    return f"{units.in_bytes(number)}/s"
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.3g} s"
-
-
-def _below(rate: float | None) -> str:
-    return "any rate" if rate is None else _rate(rate) if rate else "none"
-
-
-def _size(number: int) -> str:
-    return units.in_bytes(number) if number else "-"
-
-
-def _number(number: object) -> str:
-    return "-" if number is None else str(number)
-
-
-_TIMES = (
-    *("message", "answer", "exchange", "hidden_period", "period"),
-    *("utilization", "utilization_overlapping", "bottleneck"),
-)
-_TITLES = {
-    "hidden_period": "hidden",
-    "utilization": "busy",
-    "utilization_overlapping": "overlap",
-    "bfloat16": "with bfloat16",
-    "pays_below": "pays below",
-    "exchanges": "exchanges/s",
-    "size": "journal",
-}
-_SIZES = ("message", "answer", "contribution", "snapshot", "size")
-_SECONDS = (
-    *("exchange", "interval", "encode", "decode"),
-    *("read", "replay", "rejoin", "restart"),
-)
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(_SIZES, units.in_bytes),
-    **dict.fromkeys(_SECONDS, _seconds),
-    **dict.fromkeys(("received", "sent", "written"), _rate),
-    **dict.fromkeys(
-        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
-    ),
-    "exchanges": "{:.3g}".format,
-    "hidden_period": lambda period: str(period or "never"),
-    "pays_below": _below,
-}
-# A rule's cost, and its row of a table: cells by the titles of the columns.
-_Row = tuple[Cost, dict[str, str]]
-
-
-def _row(cost: Cost, record: Any, *fields: str) -> _Row:
-    """Return the row with the fields of a rule's cost, or of a part of it."""
-    return cost, {
-        _TITLES.get(name, name): _FORMATS.get(name, _number)(getattr(record, name))
-        for name in fields
+def _as_dict(cost: Cost) -> dict[str, Any]:
+    """Return a plan as values for JSON, with the totals of memory."""
+    worker, center = cost.worker, cost.center
+    totals = {"waiting": worker.waiting, "overlapping": worker.overlapping}
+    return {
+        **cost._asdict(),
+        "worker": {**worker._asdict(), **totals},
+        "center": {**center._asdict(), "total": center.total},
     }
 
 
-def _memory(cost: Cost) -> _Row:
+def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
+    shards = cluster.shards
+    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
+    return rich.console.Group(
+        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}",
+        *_tables([_times(cost) for cost in costs], width),
+        "Memory, beside activations and gradients.",
+        *_tables([_memory(cost) for cost in costs], width),
+    )
+
+
+def _tables(rows: Sequence[dict[str, str]], width: int) -> Iterator[rich.table.Table]:
+    """Return tables with a row for each rule; the last row is a section."""
+    columns = [[title, *(row[title] for row in rows)] for title in rows[0]]
+    return _table.split(columns, width, sections=[len(rows)])
+
+
+def _times(cost: Cost) -> dict[str, str]:
+    return {
+        "rule": cost.rule,
+        "message": units.in_bytes(cost.message),
+        "answer": units.in_bytes(cost.answer),
+        "exchange": f"{cost.exchange:.3g} s",
+        "hidden": str(cost.hidden_period or "never"),
+        "period": str(cost.period),
+        "busy": f"{cost.utilization:.1%}",
+        "overlap": f"{cost.utilization_overlapping:.1%}",
+        "bottleneck": cost.bottleneck,
+    }
+
+
+def _memory(cost: Cost) -> dict[str, str]:
     worker = cost.worker
-    return cost, {
+    return {
+        "rule": cost.rule,
         "model and optimizer": _size(worker.params + worker.inner_state),
         "record, anchor": _size(worker.record + worker.codec_state + worker.anchor),
         "worker": _size(worker.waiting),
         "overlap": _size(worker.overlapping),
         "center": _size(cost.center.total),
     }
+
+
+def _rate(number: float) -> str:
+    return f"{units.in_bytes(number)}/s"
+
+
+def _size(number: int) -> str:
+    return units.in_bytes(number) if number else "-"

@@ -11,17 +11,14 @@ like those of the library. The symbols are
     C       bytes per second of the center's link, which all workers share
     u       bytes that the center's arithmetic reads and writes
     k       shards of the center, each on a host with a link of its own
-    D, y    bytes per second of the journal's disk, and seconds to sync it
-    S, J    bytes of a snapshot, and of the journal when a snapshot replaces it
 
-and the model, where the terms of the journal apply only to a center that keeps one, is
+and the model is
 
     an exchange          e = latency + (m + b) / min(B, k C)
                              + (1 + k) / 2 (overhead + (m + b) / (k endpoint_rate))
-                             + u / (k apply_rate) + y + m / (k D)
+                             + u / (k apply_rate)
     center's part        s = max(m / (k C),  b / (k C),  u / (k apply_rate)
-                                 + (overhead + (m + b) / (k endpoint_rate)) / 2,
-                                 (1 + S / J) m / (k D))
+                                 + (overhead + (m + b) / (k endpoint_rate)) / 2)
     a round              R = max(p t + e, n s)           where the worker waits
                          R = max(p t, e, n s)            where exchanges overlap
     utilization          p t / R
@@ -34,63 +31,29 @@ twice:
     an exchange          + w / encode_rate + 2 w / (k decode_rate)
     center's part        + 2 w / (k decode_rate), in the term with u
 
-A codec pays if an exchange is shorter than without it. Without the codec, a message has
-`w` bytes and an answer `b'`. Let `o` be the seconds of an exchange without links, so
-that `e = o + (m + b) / min(B, k C)`, and `o'` the same without the codec. The codec
+A codec that only rounds to another dtype takes no time of its own: rounding is a part
+of writing the numbers.
 
-    pays below           min(B, k C) < (w + b' - m - b) / (o - o')
-
-or over any link if `o <= o'`. A codec that only rounds to another dtype takes no time
-of its own: rounding is a part of writing the numbers.
-
-With one shard and no journal, an exchange takes `overhead + latency + (m + b) / min(B,
-C) + (m + b) / endpoint_rate + u / apply_rate`.
+With one shard, an exchange takes `overhead + latency + (m + b) / min(B, C) + (m + b) /
+endpoint_rate + u / apply_rate`.
 
 Links carry both directions at once, so the center can receive one message while it
 sends the answer to another. The center is assumed to do half of the work of the two
 ends, and each shard its part of this half. The parts of an exchange follow one another
 in the model; if they overlap (chunks on the link while others are copied), `e` is an
 upper bound. Workers are assumed to be evenly spread in time: near the center's limit
-they collide, and wait longer. Exchanges that arrive while a disk syncs share the next
-sync, so a sync makes exchanges longer and not fewer.
-
-In a tree, `n` is the number of workers at one center of the lowest level, which makes
-`x = n / R` exchanges per second. This center is a worker of its parent. It exchanges
-with the parent after every `P` of its own exchanges, or later, and goes on meanwhile:
-
-    interval             T = max(P / x,  e,  F s)        of F centers at one parent
-
-where `e` and `s` are those of the parent's links, and `F / T` takes the place of `x`
-one level up.
-
-After a restart, a center with a journal reads `S + J` bytes, applies the `J / m`
-messages of the journal, and serves every worker, each of which joins again and sends
-its unanswered message again.
+they collide, and wait longer.
 """
 
-from agn_optax.ops.planning._cluster import Cluster, Disk, Machine, Tree
-from agn_optax.ops.planning._cost import (
-    CenterMemory,
-    Coding,
-    Cost,
-    JournalCost,
-    Level,
-    Remedies,
-    WorkerMemory,
-)
+from agn_optax.ops.planning._cluster import Cluster, Machine
+from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
 from agn_optax.ops.planning._plan import abstract, all_reduce, built_in_rules, plan
 
 __all__ = [
     "CenterMemory",
     "Cluster",
-    "Coding",
     "Cost",
-    "Disk",
-    "JournalCost",
-    "Level",
     "Machine",
-    "Remedies",
-    "Tree",
     "WorkerMemory",
     "abstract",
     "all_reduce",

@@ -1,4 +1,4 @@
-"""The results of a plan: bytes, seconds, fractions and remedies."""
+"""The results of a plan: bytes, seconds and fractions."""
 
 from __future__ import annotations
 
@@ -41,62 +41,6 @@ class CenterMemory(NamedTuple):
         return sum(self)
 
 
-class Level(NamedTuple):
-    """The centers of one level, if exchanges overlap with local steps."""
-
-    centers: int  # number of centers
-    children: int  # largest number of workers, or of centers below, at one center
-    period: int  # local steps, or exchanges, of a child until it exchanges again
-    interval: float  # seconds between two exchanges of a child with its center
-    exchange: float  # seconds of an exchange, if no other one is served meanwhile
-    exchanges: float  # exchanges per second at each center
-    received: float  # bytes per second, by all shards of a center
-    sent: float  # bytes per second, by all shards of a center
-    load: float  # fraction of time for which these exchanges occupy a center
-    bottleneck: str  # part of an exchange that keeps the period from being shorter
-
-
-class JournalCost(NamedTuple):
-    """The costs of a center's journal, for each of the center's hosts."""
-
-    written: float  # bytes per second, including the snapshots that replace the journal
-    snapshot: int  # bytes of a snapshot
-    size: int  # maximum bytes of the journal
-    read: float  # seconds to read snapshot and journal after a restart
-    replay: float  # seconds to apply the messages in the journal
-    rejoin: float  # seconds until all workers have joined and sent a message again
-
-    @property
-    def restart(self) -> float:
-        """The seconds from a restart until the center continues with all workers."""
-        return self.read + self.replay + self.rejoin
-
-
-class Coding(NamedTuple):
-    """The time that a codec takes in an exchange, and the links over which it pays."""
-
-    contribution: int  # bytes of a contribution before encoding
-    encode: float  # seconds to encode, at the worker
-    decode: float  # seconds to decode, at the center
-    pays_below: float | None  # bytes per second of a link, below which an exchange is
-    # shorter with the codec; 0 if it never is, None if it always is
-
-
-class Remedies(NamedTuple):
-    """Changes that would make workers wait less, each by itself.
-
-    The numbers of shards and levels are the smallest for which the center is not the
-    bottleneck: it can serve all workers within the given period, or else within the
-    time of one worker's exchange. None means that no number is enough.
-    """
-
-    period: int | None  # the shortest period that hides exchanges
-    bfloat16: int | None  # the same with messages and answers in 16 bits, in place of
-    # the rule's codec; None if that is not shorter
-    shards: int | None  # number of hosts of the center
-    levels: int | None  # levels of a tree of centers; 1 is a single center
-
-
 class Cost(NamedTuple):
     """The cost of a rule on a `Cluster`."""
 
@@ -112,11 +56,6 @@ class Cost(NamedTuple):
     utilization_overlapping: float  # the same, if exchanges overlap with local steps
     worker: WorkerMemory  # memory of a worker
     center: CenterMemory  # memory of the center
-    bottleneck: str = "nothing"  # part that keeps the period from being shorter, or a
-    # given one from hiding exchanges: "latency", "worker link", "center link", "ends",
-    # "arithmetic", "codec", "journal", or "nothing"
-    hosts: int = 0  # number of hosts of all centers
-    levels: tuple[Level, ...] = ()  # from the centers with workers to the root
-    journal: JournalCost | None = None  # for a center that keeps a journal
-    remedies: Remedies | None = None  # changes that would help
-    coding: Coding | None = None  # for a rule with a codec
+    bottleneck: str  # part that keeps the period from being shorter, or a given one
+    # from hiding exchanges: "latency", "worker link", "center link", "ends",
+    # "arithmetic", "codec", or "nothing"

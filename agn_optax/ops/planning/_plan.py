@@ -13,16 +13,9 @@ import optax
 from agn_optax import errors, rules
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.ops.planning import _times
 from agn_optax.ops.planning._cluster import Cluster
-from agn_optax.ops.planning._cost import (
-    CenterMemory,
-    Coding,
-    Cost,
-    Remedies,
-    WorkerMemory,
-)
-from agn_optax.ops.planning._times import Times, Work
+from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
+from agn_optax.ops.planning._times import Work, exchange_times
 from agn_optax.rules import Rule, check_rule, codecs
 
 PyTree = Any
@@ -97,79 +90,52 @@ def plan(
     )
     anchors = needs_snapshot + (rule.penalty is not None)
     center = _cast(params, center_dtype)
-    children = cluster.centers[0][1]
-    work = _work(rule, center, params, children)
-    message = work.message
-    times = _times.exchange_times(work, cluster, *_times.worker_link(cluster))
-    longest = times.longest(children)
-    hidden = _hiding(times, cluster)
-    given_period, period = period, hidden if period is None else period
+    center_state = rounds.center_state_like(rule, center)
+    work = _work(rule, center, center_state, params, cluster.workers)
+    times = exchange_times(work, cluster)
+    hidden = times.hidden_period(cluster.step_time)
+    is_hidden = hidden == 1 if period is None else period >= hidden
+    period = hidden if period is None else period
     steps = period * cluster.step_time
-    limit = _times.bottleneck(times, children, hidden, given_period)
-    place, interval = cluster.centers[0], max(steps, longest)
-    lowest = _times.level(work, times, place, period, interval, limit)
-    # Replaces the rule's codec, which may leave the center's answers unencoded.
-    halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-    narrow = _work(halved, center, params, children)
-    of_root = work
-    if len(cluster.centers) > 1:
-        # A center is a worker of its parent, and has parameters of the center's dtype.
-        children_above = max(sites for _, sites in cluster.centers[1:])
-        of_root = _work(rule, center, center, children_above)
-    levels = _times.tree_levels(lowest, of_root, cluster)
-    coding = None
-    if not rule.codec.is_identity or rule.codec.answers is not None:
-        plain = _work(_plain(rule), center, params, children)
-        below = _times.codec_pays_below(work, plain, cluster)
-        coding = Coding(plain.message, *_times.coding(work, cluster), below)
-    journal = None
-    if cluster.disk is not None:
-        journal = _times.journal_cost(of_root, cluster, levels[-1], cluster.disk)
     return Cost(
         rule=rule.name,
-        message=message,
+        message=work.message,
         answer=work.answer,
         exchange=times.alone,
         service=times.occupied,
         applied=work.applied,
         hidden_period=hidden,
         period=period,
-        utilization=steps / max(steps + times.alone, children * times.occupied),
-        utilization_overlapping=steps / max(steps, longest),
+        utilization=steps / max(steps + times.alone, cluster.workers * times.occupied),
+        utilization_overlapping=steps / max(steps, times.longest),
         worker=WorkerMemory(
             params=trees.nbytes(params),
             inner_state=trees.nbytes(state.inner_state),
             record=trees.nbytes(state.record),
             codec_state=trees.nbytes(state.codec_state),
             anchor=anchors * trees.nbytes(center),
-            staged=message + trees.nbytes(center),
+            staged=work.message + trees.nbytes(center),
             overlap=trees.nbytes(params),
         ),
         center=CenterMemory(
             center=trees.nbytes(center),
-            center_state=work.snapshot - trees.nbytes(center),
+            center_state=trees.nbytes(center_state),
             version=trees.nbytes(center),
-            messages=children * message,
+            messages=cluster.workers * work.message,
         ),
-        bottleneck=lowest.bottleneck,
-        hosts=cluster.shards * sum(count for count, _ in cluster.centers),
-        levels=levels,
-        journal=journal,
-        remedies=_remedies(work, narrow, times, cluster, given_period),
-        coding=coding,
+        bottleneck="nothing" if is_hidden else times.bottleneck,
     )
 
 
-def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
+def _work(
+    rule: Rule, center: PyTree, center_state: PyTree, params: PyTree, workers: int
+) -> Work:
     """Return the bytes of an exchange with a center that has ``workers`` workers."""
+    plain = dataclasses.replace(rule, codec=codecs.identity())
     sent = rounds.contribution_like(rule, center, params)
-    as_it_is = rounds.contribution_like(_plain(rule), center, params)
-    same = [x.shape for x in jax.tree.leaves(sent)] == [
-        x.shape for x in jax.tree.leaves(as_it_is)
-    ]
+    contribution = rounds.contribution_like(plain, center, params)
+    is_rounded = _leaf_shapes(sent) == _leaf_shapes(contribution)
     message = trees.nbytes(sent)
-    state = rounds.center_state_like(rule, center)
-    snapshot = trees.nbytes(center) + trees.nbytes(state)
     answer = trees.nbytes(center, rule.codec.answer_dtype)
     if rule.codec.answer_codec is not None:
         # A worker that exchanges in turns has missed one difference of each worker.
@@ -180,40 +146,14 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
         answer=answer,
         # The message is read twice (first for its norm); the center and its optimizer's
         # state are read and written.
-        applied=2 * (message + snapshot),
-        snapshot=snapshot,
+        applied=2 * (message + trees.nbytes(center) + trees.nbytes(center_state)),
         # Rounding is a part of writing the numbers, and takes no time of its own.
-        coded=0 if same else trees.nbytes(as_it_is),
+        coded=0 if is_rounded else trees.nbytes(contribution),
     )
 
 
-def _plain(rule: Rule) -> Rule:
-    """Return the rule without its codec."""
-    return dataclasses.replace(rule, codec=codecs.identity())
-
-
-def _hiding(times: Times, cluster: Cluster) -> int:
-    """Return the number of local steps that hide an exchange."""
-    longest = times.longest(cluster.centers[0][1])
-    return max(1, math.ceil(longest / cluster.step_time))
-
-
-def _remedies(
-    work: Work, narrow: Work, times: Times, cluster: Cluster, given_period: int | None
-) -> Remedies:
-    """Return what would help, each by itself; ``narrow`` is the work with 16 bits."""
-    hidden = _hiding(times, cluster)
-    half = _hiding(
-        _times.exchange_times(narrow, cluster, *_times.worker_link(cluster)), cluster
-    )
-    alone = times.alone if given_period is None else given_period * cluster.step_time
-    target = max(alone, cluster.step_time)
-    return Remedies(
-        period=hidden,
-        bfloat16=half if half < hidden else None,
-        shards=_times.shards(work, cluster, target),
-        levels=_times.depth(work, cluster, target),
-    )
+def _leaf_shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def all_reduce(
