@@ -21,12 +21,10 @@ from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
-from agn_optax.service._watchdog import MIN_RATE as MIN_RATE
 from agn_optax.service._watchdog import Transfers as Transfers
 from agn_optax.service.client._client import INSECURE as INSECURE
 from agn_optax.service.client._client import RemoteCenter, connect
 from agn_optax.service.client._observer import Observer
-from agn_optax.service.client._probe import TransportSpeed as TransportSpeed
 from agn_optax.service.security import _handshake as handshake  # noqa: F401
 from agn_optax.service.security import _token as tokens  # noqa: F401
 from agn_optax.service.security._access import EVERYBODY as EVERYBODY

@@ -11,7 +11,7 @@ class Frames(_message.Message):
     def __init__(self) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("join", "joined", "message", "snapshot", "acknowledge", "waiting", "failure", "start", "parameters", "attach", "attached", "probe", "probed", "segment", "answer_segment")
+    __slots__ = ("join", "joined", "message", "snapshot", "acknowledge", "waiting", "failure", "start", "parameters", "attach", "attached", "segment", "answer_segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -23,8 +23,6 @@ class Header(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    PROBE_FIELD_NUMBER: _ClassVar[int]
-    PROBED_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     join: Join
@@ -38,11 +36,9 @@ class Header(_message.Message):
     parameters: Parameters
     attach: Segment
     attached: Attached
-    probe: Probe
-    probed: Probed
     segment: int
     answer_segment: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., acknowledge: _Optional[int] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., segment: _Optional[int] = ..., answer_segment: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., acknowledge: _Optional[int] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., segment: _Optional[int] = ..., answer_segment: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "address", "key")
@@ -67,18 +63,6 @@ class Attached(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: str
     def __init__(self, error: _Optional[str] = ...) -> None: ...
-
-class Probe(_message.Message):
-    __slots__ = ("size", "answer")
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
-    size: int
-    answer: int
-    def __init__(self, size: _Optional[int] = ..., answer: _Optional[int] = ...) -> None: ...
-
-class Probed(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "details")
@@ -131,7 +115,7 @@ class Described(_message.Message):
     def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "versions", "lease", "heartbeat", "waiting_interval", "clock")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "dtype", "mode", "barrier", "offers", "versions", "lease", "heartbeat", "waiting_interval", "calls")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,7 +137,7 @@ class Description(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -168,8 +152,8 @@ class Description(_message.Message):
     lease: float
     heartbeat: float
     waiting_interval: float
-    clock: float
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
+    calls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., barrier: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., lease: _Optional[float] = ..., heartbeat: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "session_id", "center")

@@ -121,26 +121,6 @@ def test_doctor_finds_no_fault_in_a_good_network(wired):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["here", "there"])
-def test_doctor_finds_that_large_packets_are_lost(wired, side):
-    """One end announces longer packets than it accepts, and drops the longer ones."""
-    far = wired.there if side == "here" else wired.here
-    near, number = (wired.here, 2) if side == "here" else (wired.there, 1)
-    # Without this the kernel passes on segments larger than any packet, never cut.
-    wired.ip(near, "link", "set", "eth1", "gso_max_segs", "1")
-    wired.ip(far, "link", "set", "eth1", "mtu", "1430")
-    route = ("10.77.1.0/24", "dev", "eth1", "proto", "kernel", "scope", "link")
-    source = ("src", f"10.77.1.{number}")
-    wired.ip(far, "route", "change", *route, *source, "advmss", "1460")
-    found = doctor(wired, "--timeout=2")
-    which = "to the center" if side == "here" else "from the center"
-    result, message = found["rates"]
-    assert result == "failed"
-    assert f"16 KiB {which} take more than 2 s" in message
-    assert "something on the path may drop large packets (`tracepath 10.77" in message
-
-
-@pytest.mark.slow
 def test_doctor_finds_a_firewall_before_the_direct_port(wired):
     answers = ("from", "10.77.1.2", "ipproto", "tcp", "sport", DIRECT, "blackhole")
     wired.ip(wired.there, "rule", "add", *answers)
@@ -148,9 +128,8 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
         found = doctor(wired, "--timeout=2")
     finally:
         wired.ip(wired.there, "rule", "del", *answers)
-    result, message = found["rates"]
+    result, message = found["second port"]
     assert result == "warning"
-    assert message.startswith("grpc ")
     assert "cannot connect by socket" in message
 
 
@@ -158,11 +137,9 @@ def test_doctor_finds_a_firewall_before_the_direct_port(wired):
 def test_doctor_finds_a_broken_proxy_in_the_environment(wired):
     proxy = {"http_proxy": "http://10.77.1.2:1"}
     found = doctor(wired, "--timeout=2", **proxy)
-    result, message = found["proxy"]
-    assert result == "warning"
-    assert "http_proxy sends gRPC through a proxy" in message
-    assert "add 10.77.1.2 to no_proxy" in message
     assert list(found)[-1] == "health"  # which gRPC cannot ask
+    result, message = found["health"]
+    assert result == "failed"
+    assert "a proxy of the environment (http_proxy; add the center to no_p" in message
     found = doctor(wired, no_proxy="10.77.1.2", **proxy)
-    assert found["proxy"] == ("ok", "gRPC uses no proxy for this center")
     assert found["health"] == ("ok", "SERVING")

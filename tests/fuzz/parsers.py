@@ -108,7 +108,6 @@ PACKETS = [
     _frame_bytes(
         pb.Header(join=pb.Join(protocol=1, worker="anna", session_id="1" * 32))
     ),
-    _frame_bytes(pb.Header(probe=pb.Probe(size=1 << 20, answer=64))),
     _frame_bytes(pb.Header(message=MESSAGE), TREE),
     _frame_bytes(pb.Header(message=CLAIMS), TREE),
     _frame_bytes(pb.Header(acknowledge=1)),

@@ -13,7 +13,6 @@ from agn_optax.service.wire._frames import (
     Frame,
     FrameReader,
     bytes_schema,
-    random_frame,
 )
 from helpers import sessions
 
@@ -23,16 +22,6 @@ def dialled(observer, server, transport):
     (kind,) = (each for each in TRANSPORTS if each.name == transport)
     offer = sessions.offer(server, transport)
     return kind.dial(Target(observer._connection, offer, Buffers()))
-
-
-def send(link, header, size=0):
-    """Send a frame with a header and a buffer of random bytes."""
-    link.send(random_frame(header, size))
-
-
-def receive(link, size):
-    """Return the buffer of the last frame, which must have this size."""
-    return link.read_buffer(bytes_schema(size), "a buffer")
 
 
 def begin_to_initialize(center, params, worker):

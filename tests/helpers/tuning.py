@@ -64,11 +64,6 @@ def set_waiting_interval(monkeypatch, seconds, longest):
     monkeypatch.setattr(_servicer, "MAX_WAIT", longest)
 
 
-def set_stall_timeout(monkeypatch, seconds):
-    """Set the timeout of a center for any part of a frame."""
-    monkeypatch.setattr(_call_limits, "TRANSFER_TIMEOUT", seconds)
-
-
 def set_call_burst(monkeypatch, tokens):
     """Set how many calls a caller may make at once beyond its rate."""
     monkeypatch.setattr(_call_limits, "BURST", tokens)

@@ -319,7 +319,7 @@ def test_commands_report_that_a_site_runs_without_its_parent(tree):
         assert "goes on without its parent" in " ".join(shown.stdout.split())
     checked = commands.command("doctor", tree.site.address, "--json")
     found = {each["check"]: each for each in json.loads(checked.stdout)["checks"]}
-    assert found["parent"]["result"] == "warning"
+    assert found["state"]["result"] == "warning"
     assert found["disk"]["result"] == "ok"
     tree.site.stop(0.0)  # no grace: it cannot send its last updates
 

@@ -24,7 +24,7 @@ def doctor(
     """Check the network path to a center, and the center itself, step by step.
 
     Checks that depend on a failed check are skipped. If a rule is given, it is compared
-    with the center's. Some megabytes are sent in each direction.
+    with the center's.
     """
     rule = _options.with_defaults(
         rule, _options.read_file(config, RuleOptions, CenterOptions)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
-from urllib.request import proxy_bypass
 
 from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.ops import units
 from agn_optax.rules import Rule
 from agn_optax.service import (
-    MIN_RATE,
     Observer,
     Tls,
-    TransportSpeed,
     address,
     fingerprint,
     handshake,
@@ -28,15 +24,9 @@ from agn_optax.service import (
     wire,
 )
 
-_MAX_CLOCK_DIFFERENCE = 1.0  # s
 _SLOW_ROUND_TRIP = 0.25  # s, above which every exchange is noticeably slower
 _MAX_ROUND_TRIP = 1.0  # s, above which workers hardly manage to join
-_SAMPLES = 5  # of round trips and clocks
-_MAX_ASYMMETRY = 3.0  # factor by which one direction may be slower than the other
-_FAST_RATE = 200e6  # bytes/s, above which processors may be the bottleneck
-# Variables that gRPC reads, in its order of preference, in lower case only.
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-_TRANSPORTS = ("memory", "socket", "grpc")
+_SAMPLES = 5  # round trips
 
 Result = Literal["ok", "warning", "failed"]
 _Outcome = tuple[Result, str]
@@ -45,7 +35,7 @@ _ESSENTIAL = ("address", "connection", "encryption", "health", "description")
 
 
 class Finding(NamedTuple):
-    """The result of one check."""
+    """The result of one check, and what to do about it."""
 
     check: str
     result: Result
@@ -103,7 +93,7 @@ class Checks:
             return "ok", f"{self.address} is a socket of this machine"
         if not address.is_fixed(self.address):
             return "failed", "port 0 means any port: give the one the server printed"
-        host, port = self._host, int(self.address.rpartition(":")[2])
+        host, port = address.host(self.address), int(self.address.rpartition(":")[2])
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -113,27 +103,15 @@ class Checks:
         )
         return "ok", f"{self.address} is {', '.join(addresses)}, port {port}"
 
-    def _check_proxy(self) -> _Outcome:
-        variable = next((name for name in _PROXIES if os.environ.get(name)), None)
-        is_local = address.is_local(self.address)
-        if is_local or variable is None or proxy_bypass(self._host):
-            return "ok", "gRPC uses no proxy for this center"
-        return "warning", (
-            f"{variable} sends gRPC through a proxy, and exchanges by sockets bypass "
-            f"it; add {self._host} to no_proxy, or unset {variable}"
-        )
-
     def _check_connection(self) -> _Outcome:
         try:
-            seconds = _seconds(
-                lambda: handshake.connect(self.address, self.timeout).close()
-            )
+            handshake.connect(self.address, self.timeout).close()
         except OSError as error:
             return "failed", (
                 f"nothing listens at {self.address}: {error}. Is the center running, "
                 "and does a firewall let you through?"
             )
-        return "ok", f"connected in {seconds * 1e3:.1f} ms"
+        return "ok", f"connected to {self.address}"
 
     def _check_encryption(self) -> _Outcome:
         self._center = self.observer()
@@ -149,7 +127,11 @@ class Checks:
         try:
             status = self._center.health()
         except errors.CenterUnreachableError as error:
-            return "failed", f"this is no gRPC server, or it rejects the call: {error}"
+            return "failed", (
+                "this is no gRPC server, or it rejects the call, or a proxy of the "
+                "environment (http_proxy; add the center to no_proxy) is between: "
+                f"{error}"
+            )
         if status != "SERVING":
             return "failed", f"the center is {status}: it is draining"
         return "ok", status
@@ -158,28 +140,42 @@ class Checks:
         self._description = self._center.describe()
         return "ok", f"protocol {self._description.protocol}, {self._description.mode}"
 
-    def _check_release(self) -> _Outcome:
-        center = self._description
-        if center.release != __version__:
-            return "warning", (
-                f"the center runs agn_optax {center.release}, and this end "
-                f"{__version__}"
-            )
-        text = f"agn_optax {__version__} at both ends"
-        differences = [
-            f"{name} {center.versions.get(name)} at the center and {version} here"
-            for name, version in versions.installed().items()
-            if center.versions.get(name) != version
-        ]
-        if not differences:
-            return "ok", text
+    def _check_role(self) -> _Outcome:
+        calls = self._description.calls
+        if "Exchange" in calls:
+            return "ok", "this end may exchange"
         return "warning", (
-            f"{text}, but {', '.join(differences)}: results may differ in the last "
-            "digits, and equal rules seem different; install the same at both ends"
+            f"this end may only call {', '.join(calls)}: a worker needs a token or "
+            "certificate with the role worker or chief"
         )
 
+    def _check_release(self) -> _Outcome:
+        center = self._description
+        ours = {"agn_optax": __version__, **versions.installed()}
+        theirs = {"agn_optax": center.release, **center.versions}
+        differences = [
+            f"{name} {theirs.get(name)} at the center and {version} here"
+            for name, version in ours.items()
+            if theirs.get(name) != version
+        ]
+        if not differences:
+            return "ok", f"agn_optax {__version__} at both ends"
+        return "warning", (
+            f"{', '.join(differences)}: results may differ in the last digits, and "
+            "equal rules seem different; install the same at both ends"
+        )
+
+    def _check_rule(self) -> _Outcome:
+        assert self.rule is not None
+        fingerprint.compare(self._description.rule, self.rule, self.address)
+        return "ok", f"{self.rule.name} at both ends"
+
     def _check_round_trip(self) -> _Outcome:
-        times = [_seconds(self._center.status) for _ in range(_SAMPLES)]
+        times = []
+        for _ in range(_SAMPLES):
+            begin = time.monotonic()
+            self._center.status()
+            times.append(time.monotonic() - begin)
         median = statistics.median(times)
         text = f"{median * 1e3:.1f} ms"
         if median > _MAX_ROUND_TRIP:
@@ -192,26 +188,27 @@ class Checks:
             return "warning", f"{text}: long periods or overlap=True hide it"
         return "ok", text
 
-    def _check_clocks(self) -> _Outcome:
-        samples = []
-        for _ in range(_SAMPLES):
-            begin = time.time()
-            clock = self._center.describe().clock
-            end = time.time()
-            samples.append((end - begin, clock - (begin + end) / 2))
-        round_trip, offset = min(samples)  # the shortest round trip: the most accurate
-        text = (
-            f"the center's clock is {abs(offset):.3f} s "
-            f"{'ahead' if offset > 0 else 'behind'}, +-{round_trip / 2:.3f} s"
-        )
-        if abs(offset) - round_trip / 2 <= _MAX_CLOCK_DIFFERENCE:
-            return "ok", text
-        return "warning", (
-            f"{text}: certificates may not be valid, and times in logs do not match; "
-            "synchronize both clocks with a time server (chrony, systemd-timesyncd)"
-        )
+    def _check_second_port(self) -> _Outcome:
+        """Check that exchanges can connect to the port of sockets, beside gRPC's."""
+        offers = {offer.transport: offer for offer in self._description.offers}
+        if "socket" not in offers or self.address.startswith("unix:"):
+            return "ok", "exchanges from here need no second port"
+        offered = offers["socket"].address
+        host = self.address.rpartition(":")[0]
+        second = f"{host}:{offered.rpartition(':')[2]}"
+        try:
+            handshake.connect(second, self.timeout).close()
+        except OSError as error:
+            return "warning", (
+                f"cannot connect by socket: {error}. Exchanges from here use gRPC, "
+                f"which is slower: open {offered} in the firewall, or choose another "
+                "port with `serve --direct-address`"
+            )
+        return "ok", f"connected to {second}"
 
-    def _check_schema(self) -> _Outcome:
+    def _check_state(self) -> _Outcome:
+        if degraded := self._center.status()["degraded"]:
+            return "warning", degraded
         if not self._description.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
         leaves = wire.from_bytes(self._description.schema).leaves
@@ -220,113 +217,15 @@ class Checks:
 
     def _check_disk(self) -> _Outcome:
         status = self._center.status()
-        degraded = "" if status["parent"] else status["degraded"]
         free, needed = status["disk_free"], status["disk_needed"]
         if free is None or needed is None:  # not known, or nothing is kept on disk
-            text = degraded or "the center stores everything that it is set to store"
-            return "warning" if degraded else "ok", text
+            return "ok", "the center stores everything that it is set to store"
         space = (
             f"{units.in_bytes(free)} are free, and the next snapshot with its journal "
             f"takes {units.in_bytes(needed)}"
         )
         if free < needed:
-            return "failed", (
-                f"{space}: make room, or the center stops. {degraded}".strip()
-            )
-        if degraded:
-            return "warning", f"{degraded} ({space})"
+            return "failed", f"{space}: make room, or the center stops"
         if free < 2 * needed:
             return "warning", f"{space}: make room before a second snapshot"
         return "ok", space
-
-    def _check_parent(self) -> _Outcome:
-        """Check that a site of a tree is connected to its parent."""
-        status = self._center.status()
-        if not status["parent"]:
-            return "ok", "the center has no parent"
-        if degraded := status["degraded"]:
-            return "warning", degraded
-        return "ok", f"the center is a site of {status['parent']}, connected to it"
-
-    def _check_rates(self) -> _Outcome:
-        """Measure each transport, up and down, over the connections of exchanges."""
-        offers = {offer.transport: offer for offer in self._description.offers}
-        ways: dict[
-            str, TransportSpeed
-        ] = {}  # in the order in which exchanges prefer them
-        missing = []
-        for name in _TRANSPORTS:
-            if name not in offers and name != "grpc":
-                continue
-            try:
-                ways[name] = self._center.measure(name)
-            except errors.NotAllowedError as error:
-                return "warning", f"the rates cannot be measured: {error}"
-            except errors.CenterUnreachableError as error:
-                if name == "socket":
-                    missing.append(
-                        f"{error}. Exchanges from here use gRPC, which is slower: open "
-                        f"{offers[name].address} in the firewall, or choose another "
-                        "port with `serve --direct-address`"
-                    )
-                elif name != "memory" or address.is_local(self.address):
-                    missing.append(str(error))
-        text = "; ".join([*map(_described, ways.values()), *missing])
-        way = ways.get("socket") or ways.get("grpc")
-        if way is not None:
-            result, advice = self._rate_problem(way)
-            if result != "ok":
-                return result, f"{text}; {advice}"
-        return "warning" if missing else "ok", text
-
-    def _rate_problem(self, way: TransportSpeed) -> _Outcome:
-        if way.up is None or way.down is None:
-            which = "to the center" if way.up is None else "from the center"
-            return "failed", (
-                f"short messages pass over {way.transport}, but 16 KiB {which} take "
-                f"more than {self.timeout:g} s: something on the path may drop large "
-                f"packets (`tracepath {self._host}` shows the largest size that passes)"
-            )
-        up, down = (way.up, "up, to the center"), (way.down, "down, from the center")
-        (slow, which), (fast, _) = sorted((up, down))
-        if slow < MIN_RATE:
-            return "failed", (
-                f"the way {which}, is slower than the {units.in_bytes(MIN_RATE)}/s "
-                "below which both ends break off transfers"
-            )
-        if fast > _MAX_ASYMMETRY * slow and slow < _FAST_RATE:
-            return "warning", (
-                f"the way {which}, is {fast / slow:.1f} times slower than the other "
-                "one: check the speed and duplex that the network cards have "
-                "negotiated, the cable, and traffic shaping in that direction"
-            )
-        return "ok", ""
-
-    def _check_rule(self) -> _Outcome:
-        assert self.rule is not None
-        fingerprint.compare(self._description.rule, self.rule, self.address)
-        return "ok", f"{self.rule.name} at both ends"
-
-    @property
-    def _host(self) -> str:
-        return address.host(self.address)
-
-
-def _described(way: TransportSpeed) -> str:
-    """Describe the rates and the round trip of a transport in words."""
-
-    def in_words(rate: float | None) -> str:
-        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
-
-    if way.transport == "memory":
-        return f"memory {in_words(way.up)} each way"
-    return (
-        f"{way.transport} {in_words(way.up)} up and {in_words(way.down)} down, "
-        f"{way.round_trip * 1e3:.2g} ms"
-    )
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin

@@ -12,11 +12,9 @@ from agn_optax import errors
 from agn_optax.center import Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.client._probe import TransportSpeed, measure
 from agn_optax.service.client._remote import pull
 from agn_optax.service.security import _token
 from agn_optax.service.security._tls import Tls
-from agn_optax.service.transports import transports_named
 from agn_optax.service.transports._connection import Connection
 from agn_optax.service.wire import _trees
 
@@ -101,35 +99,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
             schema = _trees.from_bytes(self._connection.describe().schema)
             snapshot, arrays = pull(self._connection, lambda: schema)
             return Snapshot(_trees.build(schema, arrays), snapshot.version)
-
-        return self._call(attempt)
-
-    def measure(self, transport: str) -> TransportSpeed:
-        """Measure the speed of a transport, separately for each direction.
-
-        This needs the role of a reader, and takes about a second.
-
-        Args:
-          transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as in `connect`.
-
-        Raises:
-          CenterUnreachableError: the transport cannot be used.
-          NotAllowedError: this end does not have the role.
-          ProtocolError: the center's release does not support measurements.
-        """
-        (chosen,) = transports_named([transport])
-
-        def attempt() -> TransportSpeed:
-            offers = {offer.transport: offer for offer in self.describe().offers}
-            offer = offers.get(transport)
-            try:
-                return measure(self._connection, chosen, offer)
-            except errors.AgnOptaxError:
-                raise  # some of these are OSErrors, too
-            except OSError as error:
-                raise errors.CenterUnreachableError(
-                    f"cannot connect by {transport}: {error}"
-                ) from None
 
         return self._call(attempt)
 

@@ -26,7 +26,7 @@ from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, Reread, warn_if_public
 
 _OBSERVER = frozenset({"Describe", "Status", "Health"})
-_READER = _OBSERVER | {"Pull", "Probe"}
+_READER = _OBSERVER | {"Pull"}
 _WORKER = _READER | {"Exchange", "Alive", "Leave"}
 # Calls that each role may make.
 ROLES = {

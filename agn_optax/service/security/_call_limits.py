@@ -17,7 +17,7 @@ JOIN_TOKENS = (
     2.0  # a join also creates a worker's state; delays others as much as 5 calls
 )
 # Bytes that cost 1 token:
-TRANSFER_BYTES = 2 << 20  # of the center, pulled or measured
+TRANSFER_BYTES = 2 << 20  # of the center, pulled
 SNAPSHOT_BYTES = 512 << 10  # of the center, written to a snapshot
 SCHEMA_BYTES = 32 << 10  # of a schema, parsed
 BURST = 400.0  # tokens of a bucket, in addition to those for the start of all workers
@@ -42,9 +42,6 @@ SHORT_TIMEOUT = 0.5  # the same for a caller or host with too many such calls
 # from being updated in place, and a caller may read slowly.
 MAX_PULLS, _PULLS_OF_CALLER = 4, 3
 _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
-# Maximum numbers of concurrent probes, in all and of one caller. If the network loses a
-# caller's bytes, the center counts probes that have ended without its notice.
-_MAX_PROBES, _PROBES_OF_CALLER = 16, 12
 
 
 class Reader(Protocol):
@@ -67,7 +64,6 @@ class CallLimits:
       pulls: semaphore of pulls that are being sent.
       waiting_pulls: semaphore of all pulls.
       initializations: semaphore of chiefs that send the first parameters.
-      probes: semaphore of measurements.
       transfers: frames that are being sent or received.
     """
 
@@ -83,7 +79,6 @@ class CallLimits:
             _MAX_WAITING_PULLS + max_workers, max(64, max_workers)
         )
         self.initializations = CallerSemaphore(1, 1)
-        self.probes = CallerSemaphore(_MAX_PROBES, _PROBES_OF_CALLER)
         self.transfers = Transfers()
 
     # Rates.

@@ -27,12 +27,10 @@ from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._fingerprint import fingerprint
 from agn_optax.service.wire._frames import (
-    MAX_PROBE,
     Frame,
     FrameReader,
     bytes_schema,
     do_nothing,
-    random_frame,
 )
 from agn_optax.service.wire._versions import installed
 
@@ -149,7 +147,7 @@ class Servicer:
             center=self.core.center_id,
             rule=self._rule,
             schema_hash=b"" if schema is None else schema.hash,
-            clock=time.time(),
+            calls=sorted(caller.calls),
             lease=self.limits.lease,
             heartbeat=self._heartbeat,
             waiting_interval=WAITING_INTERVAL + MAX_WAIT,
@@ -272,9 +270,6 @@ class Servicer:
             try:
                 with limits.time_first_frame(context.cancel, caller.key):
                     header = _read_header(reader)
-                if header.HasField("probe"):
-                    yield from self._answer_probes(header, reader, caller)
-                    return
                 caller.check("Exchange")
                 join = _check_protocol(header.join)
                 _check_name(join.worker)
@@ -294,34 +289,6 @@ class Servicer:
             except errors.AgnOptaxError as error:
                 self.on_event("rejected", join.worker, error, caller.host)
                 raise
-
-    def _answer_probes(
-        self, header: pb.Header | None, reader: FrameReader, caller: Caller
-    ) -> Iterator[Frame]:
-        """Receive and send bytes, for a measurement of the transport's speed.
-
-        The rate limit is applied after the answer, so that its wait is not measured.
-        """
-        caller.check("Probe")
-        limits = self.call_limits
-        busy = errors.CenterBusyError("other callers are already measuring; try again")
-        with limits.probes.held(caller.key, busy, _call_limits.TRANSFER_TIMEOUT / 2):
-            while header is not None:
-                if not header.HasField("probe"):
-                    raise errors.ProtocolError("expected a probe, got another frame")
-                probe = header.probe
-                if max(probe.size, probe.answer) > MAX_PROBE:
-                    raise errors.ProtocolError(
-                        f"a probe must have at most {MAX_PROBE} bytes each way, got "
-                        f"{probe.size} and {probe.answer}"
-                    )
-                if probe.size:
-                    reader.read_buffer(bytes_schema(probe.size), "a probe")
-                yield random_frame(pb.Header(probed=pb.Probed()), probe.answer)
-                if size := probe.size + probe.answer:
-                    tokens = 1 + size / _call_limits.TRANSFER_BYTES
-                    limits.admit(caller, "Probe", tokens)
-                header = reader.read_header()
 
     def _serve_session(
         self,

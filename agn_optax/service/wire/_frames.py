@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,8 +24,6 @@ from agn_optax.service.wire._schema import Schema
 
 SIZES = struct.Struct("<IQ")  # start of a frame: sizes of its header and its buffer
 MAX_HEADER = 64 << 10  # bytes; most headers have a hundred
-MAX_PROBE = 4 << 20  # bytes in each direction
-_RANDOM = 1 << 16  # bytes to repeat in a probe: longer than the window of compression
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,21 +90,6 @@ class Frame:
 def bytes_schema(size: int) -> Schema:
     """Return the schema of ``size`` plain bytes."""
     return Schema([Leaf("", "uint8", (size,))])
-
-
-def random_frame(header: pb.Header, size: int, answer_size: int = 0) -> Frame:
-    """Return a frame of incompressible bytes, to measure the speed of a connection.
-
-    Args:
-      header: the header.
-      size: number of bytes; 0 for no buffer.
-      answer_size: see `Frame`.
-    """
-    if not size:
-        return Frame(header, answer_size=answer_size)
-    block = np.frombuffer(os.urandom(_RANDOM), np.uint8)
-    schema, arrays = bytes_schema(size), [np.resize(block, size)]
-    return Frame(header, schema, arrays, answer_size=answer_size)
 
 
 def join_pieces(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
