@@ -285,7 +285,6 @@ def test_options_of_limits_become_limits(options, limits, served):
         ({"direct_address": "a:1"}, {"direct_address": "a:1"}),
         ({"direct_address": "a:1", "direct": True}, {"direct_address": "a:1"}),
         ({"direct": False}, {"direct_address": False}),
-        ({"health_address": "a:1"}, {"health_address": "a:1"}),
         ({"insecure": True}, {"security": service.Security(insecure=True)}),
     ],
 )

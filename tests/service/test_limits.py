@@ -489,15 +489,12 @@ def test_silent_call_without_token_is_rejected_at_once(path):
         assert call.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("path", [*EVERY_CALL, "probe"])
+@pytest.mark.parametrize("path", EVERY_CALL)
 def test_silent_call_is_ended_after_timeout(path, monkeypatch):
     for timeout in ("HANDSHAKE_TIMEOUT", "CHIEF_TIMEOUT"):
         monkeypatch.setattr(_call_limits, timeout, 0.2)
-    settings = {"health_address": "127.0.0.1:0"} if path == "probe" else {}
-    with service.serve(RULE, **settings) as server:
-        address = server.health_address or server.address
-        with open_call(address, CHECK if path == "probe" else path) as call:
-            assert call.code() != grpc.StatusCode.DEADLINE_EXCEEDED
+    with service.serve(RULE) as server, open_call(server.address, path) as call:
+        assert call.code() != grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_call_without_its_message_is_rejected(server):
@@ -937,22 +934,6 @@ def test_limiter_takes_back_no_more_tokens_than_it_gave():
         True,
         False,
     ]
-
-
-def test_checks_at_the_health_port_are_rate_limited(monkeypatch):
-    monkeypatch.setattr(_call_limits, "BURST", 5.0)
-    limits = service.Limits(calls=1e-3)
-    with (
-        service.serve(
-            RULE, SMALL, health_address="127.0.0.1:0", limits=limits
-        ) as server,
-        service.Observer(server.health_address) as eve,
-        service.Observer(server.address) as friend,
-    ):
-        assert eve.health() == "SERVING"
-        with raises_too_many_calls():
-            call_many_times(eve.health)
-        assert friend.health() == "SERVING"
 
 
 def is_answered(port, text):

@@ -26,7 +26,7 @@ from agn_optax.rules import Rule
 
 _SERVED = Group(
     service.ServerSettings,
-    *("address", "barrier", "dtype", "device", "direct_address", "health_address"),
+    *("address", "barrier", "dtype", "device", "direct_address"),
 )
 _MODES = {
     "asynchronous": Group(Asynchronous),

@@ -18,7 +18,6 @@ from agn_optax.service.security._access import Authenticator
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.server._settings import Limits, Security, ServerSettings
 from agn_optax.service.transports import (
-    HealthListener,
     Listener,
     ListenSettings,
     transports_named,
@@ -41,7 +40,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
       direct_address: "host:port" for exchanges without gRPC; None if there is no such
         port.
       page_address: URL of its page; None if it has none.
-      health_address: "host:port" for health checks by anybody; None if there is none.
       center: the center variable: ``center.pull()``, ``center.save()``.
       uplink: the link to its parent; None if it has no parent.
     """
@@ -53,8 +51,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.address = servicer.listens_at
         self.direct_address = servicer.direct_address or None
         self.page_address = servicer.page_address or None
-        health = listeners.get("health")
-        self.health_address = None if health is None else health.address
         self.uplink: Uplink | None = None
         self._servicer = servicer
         self._listeners = listeners
@@ -202,7 +198,7 @@ __test__ = {"serve": serve}  # doctest skips functions that a decorator has made
 
 
 def _listeners(servicer: Servicer, settings: ServerSettings) -> dict[str, Listener]:
-    """Start the service's listeners of all transports, the page and health checks."""
+    """Start the service's listeners of all transports, and the page."""
     listeners: dict[str, Listener] = {}
     tls = (settings.security or Security()).tls
     direct = settings.direct_address
@@ -223,9 +219,6 @@ def _listeners(servicer: Servicer, settings: ServerSettings) -> dict[str, Listen
             page = listeners["page"] = Page(servicer, settings.page, tls)
             servicer.on_event = page.monitor.record
             on_error.callback(page.close, timeout=5.0)
-        if settings.health_address is not None:
-            listeners["health"] = HealthListener(servicer, settings.health_address)
-            on_error.callback(listeners["health"].close, timeout=5.0)
         servicer.offers = [x.offer for x in listeners.values() if x.offer is not None]
         servicer.listens_at = listeners["grpc"].address
         if "socket" in listeners:

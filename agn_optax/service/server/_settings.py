@@ -180,9 +180,6 @@ class ServerSettings(CenterSettings):
       page: ``"host:port"`` of a web page that shows the center's activity, with
         ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
         0 uses a free one, see ``server.page_address``. None for no page.
-      health_address: additional address of gRPC's health check, in plain text and for
-        every caller, as the probes of Kubernetes need it: ``"host:port"``; None for no
-        such address. It serves nothing else.
       security: certificates, and who may call, an `agn_optax.service.Security`; None
         for ``Security()``, which serves everybody on this machine, and nobody else.
       parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
@@ -197,7 +194,6 @@ class ServerSettings(CenterSettings):
     address: str = LOOPBACK
     direct_address: str | Literal[False] | None = None
     page: str | None = None
-    health_address: str | None = None
     security: Security | None = None
     parent: Parent | None = None
 
@@ -209,7 +205,7 @@ class ServerSettings(CenterSettings):
             combinations.reject(
                 "durability", "a center with a parent", f"{self.durability}"
             )
-        for name in ("direct_address", "page", "health_address"):
+        for name in ("direct_address", "page"):
             address = getattr(self, name)
             if address is None or (name == "direct_address" and address is False):
                 continue
@@ -225,12 +221,12 @@ class ServerSettings(CenterSettings):
                 name="agn_optax.ops.watch",
             )
         security = self.security or Security()
-        _tls.check(security.tls, security.insecure, *self._authenticated)
+        _tls.check(security.tls, security.insecure, *self._addresses)
 
     @property
     def is_local(self) -> bool:
-        """True if all but health checks stay on this machine."""
-        return all(map(_address.is_local, self._authenticated))
+        """True if all callers are on this machine."""
+        return all(map(_address.is_local, self._addresses))
 
     @property
     def of_center(self) -> dict[str, Any]:
@@ -240,8 +236,8 @@ class ServerSettings(CenterSettings):
         return {name: getattr(self, name) for name in names} | {"limits": limits}
 
     @property
-    def _authenticated(self) -> list[str]:
-        """The addresses at which callers need a token or a certificate."""
+    def _addresses(self) -> list[str]:
+        """The addresses at which it listens."""
         return [x for x in (self.address, self.direct_address, self.page) if x]
 
     def _check_limits(self) -> None:

@@ -11,7 +11,6 @@ from agn_optax import errors
 from agn_optax.service.transports import _socket as sockets  # noqa: F401
 from agn_optax.service.transports._grpc import GRPC
 from agn_optax.service.transports._grpc import GrpcLink as GrpcLink
-from agn_optax.service.transports._grpc import HealthListener as HealthListener
 from agn_optax.service.transports._memory import MEMORY
 from agn_optax.service.transports._socket import SOCKET
 from agn_optax.service.transports._transport import Link as Link

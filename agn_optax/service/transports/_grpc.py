@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -36,7 +36,6 @@ T = TypeVar("T")
 _serialized = operator.methodcaller("SerializeToString")
 
 _MAX_CALLS = 4096
-_MAX_HEALTH_CHECKS = 256
 # Calls that the servicer charges to the rate limit once it knows their worker.
 _ADMITTED_LATER = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
@@ -101,59 +100,40 @@ class GrpcLink(_transport.Link):
 # The service's end.
 
 
-class _GrpcServer(_transport.Listener):
-    """A gRPC server with health checking.
+class GrpcListener(_transport.Listener):
+    """A gRPC server with the calls of a servicer, and with health checking.
 
     Only `Check` is served: `Watch` would remember every name that it was asked for, and
     gRPC does not count its calls in any limit.
 
     Args:
-      servicer: the servicer of the center.
+      servicer: the servicer.
       settings: listening settings.
-      admit: admits a health check by its context, and returns its caller's key.
-      max_calls: maximum number of concurrent calls.
-      options: options of the server.
-      handlers: handlers of other calls.
     """
 
-    def __init__(
-        self,
-        servicer: Servicer,
-        settings: _transport.ListenSettings,
-        admit: Callable[[Any], Hashable],
-        max_calls: int,
-        options: list[tuple[str, Any]],
-        handlers: Sequence[Any] = (),
-    ) -> None:
+    def __init__(self, servicer: Servicer, settings: _transport.ListenSettings) -> None:
         super().__init__()
         self._health = health.HealthServicer()
-
-        def check(messages: Iterator[bytes], context: Any) -> Any:
-            with _errors_to(context):
-                message = _read_one(servicer, messages, context, admit(context))
-                request = _parse(health_pb2.HealthCheckRequest, message)
-            return self._health.Check(request, context)
-
-        checks: dict[str, Any] = {
-            "Check": grpc.stream_unary_rpc_method_handler(
-                check, response_serializer=_serialized
-            )
-        }
         self._server = grpc.server(
             self._threads,
-            handlers=[
-                grpc.method_handlers_generic_handler(health.SERVICE_NAME, checks),
-                *handlers,
-            ],
+            handlers=[_health_handlers(servicer, self._health), _handlers(servicer)],
             options=[
                 ("grpc.so_reuseport", 0),  # a second server on this port fails
                 # Heartbeats of workers are more frequent.
                 ("grpc.max_connection_idle_ms", 60_000),
-                *options,
+                *_address.OPTIONS,
+                ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.server_handshake_timeout_ms", 5_000),
+                # Per connection; each center object of a process has one connection.
+                ("grpc.max_concurrent_streams", 64 + 4 * servicer.max_workers),
             ],
-            maximum_concurrent_rpcs=max_calls,
+            # The limits of callers admit fewer calls, with very few exceptions.
+            maximum_concurrent_rpcs=_MAX_CALLS + 16 * servicer.max_workers,
         )
         self.address = _listen_at(self._server, settings)
+        if self.address.startswith("unix:") and servicer.authenticator.access is None:
+            os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 this user only
 
     def start(self) -> None:
         self._server.start()
@@ -167,61 +147,6 @@ class _GrpcServer(_transport.Listener):
         end = time.monotonic() + timeout
         self._server.stop(grace=min(0.5, timeout / 2)).wait(timeout)
         self._threads.wait(max(0.0, end - time.monotonic()))
-
-
-class GrpcListener(_GrpcServer):
-    """A gRPC server with the calls of a servicer.
-
-    Args:
-      servicer: the servicer.
-      settings: listening settings.
-    """
-
-    def __init__(self, servicer: Servicer, settings: _transport.ListenSettings) -> None:
-        def admit(context: Any) -> Hashable:
-            caller = _caller(servicer, context)
-            servicer.call_limits.admit(caller, "Health")
-            caller.check("Health")
-            return caller.key
-
-        options = [
-            *_address.OPTIONS,
-            ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.server_handshake_timeout_ms", 5_000),
-            # Per connection; each center object of a process has one connection.
-            ("grpc.max_concurrent_streams", 64 + 4 * servicer.max_workers),
-        ]
-        # The limits of callers admit fewer calls, with very few exceptions.
-        max_calls = _MAX_CALLS + 16 * servicer.max_workers
-        handlers = [_handlers(servicer)]
-        super().__init__(servicer, settings, admit, max_calls, options, handlers)
-        if self.address.startswith("unix:") and servicer.authenticator.access is None:
-            os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 this user only
-
-
-class HealthListener(_GrpcServer):
-    """Health checks in plain text without authentication, and no other calls.
-
-    They are for clients that can neither use TLS nor send a token, such as the probes
-    of Kubernetes. A check is answered at once, and a silent call is ended, so that no
-    client can occupy the server.
-
-    Args:
-      servicer: the servicer of the center, with the rate limiter.
-      address: "host:port" to listen at.
-    """
-
-    def __init__(self, servicer: Servicer, address: str) -> None:
-        def admit(context: Any) -> Hashable:
-            host = _host(context)
-            servicer.call_limits.admit_host(host, "probe")
-            return host
-
-        settings = _transport.ListenSettings(address)
-        # A check has only a service's name.
-        options = [("grpc.max_receive_message_length", 1024)]
-        super().__init__(servicer, settings, admit, _MAX_HEALTH_CHECKS, options)
 
 
 def _listen_at(server: grpc.Server, settings: _transport.ListenSettings) -> str:
@@ -253,6 +178,24 @@ def _check_free(address: str) -> None:
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: another server uses it"
         )
+
+
+def _health_handlers(servicer: Servicer, health_servicer: Any) -> Any:
+    """Return the handler of health checks."""
+
+    def check(messages: Iterator[bytes], context: Any) -> Any:
+        with _errors_to(context):
+            caller = _caller(servicer, context)
+            servicer.call_limits.admit(caller, "Health")
+            caller.check("Health")
+            message = _read_one(servicer, messages, context, caller.key)
+            request = _parse(health_pb2.HealthCheckRequest, message)
+        return health_servicer.Check(request, context)
+
+    handler = grpc.stream_unary_rpc_method_handler(
+        check, response_serializer=_serialized
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
 
 
 def _handlers(servicer: Servicer) -> Any:
