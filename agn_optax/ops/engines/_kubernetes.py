@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from agn_optax.ops.engines._manifests import Manifest, Manifests
 from agn_optax.ops.engines._run import Run, arguments
 
 SECRETS = "secrets.sh"
-_OPERATOR = "operator"
+_PATCHES = "kustomization.yaml"  # of the user, in the folder of the manifests
 # Options of `serve` that the manifests set: a pod's addresses and its key files.
 _SET_BY_MANIFESTS = (
     *("address", "direct_address", "health_address", "page_address", "address_file"),
@@ -36,46 +35,21 @@ class KubernetesSettings:
       image: image of center and workers, with agn_optax[cli] and, in its working
         directory, the program.
       namespace: namespace of all objects; None for that of kubectl's context.
-      jobset: whether to make a JobSet, which must be installed in the cluster.
       storage_class: storage class of the center's claim; None for the cluster's
         default.
       storage_size: size of the center's claim, as a Kubernetes quantity.
-      claims: mount paths in the workers, by the names of existing volume claims.
-      secret: Secret for workers whose center is elsewhere, with ``ca.pem``, and
-        ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
-      service_account: service account of all pods.
-      pull_secret: Secret with which the image is pulled.
-      node_selector: labels of the nodes for workers.
-      tolerations: tolerations of workers for nodes with taints, each a table with the
-        fields of Kubernetes:
-        ``{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}``.
-      center_tolerations: tolerations of the center, likewise.
-      environment_secrets: environment variables of workers whose values come from a
-        Secret and its key: ``{WANDB_API_KEY = "wandb/key"}``.
       gpu: name of the resource that ``gpus`` counts.
-      queue: queue of Kueue in which the workers (or the whole JobSet) wait for
-        admission.
     """
 
     image: str | None = None
     namespace: str | None = None
-    jobset: bool = False
     storage_class: str | None = None
     storage_size: str = "10Gi"
-    claims: dict[str, str] = dataclasses.field(default_factory=dict)
-    secret: str | None = None
-    service_account: str | None = None
-    pull_secret: str | None = None
-    node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    center_tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    environment_secrets: dict[str, str] = dataclasses.field(default_factory=dict)
     gpu: str = "nvidia.com/gpu"
-    queue: str | None = None
 
 
 class Kubernetes(Engine):
-    """Pods on Kubernetes: a StatefulSet and an Indexed Job, or a JobSet.
+    """Pods on Kubernetes: a StatefulSet and an Indexed Job.
 
     Submitted pods run by themselves. A run that is submitted again is changed to its
     new description: if workers are added, the others continue.
@@ -103,10 +77,11 @@ class Kubernetes(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
-        return [
-            f"sh {name}" if name == SECRETS else self._kubectl("apply", filename=name)
-            for name in self.files()
-        ]
+        secrets = [f"sh {SECRETS}"] if self._manifests.has_keys else []
+        if (self.folder / _PATCHES).exists():
+            return [*secrets, self._kubectl("apply", kustomize=".")]
+        names = self._manifests.files()
+        return secrets + [self._kubectl("apply", filename=name) for name in names]
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Write the files and submit them; the cluster does the rest."""
@@ -140,7 +115,9 @@ class Kubernetes(Engine):
     def _secrets(self) -> str:
         """Return a script that makes missing keys, and Secrets from all keys."""
         manifests, workers = self._manifests, self.run.worker_names
-        hosts = " ".join(f"--host={host}" for host in manifests.hosts)
+        hosts = [manifests.center, "localhost"]
+        if self.settings.namespace:
+            hosts.append(f"{manifests.center}.{self.settings.namespace}.svc")
         create = self._kubectl("create") + " secret generic"
         # Without --server-side, an annotation would hold the Secret's data once more.
         apply = self._kubectl("apply", filename="-") + " --server-side"
@@ -156,8 +133,8 @@ add() {{
   role=$1; shift
   for name; do [ -e keys/$name.pem ] || missing="$missing --$role=$name"; done
 }}
-[ -e keys/center.pem ] || missing="{hosts}"
-add operator {_OPERATOR}
+[ -e keys/center.pem ] || missing="{" ".join(f"--host={host}" for host in hosts)}"
+add operator operator
 add chief {workers[0]}
 add worker {" ".join(workers[1:])}
 [ -z "$missing" ] || "${{PYTHON:-python}}" -m agn_optax.ops.cli keys keys $missing
@@ -185,10 +162,10 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
         reject('the table [kubernetes] must have an image, as image = "NAME:TAG"')
     if not run.name[0].isalpha():
         reject(f"on Kubernetes names begin with a letter, got {run.name!r}")
-    if run.worker_resources.processes > 1 and not settings.jobset:
+    if run.worker_resources.processes > 1:
         reject(
-            "workers of several pods need jobset = true in [kubernetes], got "
-            f"processes = {run.worker_resources.processes}"
+            "a worker on Kubernetes is one pod, got processes = "
+            f"{run.worker_resources.processes}: SLURM has workers of several processes"
         )
     if run.storage is not None and not run.storage.is_absolute():
         reject(
@@ -211,30 +188,8 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
     for name in ("token_file", "tls_ca"):
         if (file := getattr(run, name)) is not None:
             reject(
-                f"{name.replace('_', '-')} is a file of this machine: name a Secret by "
-                f"secret in [kubernetes], got {str(file)!r}"
-            )
-    if settings.secret is not None and run.has_center:
-        reject(
-            "secret in [kubernetes] is for workers of a center that is elsewhere; this "
-            f"run makes Secrets for its own center, got {settings.secret!r}"
-        )
-    for name, path in settings.claims.items():
-        if not pathlib.PurePosixPath(path).is_absolute():
-            reject(
-                f"claims in [kubernetes] must have absolute paths, got {path!r} for "
-                f"{name}"
-            )
-    for variable, secret in settings.environment_secrets.items():
-        if not re.fullmatch(r"[^/]+/[^/]+", secret):
-            reject(
-                "environment-secrets in [kubernetes] must name a Secret and its key as "
-                f'"SECRET/KEY", got {secret!r} for {variable}'
-            )
-        if variable in run.environment:
-            reject(
-                f"{variable} is both in environment and in environment-secrets: give "
-                "it in one of them"
+                f"{name.replace('_', '-')} is a file of this machine: mount a Secret "
+                f"into the workers, as docs/kubernetes.md shows, got {str(file)!r}"
             )
 
 

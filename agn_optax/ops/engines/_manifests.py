@@ -1,8 +1,7 @@
 """The Kubernetes objects of a run, as dicts.
 
-The objects have two forms with the same pods: a StatefulSet for the center and an
-Indexed Job for the workers, which are built-in kinds; or one JobSet of both, whose
-workers may have several pods each. The objects contain no secrets.
+A StatefulSet is for the center, and an Indexed Job for the workers. The objects contain
+no secrets.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agn_optax.ops.engines._run import Resources, Run
-from agn_optax.service import DEFAULT_GRACE, tokens
+from agn_optax.service import DEFAULT_GRACE, TLS_CA, tokens
 
 if TYPE_CHECKING:
     from agn_optax.ops.engines._kubernetes import KubernetesSettings
@@ -30,8 +29,6 @@ STORAGE = pathlib.PurePosixPath("/storage")
 _SCRATCH = "/tmp"  # noqa: S108 private to a pod
 _USER = 1000  # user and group of all pods
 _MARGIN = 15.0  # seconds for the work before and after a drain
-_UNLIMITED = 2**31 - 1  # failures: a backoff limit that is never reached
-_EXIT_AFTER_SIGTERM = 143  # as in a shell
 # Default requests of a center: a pod without requests is evicted first when a node runs
 # short.
 _DEFAULT_REQUESTS = {"cpu": "1", "memory": "2Gi"}
@@ -40,7 +37,6 @@ _INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-in
 _FAILURES_ANNOTATION = (
     "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 )
-_JOBSET_ANNOTATION = "metadata.annotations['jobset.sigs.k8s.io/{}']"
 _RANK = "$(AGN_OPTAX_RANK)"
 
 # The center may start after its workers, or be down when a worker is restarted. Without
@@ -70,8 +66,6 @@ class Manifests:
       has_keys: whether the run makes certificates or tokens of its own.
       center: name of the center's objects, and of its Secret.
       workers: name of the workers' objects, and of their Secret.
-      hosts: host names of the center: of its Service, of its pod in a JobSet, both
-        again with the namespace, and inside its pod.
     """
 
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
@@ -79,53 +73,25 @@ class Manifests:
         self.is_encrypted = run.has_center and not run.is_insecure
         self.has_keys = self.is_encrypted or run.uses_tokens
         self.center, self.workers = f"{run.name}-center", f"{run.name}-workers"
-        names = [self.center, f"{self.center}-0-0.{run.name}"]
-        namespace = settings.namespace
-        full_names = [f"{name}.{namespace}.svc" for name in names] if namespace else []
-        self.hosts = [*names, *full_names, "localhost"]
 
     def files(self) -> dict[str, list[Manifest]]:
         """Return the objects of each file, by the file's name."""
-        has_center = self._run.has_center
-        files = {"storage.yaml": [self._storage_claim()]} if has_center else {}
-        environment = self._worker_environment()
-        if self._settings.jobset:
-            return files | {"jobset.yaml": [environment, self._job_set()]}
-        if has_center:
-            files["center.yaml"] = [self._service(), self._stateful_set()]
-        return files | {"workers.yaml": [environment, self._job()]}
+        workers = {"workers.yaml": [self._worker_environment(), self._job()]}
+        if not self._run.has_center:
+            return workers
+        center = [self._service(), self._stateful_set()]
+        return {"storage.yaml": [self._claim()], "center.yaml": center, **workers}
 
-    def _storage_claim(self) -> Manifest:
+    # The center.
+
+    def _claim(self) -> Manifest:
         """Return the claim of the center's journal, which outlives the run."""
         spec = {
             "accessModes": ["ReadWriteOnce"],
             **_present(storageClassName=self._settings.storage_class),
             "resources": {"requests": {"storage": self._settings.storage_size}},
         }
-        name = self.center
-        return self._object("v1", "PersistentVolumeClaim", name, "center", spec=spec)
-
-    def _job_set(self) -> Manifest:
-        """Return a JobSet of center and workers."""
-        run = self._run
-        jobs = [("center", 1, self._center_job())] if run.has_center else []
-        jobs.append(("worker", run.workers, self._worker_job()))
-        spec = {
-            # The Job of a worker restarts it after a failure. Only a worker that fails
-            # after its last restart ends the set, which must not restart.
-            "failurePolicy": {"maxRestarts": 0},
-            # The workers alone decide, because the center does not end by itself.
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["worker"]},
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [
-                {"name": name, "replicas": replicas, "template": {"spec": job}}
-                for name, replicas, job in jobs
-            ],
-        }
-        version = "jobset.x-k8s.io/v1alpha2"
-        return self._object(version, "JobSet", run.name, is_queued=True, spec=spec)
-
-    # The center.
+        return self._object("v1", "PersistentVolumeClaim", "center", spec=spec)
 
     def _service(self) -> Manifest:
         spec = {
@@ -138,44 +104,24 @@ class Manifests:
                 for name, port in self._ports().items()
             ],
         }
-        return self._object("v1", "Service", self.center, "center", spec=spec)
+        return self._object("v1", "Service", "center", spec=spec)
 
     def _stateful_set(self) -> Manifest:
-        spec = {
-            "replicas": 1,
-            "serviceName": self.center,
-            "selector": {"matchLabels": self._labels("center")},
-            "template": self._center_pod(self._serve_command()),
-        }
-        return self._object("apps/v1", "StatefulSet", self.center, "center", spec=spec)
-
-    def _center_job(self) -> Manifest:
-        # A pod that exits with 0 is complete and is not replaced. A center that is told
-        # to end, such as one that is moved, must exit with another code.
-        command = self._serve_command(signal_exit_code=_EXIT_AFTER_SIGTERM)
-        return {
-            **_JOB_SPEC,
-            "backoffLimit": _UNLIMITED,
-            "completions": 1,
-            "parallelism": 1,
-            "template": self._center_pod(command, restartPolicy="Never"),
-        }
-
-    def _center_pod(self, command: Sequence[str], **more: Any) -> Manifest:
-        storage = self._run.storage or STORAGE
-        volumes = [_claim_volume("storage", self.center)]
-        mounts = [_mount("storage", storage)]
+        storage = pathlib.Path(self._run.storage or STORAGE)
+        claim = {"persistentVolumeClaim": {"claimName": self.center}}
+        volumes, mounts = [{"name": "storage", **claim}], [_mount("storage", storage)]
         if self.has_keys:
             # Mounted as a whole, so that the center sees the keys of new workers.
-            volumes.append(_secret_volume("keys", self.center))
+            volumes.append(_secret_volume(self.center))
             mounts.append(_mount("keys", KEYS, readOnly=True))
+        ports = {**self._ports(), "health": HEALTH_PORT}
         container = {
             "name": "center",
-            "command": _escaped(command),
+            "command": _escaped(self._serve_command(storage)),
             "env": [_variable("HOME", _SCRATCH), _variable("PYTHONUNBUFFERED", "1")],
             "ports": [
                 {"name": name, "containerPort": port, "protocol": "TCP"}
-                for name, port in {**self._ports(), "health": HEALTH_PORT}.items()
+                for name, port in ports.items()
             ],
             # The center listens after it has read its journal, within half an hour.
             "startupProbe": _probe(periodSeconds=5, failureThreshold=360),
@@ -183,38 +129,31 @@ class Manifests:
             "livenessProbe": _probe(periodSeconds=20, failureThreshold=6),
             **self._resources(self._run.center_resources, _DEFAULT_REQUESTS),
         }
-        return self._pod(
-            "center",
-            container,
-            volumes,
-            mounts,
-            # A drain lasts until the last answers are sent, at most DEFAULT_GRACE.
-            max(DEFAULT_GRACE, self._run.stop_grace),
-            tolerations=self._settings.center_tolerations,
-            **more,
-        )
+        # A drain lasts until the last answers are sent, at most DEFAULT_GRACE.
+        grace = max(DEFAULT_GRACE, self._run.stop_grace)
+        spec = {
+            "replicas": 1,
+            "serviceName": self.center,
+            "selector": {"matchLabels": self._labels("center")},
+            "template": self._pod("center", container, volumes, mounts, grace),
+        }
+        return self._object("apps/v1", "StatefulSet", "center", spec=spec)
 
-    def _serve_command(self, **more: Any) -> list[str]:
-        ports = self._ports()
-        options = {"address": f"{_ALL_ADDRESSES}:{PORT}"}
-        if "direct" in ports:
-            options["direct_address"] = f"{_ALL_ADDRESSES}:{DIRECT_PORT}"
-        if "page" in ports:
-            options["page_address"] = f"{_ALL_ADDRESSES}:{PAGE_PORT}"
-        options["health_address"] = f"{_ALL_ADDRESSES}:{HEALTH_PORT}"
+    def _serve_command(self, storage: pathlib.Path) -> list[str]:
+        names = {"grpc": "address", "direct": "direct_address", "page": "page_address"}
+        ports = {names[name]: port for name, port in self._ports().items()}
+        options: dict[str, Any] = {
+            name: f"{_ALL_ADDRESSES}:{port}"
+            for name, port in {**ports, "health_address": HEALTH_PORT}.items()
+        }
         if self._run.uses_tokens:
-            options["tokens"] = f"{KEYS}/tokens"
+            options["tokens"] = KEYS / "tokens"
         if self.is_encrypted:
-            options |= {
-                "tls_certificate": f"{KEYS}/center.pem",
-                "tls_key": f"{KEYS}/center.key",
-                "tls_client_ca": f"{KEYS}/ca.pem",
-            }
-        storage = pathlib.Path(self._run.storage or STORAGE)
-        durability_options = dataclasses.replace(
-            self._run, storage=storage
-        ).durability_options()
-        return self._run.serve_command(**options, **durability_options, **more)
+            options["tls_certificate"] = KEYS / "center.pem"
+            options["tls_key"] = KEYS / "center.key"
+            options["tls_client_ca"] = KEYS / "ca.pem"
+        run = dataclasses.replace(self._run, storage=storage)
+        return run.serve_command(**options, **run.durability_options())
 
     def _ports(self) -> dict[str, int]:
         """Return the ports that others connect to, by name."""
@@ -235,102 +174,71 @@ class Manifests:
         for name in ("AGN_OPTAX_RANK", "AGN_OPTAX_WORKER"):
             del data[name]
         if self._run.has_center:
-            host = self.hosts[1 if self._settings.jobset else 0]
-            data["AGN_OPTAX_CENTER"] = f"{host}:{PORT}"
-        return self._object("v1", "ConfigMap", self.workers, "worker", data=data)
+            data["AGN_OPTAX_CENTER"] = f"{self.center}:{PORT}"
+        return self._object("v1", "ConfigMap", "worker", data=data)
 
     def _job(self) -> Manifest:
-        spec = self._worker_job()
-        name = self.workers
-        return self._object(
-            "batch/v1", "Job", name, "worker", is_queued=True, spec=spec
-        )
-
-    def _worker_job(self) -> Manifest:
-        """Return a Job of all workers or, in a JobSet, of one worker."""
-        run, needs = self._run, self._run.worker_resources
-        pods = needs.processes if self._settings.jobset else run.workers
-        return {
-            **_JOB_SPEC,
-            "completions": pods,
-            "parallelism": pods,
+        run = self._run
+        seconds = run.worker_resources.seconds
+        # A pod that is evicted or preempted, as when its node is drained, has not
+        # failed.
+        evicted = {"type": "DisruptionTarget", "status": "True"}
+        spec = {
+            "completionMode": "Indexed",
+            "completions": run.workers,
+            "parallelism": run.workers,
             # Counted for each worker alone: the others go on when one has failed.
             "backoffLimitPerIndex": run.restarts,
-            # If one process of a worker fails, the others cannot go on.
-            **({"maxFailedIndexes": 0} if needs.processes > 1 else {}),
-            **_present(
-                activeDeadlineSeconds=needs.seconds and math.ceil(needs.seconds)
-            ),
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [evicted]}]
+            },
+            "podReplacementPolicy": "Failed",  # never two pods of one worker at a time
+            **_present(activeDeadlineSeconds=seconds and math.ceil(seconds)),
             "template": self._worker_pod(),
         }
+        return self._object("batch/v1", "Job", "worker", spec=spec)
 
     def _worker_pod(self) -> Manifest:
-        run, settings = self._run, self._settings
-        volumes, mounts, variables = self._worker_keys()
-        volumes += [_claim_volume(name, name) for name in settings.claims]
-        mounts += [_mount(name, path) for name, path in settings.claims.items()]
-        rank = (
-            _JOBSET_ANNOTATION.format("job-index")
-            if settings.jobset
-            else _INDEX_ANNOTATION
-        )
-        fields = {"AGN_OPTAX_RANK": rank, "AGN_OPTAX_RESTARTS": _FAILURES_ANNOTATION}
-        if settings.jobset:
-            fields |= {
-                "JOBSET_NAME": _JOBSET_ANNOTATION.format("jobset-name"),
-                "REPLICATED_JOB_NAME": _JOBSET_ANNOTATION.format("replicatedjob-name"),
-                "JOB_INDEX": rank,
-            }
-        for variable, secret in settings.environment_secrets.items():
-            name, _, key = secret.partition("/")
-            source = {"secretKeyRef": {"name": name, "key": key}}
-            variables.append({"name": variable, "valueFrom": source})
+        run = self._run
         common = {"envFrom": [{"configMapRef": {"name": self.workers}}]}
+        keys = self._worker_keys()
         container = {
             "name": "worker",
             "command": _escaped(run.worker_command("python")),
             **common,
             "env": [
-                *(
-                    {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-                    for name, path in fields.items()
-                ),
+                _field("AGN_OPTAX_RANK", _INDEX_ANNOTATION),
+                _field("AGN_OPTAX_RESTARTS", _FAILURES_ANNOTATION),
                 _variable("AGN_OPTAX_WORKER", run.worker_name(_RANK)),
-                *variables,
+                *(_variable(name, str(KEYS / path)) for name, path, _ in keys),
             ],
             **self._resources(run.worker_resources),
         }
-        wait = {
-            "name": "wait-for-center",
-            "command": ["python", "-c", _WAIT_FOR_CENTER],
-        }
-        return self._pod(
-            *("worker", container, volumes, mounts, run.stop_grace),
-            restartPolicy="Never",
-            initContainers=[self._secured(wait | common)] if run.has_center else [],
-            nodeSelector=settings.node_selector,
-            tolerations=settings.tolerations,
-        )
+        mounts = [
+            _mount("keys", KEYS / path, subPathExpr=key, readOnly=True)
+            for _, path, key in keys
+        ]
+        volumes = [_secret_volume(self.workers)] if keys else []
+        pod = self._pod("worker", container, volumes, mounts, run.stop_grace)
+        pod["spec"]["restartPolicy"] = "Never"
+        if run.has_center:
+            command = ["python", "-c", _WAIT_FOR_CENTER]
+            wait = {"name": "wait-for-center", "command": command, **common}
+            pod["spec"]["initContainers"] = [self._secured(wait)]
+        return pod
 
-    def _worker_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
-        """Return volumes, mounts and variables by which a worker sees only its keys."""
-        secret = self.workers if self.has_keys else self._settings.secret
-        if secret is None:
-            return [], [], []
-        worker = self._run.worker_name(_RANK)
-        keys = {"token": (f"{worker}.token", tokens.TOKEN_FILE)}
-        if self.is_encrypted or not self._run.has_center:
-            keys |= {
-                "ca.pem": ("ca.pem", "AGN_OPTAX_TLS_CA"),
-                "certificate.pem": (f"{worker}.pem", "AGN_OPTAX_TLS_CERTIFICATE"),
-                "key.pem": (f"{worker}.key", "AGN_OPTAX_TLS_KEY"),
-            }
-        mounts, variables = [], []
-        for name, (key, variable) in keys.items():
-            path = KEYS / name
-            mounts.append(_mount("keys", path, subPathExpr=key, readOnly=True))
-            variables.append(_variable(variable, str(path)))
-        return [_secret_volume("keys", secret)], mounts, variables
+    def _worker_keys(self) -> list[tuple[str, str, str]]:
+        """Return each file of a worker: variable, path, and key in the Secret."""
+        worker, keys = self._run.worker_name(_RANK), []
+        if self._run.uses_tokens:
+            keys.append((tokens.TOKEN_FILE, "token", f"{worker}.token"))
+        if self.is_encrypted:
+            keys += [
+                (TLS_CA, "ca.pem", "ca.pem"),
+                ("AGN_OPTAX_TLS_CERTIFICATE", "certificate.pem", f"{worker}.pem"),
+                ("AGN_OPTAX_TLS_KEY", "key.pem", f"{worker}.key"),
+            ]
+        return keys
 
     # Common parts.
 
@@ -341,10 +249,8 @@ class Manifests:
         volumes: Sequence[Manifest],
         mounts: Sequence[Manifest],
         grace: float,
-        **more: Any,
     ) -> Manifest:
-        """Return a pod's template; empty fields in ``more`` are left out."""
-        pull, account = self._settings.pull_secret, self._settings.service_account
+        """Return a pod's template."""
         mounted = {"volumeMounts": [_mount("scratch", _SCRATCH), *mounts]}
         spec = {
             "terminationGracePeriodSeconds": math.ceil(grace + _MARGIN),
@@ -352,8 +258,6 @@ class Manifests:
             "shareProcessNamespace": True,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,  # no variables of other Services
-            **_present(serviceAccountName=account),
-            **_present(imagePullSecrets=[{"name": pull}] if pull else None),
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": _USER,
@@ -361,7 +265,6 @@ class Manifests:
                 "fsGroup": _USER,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            **{name: value for name, value in more.items() if value},
             "containers": [self._secured(container) | mounted],
             "volumes": [{"name": "scratch", "emptyDir": {}}, *volumes],
         }
@@ -394,45 +297,21 @@ class Manifests:
         return {"resources": {"requests": requests, **_present(limits=limits or None)}}
 
     def _object(
-        self,
-        version: str,
-        kind: str,
-        name: str,
-        component: str | None = None,
-        *,
-        is_queued: bool = False,
-        **content: Any,
+        self, version: str, kind: str, component: str, **content: Any
     ) -> Manifest:
-        queue = self._settings.queue if is_queued else None
-        labels = _present(**{"kueue.x-k8s.io/queue-name": queue})
         metadata = {
-            "name": name,
+            "name": self.center if component == "center" else self.workers,
             **_present(namespace=self._settings.namespace),
-            "labels": self._labels(component) | labels,
+            "labels": self._labels(component),
         }
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
-    def _labels(self, component: str | None) -> dict[str, str]:
+    def _labels(self, component: str) -> dict[str, str]:
         return {
             "app.kubernetes.io/name": "agn-optax",
             "app.kubernetes.io/instance": self._run.name,
-            **_present(**{"app.kubernetes.io/component": component}),
+            "app.kubernetes.io/component": component,
         }
-
-
-_JOB_SPEC: Manifest = {
-    "completionMode": "Indexed",
-    # A pod that is evicted or preempted, as when its node is drained, has not failed.
-    "podFailurePolicy": {
-        "rules": [
-            {
-                "action": "Ignore",
-                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-            }
-        ]
-    },
-    "podReplacementPolicy": "Failed",  # never two pods of one worker at a time
-}
 
 
 def _present(**fields: Any) -> dict[str, Any]:
@@ -444,12 +323,13 @@ def _variable(name: str, value: str) -> Manifest:
     return {"name": name, "value": value}
 
 
-def _claim_volume(name: str, claim: str) -> Manifest:
-    return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+def _field(name: str, path: str) -> Manifest:
+    """Return a variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _secret_volume(name: str, secret: str) -> Manifest:
-    return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
+def _secret_volume(secret: str) -> Manifest:
+    return {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 
 def _mount(name: str, path: object, **more: Any) -> Manifest:
