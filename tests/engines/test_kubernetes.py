@@ -146,7 +146,13 @@ def test_every_reference_in_the_manifests_exists(form):
     made = objects(form)
     files, commands = printed(form)
     known = {(each["kind"], each["metadata"]["name"]) for each in made}
-    secrets = set(re.findall(r"^secret (\S+)", files.get("secrets.sh", ""), re.M))
+    secrets = set(
+        re.findall(
+            r" create (?:--namespace=team )?secret generic (\S+)",
+            files.get("secrets.sh", ""),
+            re.M,
+        )
+    )
     labels = [template["metadata"]["labels"] for _, template in templates(made)]
     for each in made:
         selector = each["spec"].get("selector") if "spec" in each else None
@@ -325,16 +331,16 @@ def test_arguments_of_commands_are_not_expanded():
             "is one pod, got processes = 2",
         ),
         (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
-        (run("address = '0.0.0.0:1'"), "address of the center is set by"),
-        (run("address-file = 'it'"), "address-file of the center is set by"),
+        (run("address = '0.0.0.0:1'"), "address cannot be set on Kubernetes"),
+        (run("address-file = 'it'"), "address-file cannot be set on"),
         (run("open = true"), "needs insecure = true"),
-        (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
-        (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
+        (run("parent = '127.0.0.1:1'"), "parent cannot be set on Kubernetes"),
+        (run(top="tls-ca = 'ca.pem'"), "tls-ca cannot be set on Kubernetes"),
         (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
         (run(kubernetes="queue = 'gpus'"), "unknown key 'queue'"),
         (
             THERE.format("").replace("workers", "token-file='t'\nworkers"),
-            "a Secret into",
+            "token-file cannot be set on",
         ),
     ],
 )

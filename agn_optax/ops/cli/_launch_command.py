@@ -63,7 +63,6 @@ def launch_command(
         bool,
         typer.Option("--dry-run", help="Print what would be done."),
     ] = False,
-    config: _options.Config = None,
     json: _options.Json = False,
 ) -> None:
     """Start a center and workers around it, here or on an engine.
@@ -88,16 +87,16 @@ def launch_command(
             "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
         )
     if _is_file(run):
-        if len(run) > 1 or config is not None:
-            what = "--config" if config is not None else " ".join(run[1:])
+        if len(run) > 1:
             raise errors.InvalidArgumentError(
-                f"{run[0]} describes the whole run: {what} does not go with it"
+                f"{run[0]} describes the whole run: {' '.join(run[1:])} does not go "
+                "with it"
             )
         engine = _run_file.engine_of_file(
             pathlib.Path(run[0]), rule, center, options, on
         )
     else:
-        engine = _run_file.engine_of_options(run, rule, center, options, config, on)
+        engine = _run_file.engine_of_options(run, rule, center, options, on)
     if dry_run:
         for name, text in engine.files().items():
             typer.echo(f"# {name}\n{text}")
