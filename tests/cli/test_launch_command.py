@@ -288,7 +288,7 @@ def test_storage_that_cannot_be_made_is_reported(here, folder):
 def test_launch_runs_a_module(here):
     (here / "echo.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
     result = command(
-        *("launch", "--workers=1", ELSEWHERE, "-m", "echo", "--", "--epochs", "3")
+        *("launch", "--workers=1", ELSEWHERE, "--", "-m", "echo", "--epochs", "3")
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == "worker-0 | __main__ --epochs 3\n"

@@ -44,16 +44,7 @@ def launch_command(
         typer.Argument(
             metavar="RUN.toml | PROGRAM.py [ARGUMENTS]...",
             help="File that describes the run; or a program that each worker runs, "
-            "with its own options after it, as after `python`.",
-        ),
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            "-m",
-            metavar="MODULE",
-            help="Module that each worker runs instead, as after `python -m`; its own "
-            "arguments follow --.",
+            "with its own options after it, as after `python` (-- -m MODULE).",
         ),
     ] = None,
     on: Annotated[
@@ -81,10 +72,10 @@ def launch_command(
     Example: agn-optax launch run.toml --on slurm --dry-run
     """
     check.choose(on, ENGINES, "--on")
-    run = [*(["-m", module] if module else []), *(command or [])]
+    run = command or []
     if not run:
         raise errors.InvalidArgumentError(
-            "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
+            "nothing to run: give PROGRAM.py, or -- -m MODULE, after the options"
         )
     if _is_file(run):
         if len(run) > 1:

@@ -44,7 +44,6 @@ class _FileKeys:
     """Keys at the top of a run's file, beside those of `RunOptions`."""
 
     program: str
-    module: str
     arguments: list[str]
     environment: dict[str, str]
 
@@ -84,8 +83,12 @@ def engine_of_file(
     def parsed(name: str, kind: type) -> dict[str, Any]:
         return _options.parse_table(tables[name], f"[{name}] of {path}", kind)
 
+    if "program" not in values:
+        raise errors.InvalidArgumentError(
+            f"{path} must have a program, which each worker runs"
+        )
     return engine_of_options(
-        _program(values, path),
+        [values["program"], *values.get("arguments", ())],
         _options.with_defaults(rule, parsed("rule", RuleOptions)),
         _options.with_defaults(center, parsed("center", CenterOptions)),
         _options.with_defaults(options, values),
@@ -140,17 +143,6 @@ def engine_of_options(
         **more,
     )
     return ENGINES[on](run)
-
-
-def _program(values: dict[str, Any], path: pathlib.Path) -> list[str]:
-    program = [values["program"]] if "program" in values else []
-    module = ["-m", values["module"]] if "module" in values else []
-    if bool(program) == bool(module):
-        raise errors.InvalidArgumentError(
-            f"{path} must have a program or a module, which each worker runs, and not "
-            "both"
-        )
-    return [*program, *module, *values.get("arguments", ())]
 
 
 def _name(program: list[str]) -> str:

@@ -106,13 +106,9 @@ class Kubernetes(Engine):
         self._check()
         self._is_encrypted = run.has_center and not run.is_insecure
         self._has_keys = self._is_encrypted or run.uses_tokens
+        self._folder = pathlib.Path(f"{run.name}-kubernetes")  # also has the keys
         # Names of objects and Secrets.
         self._center, self._workers = f"{run.name}-center", f"{run.name}-workers"
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The folder for the files of `launch`, and for the keys."""
-        return pathlib.Path(f"{self.run.name}-kubernetes")
 
     def files(self) -> Mapping[str, str]:
         """Return the manifests, and the script that makes their Secrets."""
@@ -126,7 +122,7 @@ class Kubernetes(Engine):
 
     def commands(self) -> list[str]:
         """Return the commands that make the Secrets and submit the manifests."""
-        if (self.folder / _PATCHES).exists():
+        if (self._folder / _PATCHES).exists():
             secrets = [f"sh {_SECRETS}"] if self._has_keys else []
             return [*secrets, self._kubectl("apply", kustomize=".")]
         return [
@@ -141,13 +137,13 @@ class Kubernetes(Engine):
                 "kubectl cannot be found: install it, or submit the output of "
                 "--dry-run elsewhere"
             )
-        self.folder.mkdir(exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         for name, text in self.files().items():
-            (self.folder / name).write_text(text)
-        output(self.name, f"the files are in {self.folder}/")
+            (self._folder / name).write_text(text)
+        output(self.name, f"the files are in {self._folder}/")
         done = subprocess.run(  # noqa: S603 the commands of --dry-run
             ["sh", "-exc", "\n".join(self.commands())],  # noqa: S607 the system's shell
-            cwd=self.folder,
+            cwd=self._folder,
             env={**os.environ, "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -156,7 +152,7 @@ class Kubernetes(Engine):
         )
         for line in done.stdout.splitlines():
             output(self.name, line)
-        return {"returncode": done.returncode, "folder": str(self.folder)}
+        return {"returncode": done.returncode, "folder": str(self._folder)}
 
     def _kubectl(self, verb: str, **options: str) -> str:
         if self.settings.namespace:

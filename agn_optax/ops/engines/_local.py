@@ -72,11 +72,8 @@ class Local(Engine):
         with contextlib.ExitStack() as stored_token:
 
             def show(name: str, line: str) -> None:
-                if (
-                    run.uses_tokens
-                    and name == CENTER
-                    and (event := serving_event(line))
-                ):
+                event = serving_event(line) if name == CENTER else {}
+                if event and run.uses_tokens:
                     # A restarted center may listen at another port.
                     stored_token.close()
                     with contextlib.suppress(OSError):  # then nothing is stored
@@ -91,7 +88,7 @@ class Local(Engine):
                 grace=run.stop_grace,
                 on_failure=run.on_failure,
             )
-        code = exit_code(outcomes, run)
+        code = _exit_code(outcomes, run)
         if run.has_center and (problem := _problem(*outcomes)):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
@@ -181,24 +178,19 @@ def local_address(event: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
+def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
     """Return a shell's exit code for the first program at fault; 0 if there is none.
 
-    A stopped center comes last, and is at fault if it did not end as a drained center
-    does: its last work failed, such as saving.
+    A stopped center comes last, and is at fault if SIGTERM neither drained it nor ended
+    it before it could drain: its last work failed, such as saving.
     """
-    at_fault = [outcome for outcome in outcomes if not outcome.stopped]
-    at_fault += [
-        outcome
+    drained = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    codes = [outcome.returncode for outcome in outcomes if not outcome.stopped]
+    codes += [
+        outcome.returncode
         for outcome in outcomes
-        if outcome.stopped and outcome.name == CENTER and not is_drained(outcome, run)
+        if outcome.stopped and outcome.name == CENTER
+        if outcome.returncode not in (*drained, run.serve.get("signal_exit_code"))
     ]
-    codes = (outcome.returncode for outcome in at_fault if outcome.returncode)
-    code = next(codes, 0)
+    code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
-
-
-def is_drained(center: Outcome, run: Run) -> bool:
-    """Return whether SIGTERM drained a center, or ended it before it could drain."""
-    codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-    return center.returncode in (*codes, run.serve.get("signal_exit_code"))
