@@ -133,7 +133,7 @@ def engine_of_options(
     given["name"] = options.name or _name(program)
     given["center"] = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, given["center"])
-    if on != "local" and options.on_failure == "stop":
+    if on != "local" and given.get("on_failure") == "stop":
         raise errors.InvalidArgumentError("--on-failure stop is for --on local")
     run = Run(
         program=program,
