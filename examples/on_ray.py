@@ -1,18 +1,16 @@
-"""A center and workers as actors of your own Ray program.
+"""A center and workers as actors of a Ray program.
 
+    pip install ray
     python examples/on_ray.py --folder /shared/folder
 
-`agn-optax launch run.toml --on ray` makes such actors for a program that does not use
-Ray; here the actors are the program. Ray restarts lost actors. The center continues
-from its journal, in a folder that all nodes can read and write. The method of a lost
-worker is called again and continues from the center; a message sent twice is applied
-once.
+Ray restarts lost actors, on any node. The center continues from its journal, in a
+folder that all nodes can read and write. The method of a lost worker is called again
+and continues from the center; a message sent twice is applied once.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import secrets
 import time
@@ -54,9 +52,9 @@ class Center:
                 time.sleep(1.0)
         (folder / "address").write_text(self._server.address)
 
-    def pid(self) -> int:
-        """Return the id of its process."""
-        return os.getpid()
+    def address(self) -> str:
+        """Return the address, once the center serves."""
+        return self._server.address
 
     def stop(self) -> Any:
         """Drain the center, and return its parameters."""
@@ -98,19 +96,16 @@ def main() -> None:
     token, folder = secrets.token_hex(32), options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
 
-    center: Any = ray.remote(Center).options(max_restarts=-1).remote(folder, token)
-    ray.get(center.pid.remote())  # returns when the center serves
-    actor: Any = ray.remote(Worker).options(
-        num_cpus=1, max_restarts=-1, max_task_retries=-1
-    )
-    workers = [actor.remote() for _ in range(options.workers)]
-    exchanges = ray.get(
-        [
-            worker.train.remote(rank, folder, token, options.steps)
-            for rank, worker in enumerate(workers)
-        ]
-    )
-    print(f"{sum(exchanges)} exchanges; the center is {ray.get(center.stop.remote())}")
+    restarted = {"max_restarts": -1, "max_task_retries": -1}
+    kinds: Any = ray.remote(Center), ray.remote(Worker)
+    center = kinds[0].options(name="center", **restarted).remote(folder, token)
+    print("the center serves at", ray.get(center.address.remote()), flush=True)
+    trained = []
+    for rank in range(options.workers):
+        worker = kinds[1].options(name=f"worker-{rank}", num_cpus=1, **restarted)
+        trained.append(worker.remote().train.remote(rank, folder, token, options.steps))
+    exchanges = sum(ray.get(trained))
+    print(f"{exchanges} exchanges; the center is {ray.get(center.stop.remote())}")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def test_package_works_without_any_extra(installed):
         *("google", "grpc", "grpc_health"),
         *("rich", "typer", "cryptography", "flax", "orbax", "matplotlib", "sklearn"),
         *("prometheus_client", "tensorboardX", "wandb", "grain", "equinox", "chex"),
-        *("ray", "yaml"),
+        "yaml",
     }
     path = str(installed)
     output = run(
@@ -191,7 +191,7 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
     extras = {
         "checkpoint": ["flax"],
         "training": ["cli"],
-        "ops": ["cli", "keys", "flax", "metrics", "kubernetes", "ray"],
+        "ops": ["cli", "keys", "flax", "metrics", "kubernetes"],
     }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():

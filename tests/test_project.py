@@ -50,7 +50,6 @@ EXTRAS = {
         "grpc",
         "orbax",
         "prometheus_client",
-        "ray",
         "rich",
         "typer",
         "yaml",

@@ -517,13 +517,6 @@ def test_run_works_in_another_thread(witness):
     assert [e.returncode for e in result[0]] == [-signal.SIGTERM, 3]
 
 
-def test_event_set_by_another_thread_ends_all(witness):
-    until = threading.Event()
-    program = living(witness, "a", "print('up', flush=True)\nsignal.pause()")
-    _, (ended,) = launch(program, on={"up": until.set}, until=until)
-    assert (ended.returncode, ended.stopped) == (-signal.SIGTERM, True)
-
-
 # A separate launcher that prints the programs' lines and the exception of `run`.
 # To start quickly it skips the __init__ of agn_optax, which would import JAX.
 LAUNCHER = """

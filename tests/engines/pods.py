@@ -67,10 +67,6 @@ class Cluster:
         for each in container.get("env", ()):
             if "value" in each:
                 made[each["name"]] = expanded(each["value"], made)
-            elif "secretKeyRef" in each["valueFrom"]:
-                secret = each["valueFrom"]["secretKeyRef"]
-                path = self.folder / "secrets" / secret["name"] / secret["key"]
-                made[each["name"]] = path.read_text()
             else:
                 path = each["valueFrom"]["fieldRef"]["fieldPath"]
                 key = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]

@@ -6,18 +6,15 @@ import functools
 import os
 import pathlib
 import re
+import socket
 import stat
 import time
 
-import grpc
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from engines.jobset_schema import SCHEMA
 from engines.pods import KUBECTL, LIMIT, Cluster, IndexedJob, ended
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.commands import command, fails, succeeds
+from helpers.commands import ROOT, command, fails, succeeds
 from helpers.waiting import wait_until
 
 from agn_optax import errors, service
@@ -47,14 +44,8 @@ image = "registry.example/digits:1"
 ALL = """namespace = "team"
 storage-class = "fast"
 storage-size = "50Gi"
-service-account = "trainer"
-pull-secret = "pull"
-queue = "gpus"
-claims = {data = "/data"}
-node-selector = {pool = "spot"}
-tolerations = [{key = "spot", operator = "Exists", effect = "NoSchedule"}]
-center-tolerations = [{key = "pool", value = "cpu", tolerationSeconds = 60}]
-environment-secrets = {WANDB_API_KEY = "wandb/key"}"""
+gpu = "nvidia.com/mig"
+"""
 NEEDS = "[resources.worker]\nmemory = '2GiB'\ngpus = 4\ncpus = 8\nseconds = 3600\n"
 THERE = """
 program = "train.py"
@@ -63,7 +54,6 @@ name = "digits"
 center = "center.example:5000"
 [kubernetes]
 image = "registry.example/digits:1"
-secret = "theirs"
 {}
 """
 FORMS = {
@@ -72,12 +62,7 @@ FORMS = {
     "tokens in plain text": run("insecure = true"),
     "everything": run("page = true", ALL, "storage = '/kept'", more=NEEDS),
     "one way": run("direct = false\nsnapshots = '/storage/snapshots'"),
-    "a center that is there": THERE.format('environment-secrets = {KEY = "a/b.c"}'),
-    "jobset": run(kubernetes="jobset = true"),
-    "jobset, everything": run(
-        "page = true", ALL + "\njobset = true", more=NEEDS + "processes = 2"
-    ),
-    "jobset, a center that is there": THERE.format("jobset = true"),
+    "a center that is there": THERE.format(""),
 }
 
 
@@ -122,15 +107,10 @@ def one(made, kind):
 
 
 def templates(made):
-    """Yield each workload with its pod template; the jobs of a JobSet one by one."""
+    """Yield each workload with its pod template."""
     for each in made:
         if each["kind"] in ("StatefulSet", "Job"):
             yield each, each["spec"]["template"]
-        if each["kind"] == "JobSet":
-            for job in each["spec"]["replicatedJobs"]:
-                own = {"apiVersion": "batch/v1", "kind": "Job", **job["template"]}
-                own["metadata"] = {"name": job["name"]}
-                yield own, own["spec"]["template"]
 
 
 def containers(template):
@@ -150,22 +130,12 @@ schema = functools.cache(kubernetes_validate.utils.schema_contents)
 @pytest.mark.usefixtures("schemas")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_match_the_schemas_of_kubernetes(form, version):
-    made = objects(form)
-    for each in made:
-        if each["kind"] == "JobSet":
-            jsonschema.Draft202012Validator(SCHEMA).validate(each)
-        else:
-            kubernetes_validate.validate(each, version, strict=True)
-    for each, _ in templates(made):
+    for each in objects(form):
         kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_schemas_reject_unknown_fields():
-    made = objects(FORMS["jobset"])
-    one(made, "JobSet")["spec"]["failurePolicy"]["maxRestart"] = 1
-    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
-        jsonschema.validate(one(made, "JobSet"), SCHEMA)
-    job = next(templates(made))[0]
+    job = one(objects(FORMS["plain"]), "Job")
     job["spec"]["template"]["spec"]["containers"][0]["comand"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
         kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
@@ -175,8 +145,13 @@ def test_every_reference_in_the_manifests_exists(form):
     made = objects(form)
     files, commands = printed(form)
     known = {(each["kind"], each["metadata"]["name"]) for each in made}
-    secrets = set(re.findall(r"^secret (\S+)", files.get("secrets.sh", ""), re.M))
-    secrets |= {"theirs"} & {one for one in ("theirs",) if "theirs" in form}
+    secrets = set(
+        re.findall(
+            r" create (?:--namespace=team )?secret generic (\S+)",
+            files.get("secrets.sh", ""),
+            re.M,
+        )
+    )
     labels = [template["metadata"]["labels"] for _, template in templates(made)]
     for each in made:
         selector = each["spec"].get("selector") if "spec" in each else None
@@ -189,7 +164,7 @@ def test_every_reference_in_the_manifests_exists(form):
             volumes[each["name"]] = each
             if "secret" in each:
                 assert each["secret"]["secretName"] in secrets
-            if "persistentVolumeClaim" in each and each["name"] != "data":
+            if "persistentVolumeClaim" in each:
                 claim = each["persistentVolumeClaim"]["claimName"]
                 assert ("PersistentVolumeClaim", claim) in known
         for container in containers(template):
@@ -216,7 +191,7 @@ def test_pods_run_with_least_privileges(form):
             }
 
 
-@pytest.mark.parametrize("name", ["plain", "jobset", "one way", "everything"])
+@pytest.mark.parametrize("name", ["plain", "one way", "everything"])
 def test_center_has_its_options_storage_probes_and_ports(name):
     made = objects(FORMS[name])
     center = next(template for _, template in templates(made))["spec"]
@@ -231,33 +206,29 @@ def test_center_has_its_options_storage_probes_and_ports(name):
     # The pod is not killed before the service has ended by itself.
     assert center["terminationGracePeriodSeconds"] > service.DEFAULT_GRACE + 1
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in command
+        assert f"--address=0.0.0.0:{container[probe]['tcpSocket']['port']}" in command
     # It has the time to read its journal before the probe fails.
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
-    if name != "jobset":
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        service_of_it = one(made, "Service")["spec"]
-        for each in service_of_it["ports"]:
-            assert ports[each["targetPort"]] == each["port"]
-        assert ("page" in ports) == (name == "everything")
-        # Its name resolves to the pod's address, also before the pod is ready.
-        assert service_of_it["clusterIP"] == "None"
-        assert service_of_it["publishNotReadyAddresses"] is True
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    service_of_it = one(made, "Service")["spec"]
+    for each in service_of_it["ports"]:
+        assert ports[each["targetPort"]] == each["port"]
+    assert ("page" in ports) == (name == "everything")
+    # Its name resolves to the pod's address, also before the pod is ready.
+    assert service_of_it["clusterIP"] == "None"
+    assert service_of_it["publishNotReadyAddresses"] is True
 
 
-def test_worker_gets_its_resources_and_volumes():
+def test_worker_gets_its_resources():
     spec = one(objects(FORMS["everything"]), "Job")["spec"]
     assert spec["activeDeadlineSeconds"] == 3600
-    pod = spec["template"]["spec"]
-    assert pod["nodeSelector"] == {"pool": "spot"}
-    (container,) = pod["containers"]
+    (container,) = spec["template"]["spec"]["containers"]
     memory = str(2 << 30)
     assert container["resources"] == {
-        "requests": {"cpu": "8", "memory": memory, "nvidia.com/gpu": "4"},
-        "limits": {"memory": memory, "nvidia.com/gpu": "4"},
+        "requests": {"cpu": "8", "memory": memory, "nvidia.com/mig": "4"},
+        "limits": {"memory": memory, "nvidia.com/mig": "4"},
     }
-    assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
 
 
 def test_center_has_default_resource_requests():
@@ -265,51 +236,25 @@ def test_center_has_default_resource_requests():
         center = next(template for _, template in templates(objects(text)))["spec"]
         return center["containers"][0]["resources"]
 
-    for name in ("plain", "jobset"):
-        least = {"requests": {"cpu": "1", "memory": "2Gi"}}
-        assert resources(FORMS[name]) == least
+    least = {"requests": {"cpu": "1", "memory": "2Gi"}}
+    assert resources(FORMS["plain"]) == least
     memory = str(3 << 30)
     made = resources(run(more="[resources.center]\nmemory = '3GiB'\n"))
     requests = {"cpu": "1", "memory": memory}
     assert made == {"requests": requests, "limits": {"memory": memory}}
 
 
-@pytest.mark.parametrize("name", ["everything", "jobset, everything"])
-def test_tolerations_and_secrets_follow_the_run_file(name):
-    made = objects(FORMS[name])
-    center, worker = (template["spec"] for _, template in templates(made))
-    spot = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
-    assert worker["tolerations"] == [spot]
-    own = {"key": "pool", "value": "cpu", "tolerationSeconds": 60}
-    assert center["tolerations"] == [own]
-    source = {"secretKeyRef": {"name": "wandb", "key": "key"}}
-    variable = {"name": "WANDB_API_KEY", "valueFrom": source}
-    assert variable in worker["containers"][0]["env"]
-    assert variable not in center["containers"][0]["env"]
-    usual = objects(FORMS["jobset" if name.startswith("jobset") else "plain"])
-    for _, template in templates(usual):
-        assert "tolerations" not in template["spec"]
+def test_center_that_is_told_to_end_is_restarted():
+    template = one(objects(FORMS["plain"]), "StatefulSet")["spec"]["template"]
+    assert template["spec"].get("restartPolicy", "Always") == "Always"
 
 
-def test_center_of_a_jobset_that_is_told_to_end_is_restarted():
-    """A Job does not restart a pod that ended with 0; a StatefulSet does."""
-    for name, is_set in [("jobset", True), ("plain", False)]:
-        _, template = next(templates(objects(FORMS[name])))
-        (container,) = template["spec"]["containers"]
-        assert ("--signal-exit-code=143" in container["command"]) == is_set
-    assert template["spec"].get("restartPolicy", "Always") == "Always"  # of the set
-
-
-@pytest.mark.parametrize("name", ["plain", "jobset"])
-def test_failure_of_a_worker_ends_no_other_worker(name):
-    made = objects(FORMS[name])
-    worker = list(templates(made))[-1][0]["spec"]
+def test_failure_of_a_worker_ends_no_other_worker():
+    worker = one(objects(FORMS["plain"]), "Job")["spec"]
     assert worker["backoffLimitPerIndex"] == 2
     assert worker["podFailurePolicy"]["rules"][0]["action"] == "Ignore"
     assert worker["podReplacementPolicy"] == "Failed"
     assert worker["template"]["spec"]["restartPolicy"] == "Never"
-    if name == "jobset":
-        assert one(made, "JobSet")["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 def container_environment(made, annotations):
@@ -347,34 +292,6 @@ def test_pods_of_a_job_know_their_rank_and_restarts(environment):
         assert me.rule.name == "downpour"
 
 
-def test_pods_of_a_jobset_know_their_rank_and_coordinator(here, environment):
-    (here / "secrets/wandb").mkdir(parents=True)
-    (here / "secrets/wandb/key").write_text("a secret")
-    made = objects(FORMS["jobset, everything"])
-    for job in range(3):
-        coordinators = set()
-        for pod in range(2):
-            own = "jobset.sigs.k8s.io"
-            found = {
-                f"{own}/jobset-name": "digits",
-                f"{own}/replicatedjob-name": "worker",
-                f"{own}/job-index": str(job),
-                "batch.kubernetes.io/job-completion-index": str(pod),
-                "batch.kubernetes.io/job-index-failure-count": "0",
-            }
-            me = environment(
-                container_environment(made, found) | {"JOB_COMPLETION_INDEX": str(pod)}
-            )
-            assert os.environ["WANDB_API_KEY"] == "a secret"
-            assert (me.rank, me.workers, me.worker) == (job, 3, f"worker-{job}")
-            assert me.address == "digits-center-0-0.digits:5000"
-            assert me.distributed["num_processes"] == 2
-            assert me.distributed["process_id"] == pod
-            coordinators.add(me.distributed["coordinator_address"])
-        (coordinator,) = coordinators
-        assert coordinator.startswith(f"digits-worker-{job}-0.digits:")
-
-
 def test_more_workers_leave_pod_templates_unchanged():
     few, more = (objects(FORMS["plain"].replace("= 3", n)) for n in ("= 3", "= 9"))
     job, larger = one(few, "Job")["spec"], one(more, "Job")["spec"]
@@ -408,25 +325,22 @@ def test_arguments_of_commands_are_not_expanded():
         (run().replace("image", "imag"), "(did you mean 'image'?)"),
         (re.sub("image.*", "", run()), "must have an image"),
         (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
-        (run(more="[resources.worker]\nprocesses = 2"), "need jobset = true"),
-        (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
-        (run("address = '0.0.0.0:1'"), "address of the center is set by"),
-        (run("address-file = 'it'"), "address-file of the center is set by"),
-        (run("open = true"), "needs insecure = true"),
-        (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
-        (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
-        (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
-        (run(kubernetes="environment-secrets = {A = 'b'}"), "'b' for A"),
         (
-            run(
-                kubernetes="environment-secrets = {A = 'b/c'}",
-                top="environment = {A = 'a'}",
-            ),
-            "A is both in environment and in environment-secrets",
+            run(more="[resources.worker]\nprocesses = 2"),
+            "is one pod, got processes = 2",
         ),
-        (run(kubernetes="secret = 'own'"), "is for workers of a center that is else"),
-        (THERE.format("claims = {data = 'data'}"), "must have absolute paths"),
-        (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),
+        (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
+        (run("address = '0.0.0.0:1'"), "address cannot be set on Kubernetes"),
+        (run("address-file = 'it'"), "address-file cannot be set on"),
+        (run("open = true"), "needs insecure = true"),
+        (run("parent = '127.0.0.1:1'"), "parent cannot be set on Kubernetes"),
+        (run(top="tls-ca = 'ca.pem'"), "tls-ca cannot be set on Kubernetes"),
+        (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
+        (run(kubernetes="queue = 'gpus'"), "unknown key 'queue'"),
+        (
+            THERE.format("").replace("workers", "token-file='t'\nworkers"),
+            "token-file cannot be set on",
+        ),
     ],
 )
 def test_bad_run_files_are_rejected_before_anything_is_submitted(text, message):
@@ -465,6 +379,36 @@ def test_files_are_written_and_submitted(here, kubectl):
     names = sorted(each.name for each in (here / "digits-kubernetes").iterdir())
     assert names == ["center.yaml", "storage.yaml", "workers.yaml"]
     assert sorted(each.name for each in (here / "cluster").iterdir()) == names
+
+
+def test_patches_of_the_guide_fit_the_manifests(here, kubectl):
+    (text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.S
+    )
+    kustomization = yaml.safe_load(text)
+    made = objects(FORMS["in the open"])
+    for patch in kustomization["patches"]:
+        target = one(made, patch["target"]["kind"])
+        for each in yaml.safe_load(patch["patch"]):
+            *path, last = each["path"].strip("/").split("/")
+            assert each["op"] == "add"
+            place = target
+            for key in path:
+                place = place[int(key) if isinstance(place, list) else key]
+            if isinstance(place, list):
+                assert last == "-"
+                place.append(each["value"])
+            else:
+                place[last] = each["value"]
+    for each in made:
+        kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
+
+    folder = here / "digits-kubernetes"
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(text)
+    _, commands = printed(FORMS["in the open"] + "\n")
+    assert commands == ["kubectl apply --kustomize=."]
+    assert set(kustomization["resources"]) == set(printed(FORMS["in the open"])[0])
 
 
 def test_failure_of_kubectl_is_reported_once(here, kubectl):
@@ -524,14 +468,13 @@ def test_run_survives_kills_of_its_pods(here, kubectl):
     assert all(path.read_bytes().startswith(was) for path, was in before.items())
 
     with contextlib.ExitStack() as stack:
-        _run(stack, Cluster(folder, made, here, [5000, 5001, 5002]), keys)
+        _run(stack, Cluster(folder, made, here, [5000, 5001]), keys)
 
 
 def _run(stack, cluster, keys):
     center = cluster.object("StatefulSet", "digits-center")["spec"]["template"]["spec"]
     (container,) = center["containers"]
-    health = cluster.ports[str(container["livenessProbe"]["grpc"]["port"])]
-    channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{health}"))
+    probed = cluster.ports[str(container["livenessProbe"]["tcpSocket"]["port"])]
 
     def start():
         process = cluster.start(center, container)
@@ -540,10 +483,9 @@ def _run(stack, cluster, keys):
         return process
 
     def is_live():
-        asked = health_pb2.HealthCheckRequest()
-        with contextlib.suppress(grpc.RpcError):
-            reply = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
-            return reply.status == health_pb2.HealthCheckResponse.SERVING
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", int(probed)), 10).close()
+            return True
         return False
 
     files = (keys / "ca.pem", keys / "operator.pem", keys / "operator.key")

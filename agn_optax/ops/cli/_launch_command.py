@@ -44,16 +44,7 @@ def launch_command(
         typer.Argument(
             metavar="RUN.toml | PROGRAM.py [ARGUMENTS]...",
             help="File that describes the run; or a program that each worker runs, "
-            "with its own options after it, as after `python`.",
-        ),
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            "-m",
-            metavar="MODULE",
-            help="Module that each worker runs instead, as after `python -m`; its own "
-            "arguments follow --.",
+            "with its own options after it, as after `python` (-- -m MODULE).",
         ),
     ] = None,
     on: Annotated[
@@ -63,7 +54,6 @@ def launch_command(
         bool,
         typer.Option("--dry-run", help="Print what would be done."),
     ] = False,
-    config: _options.Config = None,
     json: _options.Json = False,
 ) -> None:
     """Start a center and workers around it, here or on an engine.
@@ -82,22 +72,22 @@ def launch_command(
     Example: agn-optax launch run.toml --on slurm --dry-run
     """
     check.choose(on, ENGINES, "--on")
-    run = [*(["-m", module] if module else []), *(command or [])]
+    run = command or []
     if not run:
         raise errors.InvalidArgumentError(
-            "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
+            "nothing to run: give PROGRAM.py, or -- -m MODULE, after the options"
         )
     if _is_file(run):
-        if len(run) > 1 or config is not None:
-            what = "--config" if config is not None else " ".join(run[1:])
+        if len(run) > 1:
             raise errors.InvalidArgumentError(
-                f"{run[0]} describes the whole run: {what} does not go with it"
+                f"{run[0]} describes the whole run: {' '.join(run[1:])} does not go "
+                "with it"
             )
         engine = _run_file.engine_of_file(
             pathlib.Path(run[0]), rule, center, options, on
         )
     else:
-        engine = _run_file.engine_of_options(run, rule, center, options, config, on)
+        engine = _run_file.engine_of_options(run, rule, center, options, on)
     if dry_run:
         for name, text in engine.files().items():
             typer.echo(f"# {name}\n{text}")

@@ -12,24 +12,17 @@ from agn_optax.ops.cli import _center_options, _export, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.ops.engines import ENGINES, Engine, Local, Resources, Run, Slurm
+from agn_optax.ops.engines import ENGINES, Engine, Resources, Run
 from agn_optax.service import tokens
 
 _RUN = Group(
     Run,
     *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
-    *("stop_grace", "storage"),
+    *("stop_grace", "on_failure", "storage"),
 )
-# Options for one engine only. In a file, they are in the engine's table.
-_GROUPS = {"local": Group(Local.Settings), "slurm": Group(Slurm.Settings, "wait")}
-_ENGINE_OF_OPTION = {
-    option: engine
-    for engine, group in _GROUPS.items()
-    for option in group.names.values()
-}
 
 
-@_options.record(groups={"run": _RUN, **_GROUPS})
+@_options.record(groups={"run": _RUN})
 class RunOptions:
     """Options of the workers, and of how tasks are started and ended.
 
@@ -38,12 +31,6 @@ class RunOptions:
         at this address.
       *run
       name [the program's name]: Name of the run.
-
-    Local:
-      *local
-
-    SLURM:
-      *slurm
     """
 
     center: str | None = None
@@ -57,9 +44,7 @@ class _FileKeys:
     """Keys at the top of a run's file, beside those of `RunOptions`."""
 
     program: str
-    module: str
     arguments: list[str]
-    transports: list[str]
     environment: dict[str, str]
 
 
@@ -98,18 +83,17 @@ def engine_of_file(
     def parsed(name: str, kind: type) -> dict[str, Any]:
         return _options.parse_table(tables[name], f"[{name}] of {path}", kind)
 
-    for name in values.keys() & _ENGINE_OF_OPTION.keys():
+    if "program" not in values:
         raise errors.InvalidArgumentError(
-            f"{name} in {path} must be in its table [{_ENGINE_OF_OPTION[name]}]"
+            f"{path} must have a program, which each worker runs"
         )
-    return _engine(
-        on,
-        _program(values, path),
+    return engine_of_options(
+        [values["program"], *values.get("arguments", ())],
         _options.with_defaults(rule, parsed("rule", RuleOptions)),
         _options.with_defaults(center, parsed("center", CenterOptions)),
         _options.with_defaults(options, values),
-        parsed(on, ENGINES[on].Settings),
-        transports=values.get("transports"),
+        on,
+        settings=parsed(on, ENGINES[on].Settings),
         environment=values.get("environment", {}),
         **{
             f"{task}_resources": _resources(table, f"[resources.{task}] of {path}")
@@ -123,34 +107,23 @@ def engine_of_options(
     rule: RuleOptions,
     center: CenterOptions,
     options: RunOptions,
-    config: pathlib.Path | None,
     on: str,
+    **more: Any,
 ) -> Engine:
     """Return the engine for the run that options describe.
+
+    Args:
+      program: program of each worker with its arguments.
+      rule: options of the center's rule.
+      center: options of the center.
+      options: options of the run.
+      on: name of the engine.
+      **more: arguments of `Run` that are no options.
 
     Raises:
       InvalidArgumentError: options exclude each other, or the engine cannot do this
         run.
     """
-    if (options.center or "embedded") != "embedded" and config is not None:
-        raise errors.InvalidArgumentError(
-            f"--config is for an embedded center, and --center is {options.center}"
-        )
-    values = _options.read_file(config, RuleOptions, CenterOptions)
-    rule = _options.with_defaults(rule, values)
-    center = _options.with_defaults(center, values)
-    return _engine(on, program, rule, center, options, {})
-
-
-def _engine(
-    on: str,
-    program: list[str],
-    rule: RuleOptions,
-    center: CenterOptions,
-    options: RunOptions,
-    settings: dict[str, Any],
-    **more: Any,
-) -> Engine:
     given = _options.given(options)
     if "workers" not in given:
         raise errors.InvalidArgumentError(
@@ -160,32 +133,16 @@ def _engine(
     given["name"] = options.name or _name(program)
     given["center"] = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, given["center"])
-    for name in given.keys() & _ENGINE_OF_OPTION.keys():
-        if on != _ENGINE_OF_OPTION[name]:
-            raise errors.InvalidArgumentError(
-                f"{_options.option(name)} is for --on {_ENGINE_OF_OPTION[name]}"
-            )
-        settings[name] = given.pop(name)
+    if on != "local" and given.get("on_failure") == "stop":
+        raise errors.InvalidArgumentError("--on-failure stop is for --on local")
     run = Run(
         program=program,
         rule=_options.given(rule),
         serve=_options.given(center),
-        settings=settings,
         **given,
         **more,
     )
     return ENGINES[on](run)
-
-
-def _program(values: dict[str, Any], path: pathlib.Path) -> list[str]:
-    program = [values["program"]] if "program" in values else []
-    module = ["-m", values["module"]] if "module" in values else []
-    if bool(program) == bool(module):
-        raise errors.InvalidArgumentError(
-            f"{path} must have a program or a module, which each worker runs, and not "
-            "both"
-        )
-    return [*program, *module, *values.get("arguments", ())]
 
 
 def _name(program: list[str]) -> str:
@@ -225,8 +182,7 @@ def _check(
     if not _rules.is_given(rule):
         raise errors.InvalidArgumentError(
             "the embedded center has no rule: give --rule NAME or --rule-from "
-            "MODULE:OBJECT, on the command line or in a file with --config, as for "
-            "`agn-optax serve`; or give --center HOST:PORT"
+            "MODULE:OBJECT, as for `agn-optax serve`; or give --center HOST:PORT"
         )
     if rule.rule_from is None:
         _rules.make(rule)

@@ -2,8 +2,7 @@
 
 `Run` describes a run for every engine, with the commands and the environment of each
 task. `Engine` is the interface, and each engine has a file: `_local`, processes of this
-machine; `_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a
-Ray cluster, where `_ray_driver` keeps the `_ray_actors` running. Names that are
+machine; `_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM. Names that are
 imported `as` themselves are for the layers above.
 """
 
@@ -12,7 +11,6 @@ from agn_optax.ops.engines._kubernetes import Kubernetes
 from agn_optax.ops.engines._local import Local
 from agn_optax.ops.engines._local import local_address as local_address
 from agn_optax.ops.engines._local import serving_event as serving_event
-from agn_optax.ops.engines._ray import Ray
 from agn_optax.ops.engines._run import Resources, Run
 from agn_optax.ops.engines._slurm import Slurm
 
@@ -20,12 +18,11 @@ __all__ = [
     "Engine",
     "Kubernetes",
     "Local",
-    "Ray",
     "Resources",
     "Run",
     "Slurm",
 ]
 
 ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (Local, Kubernetes, Ray, Slurm)
+    engine.name: engine for engine in (Local, Kubernetes, Slurm)
 }

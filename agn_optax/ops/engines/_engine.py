@@ -20,14 +20,15 @@ class Engine(abc.ABC):
 
     Attributes:
       name: the engine's name for ``--on``.
-      Settings: a dataclass of the settings in the engine's table of a run's file.
+      Settings: a dataclass of the settings in the engine's table of a run's file, if
+        it has any.
 
     Raises:
       InvalidArgumentError: this engine cannot carry out the run.
     """
 
     name: ClassVar[str]
-    Settings: ClassVar[type]
+    Settings: ClassVar[type] = object
 
     def __init__(self, run: Run) -> None:
         self.run = run

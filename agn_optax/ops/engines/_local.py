@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import pathlib
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from agn_optax import errors
 from agn_optax.ops import launch
@@ -24,20 +22,6 @@ CENTER = "center"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 nothing is bound
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalSettings:
-    """Settings of the engine of this machine.
-
-    Attributes:
-      restart_delay: seconds before a failed process is started again.
-      on_failure: whether to ``"stop"`` the other workers when one has failed after its
-        last restart, or to let them ``"continue"``.
-    """
-
-    restart_delay: float = launch.RESTART_DELAY
-    on_failure: str = "stop"
-
-
 class Local(Engine):
     """Processes of this machine.
 
@@ -47,7 +31,6 @@ class Local(Engine):
     """
 
     name = "local"
-    Settings = LocalSettings
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -73,13 +56,14 @@ class Local(Engine):
         """Return the commands of all processes with their environment, center first."""
         run = self.run
         center = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
-        workers = [
-            run.worker_line(rank, sys.executable, **center)
-            for rank in range(run.workers)
-        ]
-        if not run.has_center:
-            return workers
-        return [shlex.join(run.center_command(sys.executable)), *workers]
+        lines = [shlex.join(self._center_command())] if run.has_center else []
+        for rank in range(run.workers):
+            environment = run.worker_environment(rank, **center).items()
+            words = [f"{name}={shlex.quote(text)}" for name, text in environment]
+            lines.append(
+                " ".join([*words, shlex.join(run.worker_command(sys.executable))])
+            )
+        return lines
 
     def launch(self, output: Output) -> dict[str, Any]:
         """Start all processes, and wait until they have ended."""
@@ -88,11 +72,8 @@ class Local(Engine):
         with contextlib.ExitStack() as stored_token:
 
             def show(name: str, line: str) -> None:
-                if (
-                    run.uses_tokens
-                    and name == CENTER
-                    and (event := serving_event(line))
-                ):
+                event = serving_event(line) if name == CENTER else {}
+                if event and run.uses_tokens:
                     # A restarted center may listen at another port.
                     stored_token.close()
                     with contextlib.suppress(OSError):  # then nothing is stored
@@ -105,10 +86,9 @@ class Local(Engine):
                 [self._center()] if run.has_center else self._workers(),
                 output=show,
                 grace=run.stop_grace,
-                restart_delay=self.settings.restart_delay,
-                on_failure=cast(Any, self.settings.on_failure),  # checked by `run`
+                on_failure=run.on_failure,
             )
-        code = exit_code(outcomes, run)
+        code = _exit_code(outcomes, run)
         if run.has_center and (problem := _problem(*outcomes)):
             code = code or 1
             output(CENTER, f"agn-optax: {problem}")
@@ -118,11 +98,19 @@ class Local(Engine):
             "programs": [vars(outcome) for outcome in outcomes],
         }
 
+    def _center_command(self) -> list[str]:
+        return self.run.serve_command(sys.executable, json=True)
+
     def _center(self) -> Program:
         """Return the center's program, which the workers follow once it serves."""
         run = self.run
         if run.storage is not None:
-            _make_folder(run.storage)
+            try:
+                run.storage.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise errors.InvalidArgumentError(
+                    f"storage must be a folder, or one that can be made: {error}"
+                ) from None
 
         def start_workers(line: str) -> Sequence[Program]:
             event = serving_event(line)
@@ -135,7 +123,7 @@ class Local(Engine):
 
         return Program(
             CENTER,
-            run.center_command(sys.executable),
+            self._center_command(),
             {tokens.TOKENS: self._callers()} if run.uses_tokens else {},
             restarts=run.center_restarts,
             waited_for=False,
@@ -154,23 +142,10 @@ class Local(Engine):
 
     def _callers(self) -> str:
         """Return the callers' lines: each worker, this user's programs, a browser."""
-        lines = self.run.callers(self._tokens, self._operator_token)
-        return lines + (f"\nobserver * {self.page_token}" if self.page_token else "")
-
-
-def _make_folder(storage: pathlib.Path) -> None:
-    """Make the storage if it does not exist.
-
-    Raises:
-      InvalidArgumentError: the folder cannot be made.
-    """
-    try:
-        storage.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise errors.InvalidArgumentError(
-            f"storage must be a folder, or one that can be made, got {str(storage)!r} "
-            f"({error.strerror})"
-        ) from None
+        others = [f"chief,operator * {self._operator_token}"]
+        if self.page_token:
+            others.append(f"observer * {self.page_token}")
+        return self.run.callers(self._tokens, *others)
 
 
 def _problem(center: Outcome, *workers: Outcome) -> str:
@@ -203,24 +178,19 @@ def local_address(event: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
+def _exit_code(outcomes: Sequence[Outcome], run: Run) -> int:
     """Return a shell's exit code for the first program at fault; 0 if there is none.
 
-    A stopped center comes last, and is at fault if it did not end as a drained center
-    does: its last work failed, such as saving.
+    A stopped center comes last, and is at fault if SIGTERM neither drained it nor ended
+    it before it could drain: its last work failed, such as saving.
     """
-    at_fault = [outcome for outcome in outcomes if not outcome.stopped]
-    at_fault += [
-        outcome
+    drained = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    codes = [outcome.returncode for outcome in outcomes if not outcome.stopped]
+    codes += [
+        outcome.returncode
         for outcome in outcomes
-        if outcome.stopped and outcome.name == CENTER and not is_drained(outcome, run)
+        if outcome.stopped and outcome.name == CENTER
+        if outcome.returncode not in (*drained, run.serve.get("signal_exit_code"))
     ]
-    codes = (outcome.returncode for outcome in at_fault if outcome.returncode)
-    code = next(codes, 0)
+    code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
-
-
-def is_drained(center: Outcome, run: Run) -> bool:
-    """Return whether SIGTERM drained a center, or ended it before it could drain."""
-    codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-    return center.returncode in (*codes, run.serve.get("signal_exit_code"))

@@ -6,13 +6,12 @@ import dataclasses
 import json
 import pathlib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.ops.launch import GRACE
+from agn_optax.ops.launch import GRACE, OnFailure
 from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, tokens
 
 
@@ -53,12 +52,14 @@ class Run:
         TLS.
       storage: folder that all tasks reach and that outlives them, for the center's
         journal; None for no folder.
-      transports: transports that exchanges may use, as in `connect`; None for any.
       restarts: maximum restarts of a worker that fails.
       center_restarts: maximum restarts of a center of the run's own, which needs
         ``storage``.
       stop_grace: seconds for the workers to end after SIGTERM, and then for the
         center.
+      on_failure: whether to ``"stop"`` the other workers when one has failed after its
+        last restart, or to let them ``"continue"``, as they always do on other engines
+        than this machine.
       environment: environment variables of every worker.
       worker_resources, center_resources: resources of each worker, and of the center.
       settings: settings of the engine, from its own table of the run's file.
@@ -90,10 +91,10 @@ class Run:
     token_file: pathlib.Path | None = None
     tls_ca: pathlib.Path | None = None
     storage: pathlib.Path | None = None
-    transports: Sequence[str] | None = None
     restarts: int = 0
     center_restarts: int = 0
     stop_grace: float = GRACE
+    on_failure: OnFailure = "stop"
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)
@@ -154,64 +155,39 @@ class Run:
         """Return the name of a worker by its rank, or an engine's variable for it."""
         return f"worker-{rank}"
 
-    def callers(self, worker_tokens: Mapping[str, str], operator: str) -> str:
+    def callers(self, worker_tokens: Mapping[str, str], *others: str) -> str:
         """Return lines with the callers of the run's own center, as in its tokens file.
 
         Args:
           worker_tokens: tokens by names of workers; the first worker may be the chief.
-          operator: token of the user's other programs, which may do everything.
+          *others: lines of the other callers.
         """
-        roles = ["chief", *["worker"] * (len(worker_tokens) - 1)]
         lines = [
-            f"{role} {name} {token}"
-            for role, (name, token) in zip(roles, worker_tokens.items(), strict=True)
+            f"{'worker' if rank else 'chief'} {name} {token}"
+            for rank, (name, token) in enumerate(worker_tokens.items())
         ]
-        return "\n".join([*lines, f"chief,operator * {operator}"])
+        return "\n".join([*lines, *others])
 
     def serve_command(self, python: str = "python", **options: Any) -> list[str]:
-        """Return the command that serves the center.
+        """Return the command that serves the center, with its journal in the storage.
 
         Args:
           python: the interpreter on the center's machine.
           **options: options of ``serve`` from the engine, which override the run's.
         """
-        given = {**self.rule, **self.serve, **options}
+        given = {**self.rule, **self.serve}
+        if self.storage is not None:
+            given["address_file"] = self.address_file
+            if not {"journal", "snapshots"} & set(self.serve):
+                given["journal"] = self.storage.absolute() / "journal"
         if self.workers > (Limits().max_workers or self.workers):
             given.setdefault("max_workers", self.workers)
-        return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
-
-    def center_command(
-        self, python: str = "python", address: str | None = None, **options: Any
-    ) -> list[str]:
-        """Return the command of a center that prints its address as JSON.
-
-        Args:
-          python: the interpreter on the center's machine.
-          address: the address to serve at, if the run has none.
-          **options: options of ``serve`` from the engine, which override the run's.
-        """
-        settings: dict[str, Any] = {"json": True}
-        if address is not None:
-            settings["address"] = self.serve.get("address", address)
-        if self.storage is not None:
-            settings |= {"address_file": self.address_file, **self.durability_options()}
-        return self.serve_command(python, **settings, **options)
-
-    def durability_options(self) -> dict[str, Any]:
-        """Return the options of ``serve`` by which a center outlives its process."""
-        if self.storage is None or {"journal", "snapshots"} & set(self.serve):
-            return {}
-        return {"journal": self.storage.absolute() / "journal"}
+        words = arguments({**given, **options})
+        return [python, "-m", "agn_optax.ops.cli", "serve", *words]
 
     def worker_command(self, python: str = "python") -> list[str]:
         """Return the command of every worker."""
         return [python, *self.program]
-
-    def worker_line(self, rank: int, python: str, **variables: str) -> str:
-        """Return environment and command of a worker as a line of a shell."""
-        environment = self.worker_environment(rank, **variables).items()
-        words = [f"{name}={shlex.quote(text)}" for name, text in environment]
-        return " ".join([*words, shlex.join(self.worker_command(python))])
 
     def worker_environment(self, rank: int | str, **variables: str) -> dict[str, str]:
         """Return the environment of a worker, without the run's own center's address.
@@ -238,8 +214,6 @@ class Run:
             environment[tokens.TOKEN_FILE] = str(self.token_file)
         if self.rule:
             environment[RULE] = json.dumps(dict(self.rule))
-        if self.transports is not None:
-            environment["AGN_OPTAX_TRANSPORTS"] = ",".join(self.transports)
         return {**environment, **variables}
 
 

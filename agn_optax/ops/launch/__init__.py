@@ -6,7 +6,7 @@ the launcher is killed.
 """
 
 from agn_optax.ops.launch._launch import GRACE as GRACE
-from agn_optax.ops.launch._launch import RESTART_DELAY as RESTART_DELAY
+from agn_optax.ops.launch._launch import OnFailure as OnFailure
 from agn_optax.ops.launch._launch import run
 from agn_optax.ops.launch._program import Outcome, Program
 

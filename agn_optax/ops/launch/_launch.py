@@ -29,7 +29,6 @@ from agn_optax.ops.launch._program import Outcome, Program
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OnFailure = Literal["stop", "continue"]
 GRACE = 10.0  # s, the default, also of runs on engines
-RESTART_DELAY = 1.0  # s, the default
 _POLL_INTERVAL = (
     0.02  # seconds, at most, until an end, a signal or a deadline is noticed
 )
@@ -40,9 +39,8 @@ def run(
     *,
     output: Callable[[str, str], None],
     grace: float = GRACE,
-    restart_delay: float = RESTART_DELAY,
+    restart_delay: float = 1.0,
     on_failure: OnFailure = "stop",
-    until: threading.Event | None = None,
 ) -> list[Outcome]:
     r"""Run programs side by side until they have ended, and leave none behind.
 
@@ -80,7 +78,6 @@ def run(
       on_failure: what to do with the others when a program that is waited for has
         failed after its last restart: ``"stop"`` them, or let them ``"continue"`` until
         they end by themselves.
-      until: an event that another thread sets to end all programs, as a signal would.
 
     Returns:
       The outcome of each program, in the order of ``programs``; followers come last.
@@ -115,7 +112,7 @@ def run(
         raise errors.InvalidArgumentError(
             f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
         )
-    supervisor = _Supervisor(output, grace, restart_delay, on_failure, until)
+    supervisor = _Supervisor(output, grace, restart_delay, on_failure)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(_FORWARDED if is_main else (), supervisor.on_signal):
@@ -141,7 +138,6 @@ class _Supervisor:
     grace: float
     restart_delay: float
     on_failure: OnFailure
-    until: threading.Event | None = None
     signals: list[int] = dataclasses.field(default_factory=list)
     _forwarded: int = 0  # number of signals that were forwarded
     _states: list[_ProgramState] = dataclasses.field(default_factory=list)
@@ -195,9 +191,6 @@ class _Supervisor:
                 # SIGINT would have every Python program print a traceback.
                 signum = signal.SIGTERM if signum == signal.SIGINT else signum
                 self._stop(signum, everything=self._forwarded > 1)
-            if self.until is not None and self.until.is_set():
-                self.until = None
-                self._stop(signal.SIGTERM)
             for state in self._states:
                 self._update(state, time.monotonic())
             active = [state for state in self._states if state.is_active]
