@@ -81,7 +81,7 @@ class Page(Listener):
         as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self._state = _Cached(lambda: as_json(self.monitor.view()).encode())
         self._metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
-        self._context = None if tls is None else tls.serving_context()
+        self._context = None if tls is None else tls.context(serves=True)
         self._socket = sockets.listen_at(address)
         port = self._socket.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
@@ -239,7 +239,7 @@ class Page(Listener):
                     self.servicer.call_limits.admit_host(
                         host
                     )  # before the expensive handshake
-                    connection = self._context().wrap_socket(
+                    connection = self._context.wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     )
                     with self._lock:

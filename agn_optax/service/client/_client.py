@@ -72,10 +72,9 @@ def connect(
         within this machine.
       insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
       token: the token that authenticates this worker at the center, or the path of a
-        file with the token, which is read again when it changes. None uses
-        ``AGN_OPTAX_TOKEN``, or the file that ``AGN_OPTAX_TOKEN_FILE`` names, or, if the
-        same user started the center on this machine with `agn-optax serve`, the token
-        that the center generated.
+        file with the token. None uses ``AGN_OPTAX_TOKEN``, or the file that
+        ``AGN_OPTAX_TOKEN_FILE`` names, or, if the same user started the center on this
+        machine with `agn-optax serve`, the token that the center generated.
       transports: names of the transports that exchanges may use, in order of
         preference; the first one that works is used. ``"memory"`` is memory shared with
         a center of the same user on this machine, ``"socket"`` is a connection of its

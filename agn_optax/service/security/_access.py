@@ -12,18 +12,18 @@ import hashlib
 import hmac
 import itertools
 import logging
-import operator
 import os
 import pathlib
 import secrets
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 from agn_optax import errors
 from agn_optax.service.security import _x509
-from agn_optax.service.security._files import Path, Reread, warn_if_public
+from agn_optax.service.security._files import Path, warn_if_public
 
 _OBSERVER = frozenset({"Describe", "Status", "Health"})
 _READER = _OBSERVER | {"Pull", "Probe"}
@@ -40,6 +40,8 @@ ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _MIN_TOKEN = 16  # characters
 _MAX_KEYS = 1024
+# Seconds between two checks of the token files, and after one that could not be read:
+_CHECK_INTERVAL, _RETRY_INTERVAL = 0.5, 10.0
 
 _log = logging.getLogger("agn_optax")
 
@@ -155,10 +157,9 @@ class Access:
     | operator | do what a reader may, have a snapshot written, and drain the center |
 
     Args:
-      *tokens: files with such lines, or such lines as bytes. A file is read again when
-        it changes. Without any tokens, only certificates are accepted. If a changed
-        file cannot be read, its old tokens remain valid for at most 300 s and are then
-        rejected. Other files are not affected.
+      *tokens: files with such lines, or such lines as bytes. The files are read again
+        when one changes; if one then cannot be read, an error is logged, and the old
+        tokens remain valid. Without any tokens, only certificates are accepted.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line is not valid.
@@ -188,22 +189,10 @@ class Access:
                     f"tokens must be files, or bytes, got {type(source).__name__}"
                 )
         self._tokens = tokens
-        # One for each source: a token removed from one file is invalid at once, even
-        # while another file cannot be read.
-        self._grants: list[Reread[dict[bytes, _Grant]]] = [
-            Reread(
-                () if isinstance(source, bytes) else (source,),
-                functools.partial(_read_grants, source),
-            )
-            for source in tokens
-        ]
-        by_token = [grants() for grants in self._grants]
-        if len(set().union(*by_token)) < sum(map(len, by_token)):
-            raise errors.InvalidArgumentError(
-                f"several token files have the same token; {_ONE_LINE}"
-            )
         self._lock = threading.Lock()
-        self._compared = by_token  # grants whose differences were logged
+        self._stamps: list[Any] = self._stat_files()
+        self._grants = _read_grants(tokens)
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
     def caller(
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
@@ -226,43 +215,34 @@ class Access:
                 if self._tokens
                 else "this center requires a certificate"
             )
-        by_token = self._grant_of(token) if token else None
+        by_token = None
+        if token:
+            # The time that it takes to look up a hash reveals nothing about the token.
+            by_token = self._current_grants().get(_hash(token))
+            if by_token is None:
+                raise _unknown("this center does not know that token")
         by_certificate = _grant_by(certificate) if certificate else None
         return _caller_by(by_token, by_certificate, token, certificate, host)
 
-    def _grant_of(self, token: bytes) -> _Grant:
-        """Return the grant of a token; a token with different grants is invalid.
-
-        The time that it takes to look up a hash reveals nothing about the token.
-        """
-        key = _hash(token)
-        by_token = [grants() for grants in self._grants]
-        if any(map(operator.is_not, by_token, self._compared)):
-            self._log_differences(by_token)
-        found = {
-            grants[key]
-            for source, grants in zip(self._grants, by_token, strict=True)
-            if key in grants and not source.is_outdated
-        }
-        if len(found) != 1:
-            raise _unknown("this center does not know that token")
-        return found.pop()
-
-    def _log_differences(self, by_token: list[dict[bytes, _Grant]]) -> None:
-        """Log each token with different grants in two files, once per change."""
+    def _current_grants(self) -> dict[bytes, _Grant]:
+        """Return the grants by the hashes of their tokens, as the files are now."""
         with self._lock:
-            if not any(map(operator.is_not, by_token, self._compared)):
-                return
-            self._compared = by_token
-        sources = zip(map(_name, self._tokens), by_token, strict=True)
-        for (name, grants), (other, others) in itertools.combinations(sources, 2):
-            for key in grants.keys() & others.keys():
-                if grants[key] != others[key]:
-                    _log.error(
-                        "a token is not valid, because two files give it different "
-                        "roles or names: %s (%s) and %s (%s); %s",
-                        *(name, grants[key], other, others[key], _ONE_LINE),
-                    )
+            now = time.monotonic()
+            if now < self._next_check:
+                return self._grants
+            self._next_check = now + _CHECK_INTERVAL
+            stamps = self._stat_files()
+            if stamps != self._stamps:
+                try:
+                    self._grants, self._stamps = _read_grants(self._tokens), stamps
+                except errors.InvalidArgumentError as error:
+                    self._next_check = now + _RETRY_INTERVAL
+                    _log.error("%s; the old tokens remain valid", error)
+            return self._grants
+
+    def _stat_files(self) -> list[Any]:
+        """Return a value for each file that changes with its content."""
+        return [_stamp(file) for file in self._tokens if not isinstance(file, bytes)]
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
         names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
@@ -342,15 +322,19 @@ class Authenticator:
         return caller
 
 
-_ONE_LINE = "give each line its own token, and several roles as in chief,operator"
-
-
-def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
-    """Return the grants of a source, by the hashes of their tokens.
+def _read_grants(sources: Iterable[bytes | Path]) -> dict[bytes, _Grant]:
+    """Return the grants of all sources, by the hashes of their tokens.
 
     Raises:
-      InvalidArgumentError: the source cannot be read, or is not valid.
+      InvalidArgumentError: a source cannot be read, or is not valid.
     """
+    grants: dict[bytes, _Grant] = {}
+    for source in sources:
+        _add_grants(source, grants)
+    return grants
+
+
+def _add_grants(source: bytes | Path, grants: dict[bytes, _Grant]) -> None:
     name = _name(source)
     try:
         if isinstance(source, bytes):
@@ -361,7 +345,7 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
-    grants: dict[bytes, _Grant] = {}
+    before = len(grants)
     for number, line in enumerate(lines, 1):
         location = f"line {number} of {name}"
         words = list(
@@ -380,20 +364,29 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
         key = _hash(token.encode())
         if key in grants:
             raise errors.InvalidArgumentError(
-                f"{location}: another line has the same token; {_ONE_LINE}"
+                f"{location}: another line has the same token; give each line its own "
+                "token, and several roles as in chief,operator"
             )
         grants[key] = _grant(roles.split(","), worker, location)
-    if not grants:  # the file may be half written
+    if len(grants) == before:  # the file may be half written
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
         )
-    if not isinstance(source, bytes):  # last: a broken file is read again and again
+    if not isinstance(source, bytes):
         warn_if_public(source, "the tokens in")
-    return grants
 
 
 def _name(source: bytes | Path) -> str:
     return "the tokens" if isinstance(source, bytes) else str(source)
+
+
+def _stamp(file: Path) -> Any:
+    """Return a value that changes with a file's content."""
+    try:
+        status = os.stat(file)  # noqa: PTH116 file may be a str
+    except OSError as error:
+        return error.errno
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def token_problem(token: str) -> str:

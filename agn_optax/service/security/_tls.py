@@ -9,7 +9,7 @@ import os
 import pathlib
 import ssl
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
@@ -17,7 +17,7 @@ import grpc
 from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service.security import _x509
-from agn_optax.service.security._files import Path, Reread
+from agn_optax.service.security._files import Path
 
 Pem = bytes | Path
 # Environment variables that name the files of a worker without TLS settings.
@@ -29,8 +29,8 @@ class Tls(NamedTuple):
     """The TLS settings of one end: `Security(tls=...)`, `connect(tls=...)`.
 
     Each field is the path of a PEM file, or the bytes of one. With all three at both
-    ends, workers must have certificates, too (mutual TLS). Files are read again when
-    they change. `tls` makes a `Tls` and checks it.
+    ends, workers must have certificates, too (mutual TLS). `tls` makes a `Tls` and
+    checks it.
 
     Args:
       ca: CA certificates to verify the other end with; workers of a center that has
@@ -50,36 +50,17 @@ class Tls(NamedTuple):
     certificate: Pem | None = None
     key: Pem | None = None
 
-    @property
-    def files(self) -> list[Path]:
-        """The fields that are paths of files."""
-        return [x for x in self if x is not None and not isinstance(x, bytes)]
-
     def client_credentials(self) -> grpc.ChannelCredentials:
         """Return gRPC credentials for a client."""
         self.context(serves=False)
         return grpc.ssl_channel_credentials(_read(self.ca), *self._pair())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return gRPC credentials for a server, which follow changes of the files."""
-        configuration = Reread(self.files, self._configuration)
-        used = configuration()
-
-        def newer_configuration() -> Any:
-            nonlocal used
-            if (current := configuration()) is used:
-                return None
-            used = current
-            return current
-
-        requires_certificate = self.ca is not None
-        return grpc.dynamic_ssl_server_credentials(
-            used, newer_configuration, requires_certificate
-        )
-
-    def serving_context(self) -> Callable[[], ssl.SSLContext]:
-        """Return a callable that returns the context of a server's next connection."""
-        return Reread(self.files, lambda: self.context(serves=True))
+        """Return gRPC credentials for a server."""
+        self.context(serves=True)
+        pair: Any = self._pair(is_needed=True)
+        ca = _read(self.ca)
+        return grpc.ssl_server_credentials([pair], ca, ca is not None)
 
     def context(self, *, serves: bool) -> ssl.SSLContext:
         """Return the context of a socket's connections.
@@ -134,11 +115,6 @@ class Tls(NamedTuple):
                 f"{_description(pem)} is not valid now, but from "
                 f"{certificate.begins:%F %T} to {certificate.ends:%F %T} UTC"
             )
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        self.context(serves=True)
-        pair: Any = self._pair(is_needed=True)
-        return grpc.ssl_server_certificate_configuration([pair], _read(self.ca))
 
     def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
         """Return the key and the certificate.

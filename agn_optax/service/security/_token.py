@@ -17,7 +17,7 @@ from agn_optax import errors
 from agn_optax._internal import write_whole
 from agn_optax.service import _address
 from agn_optax.service.security._access import token_problem
-from agn_optax.service.security._files import Reread, warn_if_public
+from agn_optax.service.security._files import warn_if_public
 
 Token = str | os.PathLike[str] | None
 # Environment variables: a client's token, a file with it, and a server's tokens, in
@@ -42,8 +42,8 @@ def source(given: Token, address: Callable[[], str]) -> Callable[[], str | None]
     if given is None and (path_of_variable := os.environ.get(TOKEN_FILE)):
         given = pathlib.Path(path_of_variable)
     if isinstance(given, os.PathLike):
-        path = pathlib.Path(given)
-        return Reread([path], lambda: _read_file(path))
+        read = _read_file(pathlib.Path(given))
+        return lambda: read
     if given is not None:
         if not isinstance(given, str):
             raise errors.InvalidTypeError(

@@ -209,7 +209,7 @@ class SocketListener(_transport.Listener):
     Args:
       servicer: the servicer.
       listening: a listening socket.
-      context: makes the TLS context of a connection; None for plain text.
+      context: TLS context of connections; None for plain text.
       name: name of the transport.
       connection_type: makes the service's end of a connection.
     """
@@ -218,7 +218,7 @@ class SocketListener(_transport.Listener):
         self,
         servicer: Servicer,
         listening: socket.socket,
-        context: Callable[[], ssl.SSLContext] | None = None,
+        context: ssl.SSLContext | None = None,
         name: str = "socket",
         connection_type: type[SocketConnection] | None = None,
     ) -> None:
@@ -305,7 +305,7 @@ class SocketListener(_transport.Listener):
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             tune(sock)
             if self._context is not None:
-                sock = self._context().wrap_socket(
+                sock = self._context.wrap_socket(
                     sock, server_side=True, do_handshake_on_connect=False
                 )
             limits = self._servicer.call_limits
@@ -605,7 +605,7 @@ def _listen(
     servicer: Servicer, settings: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
-    context = None if settings.tls is None else settings.tls.serving_context()
+    context = None if settings.tls is None else settings.tls.context(serves=True)
     if not settings.address.startswith("unix:"):
         if settings.direct_address is None:
             listening = bind(f"{settings.address.rpartition(':')[0]}:0")
