@@ -195,7 +195,7 @@ def test_bad_settings_are_rejected(settings, message):
 def test_certificate_in_another_pem_format_is_rejected_by_name(pem, tmp_path):
     path = tmp_path / "old.pem"
     certificate = pathlib.Path(pem[0]).read_text()
-    path.write_text(certificate.replace("CERTIFICATE", "X509 CERTIFICATE"))
+    path.write_text(certificate.replace("CERTIFICATE", "TRUSTED CERTIFICATE"))
     with pytest.raises(errors.InvalidArgumentError, match=rf"{path} cannot be used"):
         service.tls(certificate=path, key=pem[1])
 

@@ -21,8 +21,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
 from agn_optax import errors
-from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path, warn_if_public
 
 _OBSERVER = frozenset({"Describe", "Status", "Health"})
@@ -414,13 +416,17 @@ def _grant(roles: list[str], name: str, location: str) -> _Grant:
 def _grant_by(der: bytes) -> _Grant:
     """Return the grant of a certificate, which TLS has already verified."""
     try:
-        subject = _x509.read(der)
-        if len(subject.names) != 1:
+        subject = x509.load_der_x509_certificate(der).subject
+        names, units = (
+            [str(found.value) for found in subject.get_attributes_for_oid(kind)]
+            for kind in (NameOID.COMMON_NAME, NameOID.ORGANIZATIONAL_UNIT_NAME)
+        )
+        if len(names) != 1:
             raise errors.InvalidArgumentError(
-                f"its subject must have one CN, the worker's name, got {subject.names}"
+                f"its subject must have one CN, the worker's name, got {names}"
             )
-        return _grant(list(subject.units or ("worker",)), subject.names[0], "its OU")
-    except errors.InvalidArgumentError as error:
+        return _grant(units or ["worker"], names[0], "its OU")
+    except ValueError as error:
         raise _unknown(
             f"this center does not accept that certificate: {error}"
         ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import datetime
 import os
@@ -13,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
+from cryptography import x509
 
 from agn_optax import errors
 from agn_optax.service import _address
-from agn_optax.service.security import _x509
 from agn_optax.service.security._files import Path
 
 Pem = bytes | Path
@@ -101,19 +100,17 @@ class Tls(NamedTuple):
 
     def _check_dates(self, pem: Pem) -> None:
         """Raise `InvalidArgumentError` if a certificate is not valid now."""
-        text = (_read(pem) or b"").decode("ascii", "ignore")
-        first = text.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
         try:
-            certificate = _x509.read(base64.b64decode(first))
-        except errors.InvalidArgumentError as error:
+            certificate = x509.load_pem_x509_certificate(_read(pem) or b"")
+        except ValueError as error:
             raise errors.InvalidArgumentError(
                 f"{_description(pem)} cannot be used: {error}"
             ) from None
-        now = datetime.datetime.now(datetime.UTC)
-        if not certificate.begins <= now <= certificate.ends:
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not begins <= datetime.datetime.now(datetime.UTC) <= ends:
             raise errors.InvalidArgumentError(
-                f"{_description(pem)} is not valid now, but from "
-                f"{certificate.begins:%F %T} to {certificate.ends:%F %T} UTC"
+                f"{_description(pem)} is not valid now, but from {begins:%F %T} to "
+                f"{ends:%F %T} UTC"
             )
 
     def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
