@@ -111,14 +111,12 @@ class Page(Listener):
 
     def _response(self, request: _http.Request, client: _Client) -> _Response:
         if request.path not in ("/state.json", "/metrics"):  # no authentication needed
-            self._admit_host(client.host)
             if request.path != "/":
                 problem = "try /, /state.json, /metrics"
                 raise _http.RejectedRequestError(problem, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
-        self.servicer.call_limits.admit(caller, "Status")
-        self.servicer.call_limits.return_handshake_token(client.host)
+        self.servicer.call_limits.admit(caller.key)
         caller.check("Status")
         if request.path == "/state.json":
             return _Response(HTTPStatus.OK, "application/json", self._state())
@@ -136,20 +134,10 @@ class Page(Listener):
             certificate = client.connection.getpeercert(binary_form=True) or b""
         needs_token = self.servicer.authenticator.access is not None
         if needs_token and not (authorization or certificate):
-            self._admit_host(client.host)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
-        try:
-            return self.servicer.authenticate(authorization, certificate, client.host)
-        except errors.NotAllowedError:
-            # Already counted as a failed authentication.
-            self.servicer.call_limits.return_handshake_token(client.host)
-            raise
-
-    def _admit_host(self, host: str) -> None:
-        self.servicer.call_limits.admit_host(host)
-        self.servicer.call_limits.return_handshake_token(host)
+        return self.servicer.authenticate(authorization, certificate, client.host)
 
     def _respond(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""
@@ -196,11 +184,9 @@ class Page(Listener):
 
     def _accept(self) -> None:
         limits = self.servicer.call_limits
-        connections = sockets.accept_connections(
-            self._socket, lambda: self._closed, limits
-        )
+        connections = sockets.accept_connections(self._socket, lambda: self._closed)
         for connection, origin in connections:
-            if not limits.take_handshake_token(origin):
+            if not limits.accepts_connection(origin):
                 connection.close()
                 continue
             is_free = self._slots.acquire(blocking=False)
@@ -236,9 +222,6 @@ class Page(Listener):
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = addresses.network(connection.getpeername()[0])
                 if self._context is not None:
-                    self.servicer.call_limits.admit_host(
-                        host
-                    )  # before the expensive handshake
                     connection = self._context.wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     )

@@ -87,12 +87,10 @@ class Servicer:
         self.max_workers = limits.max_workers or _MAX_WORKERS
         self._dtype = dtype
         self._parent = parent
-        self._frames = frames = CenterFrames(core)
+        self._frames = CenterFrames(core)
         self._traffic = WorkerTraffic(self.max_workers, lambda: core.members()[1])
-        self.exchanges = Exchanges(core, frames, self._traffic)
-        self.call_limits = CallLimits(
-            limits.calls, self.max_workers, lambda: frames.size
-        )
+        self.exchanges = Exchanges(core, self._frames, self._traffic)
+        self.call_limits = CallLimits(limits.calls, self.max_workers)
         # Computed once, before the first call: concurrent calls would each compute it,
         # which on a busy machine could take longer than the timeout of their retries.
         self._rule = fingerprint(core.rule)
@@ -133,7 +131,7 @@ class Servicer:
                 )
             return self.authenticator.caller(token.strip().encode(), certificate, host)
         except errors.NotAllowedError as error:
-            self.call_limits.admit_host(host, "rejected")
+            self.call_limits.admit_host(host)
             self.on_event("rejected", "", error, host)
             raise
 
@@ -174,7 +172,7 @@ class Servicer:
         caller.check("Initialize")
         limits = self.call_limits
         with limits.time_receiving(reader, context.cancel, from_chief=True):
-            with limits.time_chief(context.cancel):
+            with limits.time_handshake(context.cancel):
                 start = _check_protocol(_read_header(reader).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
@@ -187,7 +185,7 @@ class Servicer:
             with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
-                    params = self._read_parameters(start, reader, context, caller)
+                    params = self._read_parameters(start, reader, context)
                     version = self.core.initialize(params, worker=start.worker)
         return pb.Initialized(version=version)
 
@@ -213,13 +211,12 @@ class Servicer:
         return version
 
     def _read_parameters(
-        self, start: pb.Start, reader: FrameReader, context: Any, caller: Caller
+        self, start: pb.Start, reader: FrameReader, context: Any
     ) -> PyTree:
         """Receive a chief's schema and parameters."""
         size = start.schema_size
         if size > _trees.MAX_SCHEMA:
             raise errors.ProtocolError(_trees.exceeded_limit(0, size, ""))
-        self.call_limits.admit(caller, "Initialize", size / _call_limits.SCHEMA_BYTES)
         schema_bytes = reader.read_buffer(bytes_schema(size), "a schema")
         schema = _trees.from_bytes(schema_bytes.tobytes())
         for leaf in schema.leaves:
@@ -228,7 +225,7 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        with self.call_limits.time_chief(context.cancel):
+        with self.call_limits.time_handshake(context.cancel):
             header = _read_header(reader)
         if not header.HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
@@ -245,8 +242,6 @@ class Servicer:
             while self._frames.schema is None and (left := end - time.monotonic()) > 0:
                 self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
                 yield WAITING
-            tokens = self._frames.size / _call_limits.TRANSFER_BYTES
-            limits.admit(caller, "Pull", tokens)
             while not limits.pulls.acquire(caller.key, WAITING_INTERVAL):
                 yield WAITING
             stack.callback(limits.pulls.release, caller.key)
@@ -267,10 +262,11 @@ class Servicer:
           caller: the caller; it may only join with a name that it may act for.
           transport: name of the transport.
         """
-        limits = self.call_limits
+        limits, worker = self.call_limits, ""
+        limits.admit(caller.key)
         with limits.time_receiving(reader, context.cancel):
             try:
-                with limits.time_first_frame(context.cancel, caller.key):
+                with limits.time_handshake(context.cancel):
                     header = _read_header(reader)
                 if header.HasField("probe"):
                     yield from self._answer_probes(header, reader, caller)
@@ -280,19 +276,10 @@ class Servicer:
                 _check_name(join.worker)
                 _check_name(join.session_id)
                 caller.check("Exchange", join.worker)
-            except (errors.AgnOptaxError, OSError, EOFError) as error:
-                if isinstance(error, errors.AgnOptaxError):
-                    self.on_event("rejected", "", error, caller.host)
-                limits.admit(caller, "Exchange", _call_limits.JOIN_TOKENS)
-                raise
-            if self.core.knows(join.worker, join.session_id):
-                limits.admit_again(join.worker)
-            else:
-                limits.admit(caller, "Exchange", _call_limits.JOIN_TOKENS)
-            try:
+                worker = join.worker
                 yield from self._serve_session(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
-                self.on_event("rejected", join.worker, error, caller.host)
+                self.on_event("rejected", worker, error, caller.host)
                 raise
 
     def _answer_probes(
@@ -318,9 +305,7 @@ class Servicer:
                 if probe.size:
                     reader.read_buffer(bytes_schema(probe.size), "a probe")
                 yield random_frame(pb.Header(probed=pb.Probed()), probe.answer)
-                if size := probe.size + probe.answer:
-                    tokens = 1 + size / _call_limits.TRANSFER_BYTES
-                    limits.admit(caller, "Probe", tokens)
+                limits.admit(caller.key)
                 header = reader.read_header()
 
     def _serve_session(
@@ -409,10 +394,7 @@ class Servicer:
                 caller.check("Alive", worker)
             known = self.core.heartbeat(sessions)
         finally:
-            if known:
-                self.call_limits.admit_heartbeat(known[0])
-            else:
-                self.call_limits.admit(caller, "Alive")
+            self.call_limits.admit(("worker", known[0]) if known else caller.key)
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
@@ -454,8 +436,6 @@ class Servicer:
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
         """Write a snapshot, which may take a while."""
         caller.check("Save")
-        tokens = self._frames.size / _call_limits.SNAPSHOT_BYTES
-        self.call_limits.admit(caller, "Save", tokens)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:

@@ -22,13 +22,10 @@ class Limits(CenterLimits):
 
     Args:
       calls: calls per second that one caller may make beside its exchanges, such as
-        pulls and joins; None for no limit. Further calls wait or are rejected. A call
-        that moves many bytes counts as several. The same limit holds for the
+        pulls and joins, after 400 at once plus 8 for each of ``max_workers``; None for
+        no limit. Further calls wait or are rejected. The same limit holds for the
         unauthenticated connections per second of one host. A caller is a token or a
-        certificate, or, without either, a host. A caller may make 400 calls at once,
-        plus those that all workers make when they start. Three kinds of calls have
-        separate limits with the same rate and a burst of at least 400: status and
-        health; snapshots; leaving and draining.
+        certificate, or, without either, a host.
 
     Raises:
       InvalidTypeError: ``messages`` are not message limits.

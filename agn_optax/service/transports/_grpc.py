@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -37,7 +37,7 @@ _serialized = operator.methodcaller("SerializeToString")
 
 _MAX_CALLS = 4096
 _MAX_HEALTH_CHECKS = 256
-# Calls that the servicer charges to the rate limit once it knows their worker.
+# Calls that the servicer itself charges to the rate limit.
 _ADMITTED_LATER = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
 
@@ -110,7 +110,7 @@ class _GrpcServer(_transport.Listener):
     Args:
       servicer: the servicer of the center.
       settings: listening settings.
-      admit: admits a health check by its context, and returns its caller's key.
+      admit: admits a health check by its context.
       max_calls: maximum number of concurrent calls.
       options: options of the server.
       handlers: handlers of other calls.
@@ -120,7 +120,7 @@ class _GrpcServer(_transport.Listener):
         self,
         servicer: Servicer,
         settings: _transport.ListenSettings,
-        admit: Callable[[Any], Hashable],
+        admit: Callable[[Any], None],
         max_calls: int,
         options: list[tuple[str, Any]],
         handlers: Sequence[Any] = (),
@@ -130,7 +130,8 @@ class _GrpcServer(_transport.Listener):
 
         def check(messages: Iterator[bytes], context: Any) -> Any:
             with _errors_to(context):
-                message = _read_one(servicer, messages, context, admit(context))
+                admit(context)
+                message = _read_one(servicer, messages, context)
                 request = _parse(health_pb2.HealthCheckRequest, message)
             return self._health.Check(request, context)
 
@@ -178,11 +179,10 @@ class GrpcListener(_GrpcServer):
     """
 
     def __init__(self, servicer: Servicer, settings: _transport.ListenSettings) -> None:
-        def admit(context: Any) -> Hashable:
+        def admit(context: Any) -> None:
             caller = _caller(servicer, context)
-            servicer.call_limits.admit(caller, "Health")
+            servicer.call_limits.admit(caller.key)
             caller.check("Health")
-            return caller.key
 
         options = [
             *_address.OPTIONS,
@@ -213,10 +213,8 @@ class HealthListener(_GrpcServer):
     """
 
     def __init__(self, servicer: Servicer, address: str) -> None:
-        def admit(context: Any) -> Hashable:
-            host = _host(context)
-            servicer.call_limits.admit_host(host, "probe")
-            return host
+        def admit(context: Any) -> None:
+            servicer.call_limits.admit_host(_host(context))
 
         settings = _transport.ListenSettings(address)
         # A check has only a service's name.
@@ -265,7 +263,7 @@ def _handlers(servicer: Servicer) -> Any:
         """Return the caller of a call that the rate limit admits."""
         caller = _caller(servicer, context)
         if name not in _ADMITTED_LATER:
-            servicer.call_limits.admit(caller, name)
+            servicer.call_limits.admit(caller.key)
         return caller
 
     def with_reply(name: str, call: Callable[..., Any]) -> Any:
@@ -298,7 +296,7 @@ def _handlers(servicer: Servicer) -> Any:
         call, request = getattr(servicer, name.lower()), getattr(pb, f"{name}Request")
 
         def answer(messages: Iterator[bytes], context: Any, caller: Caller) -> Any:
-            message = _read_one(servicer, messages, context, caller.key)
+            message = _read_one(servicer, messages, context)
             return call(_parse(request, message), caller)
 
         return answer
@@ -321,9 +319,7 @@ def _handlers(servicer: Servicer) -> Any:
     return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
 
 
-def _read_one(
-    servicer: Servicer, messages: Iterator[T], context: Any, caller: Hashable
-) -> T:
+def _read_one(servicer: Servicer, messages: Iterator[T], context: Any) -> T:
     """Return the only message of a call, which must arrive within a timeout.
 
     Calls of one message are served as streams. Otherwise gRPC would wait for the
@@ -332,7 +328,7 @@ def _read_one(
     Raises:
       EOFError: the call ends without a message.
     """
-    with servicer.call_limits.time_first_frame(context.cancel, caller):
+    with servicer.call_limits.time_handshake(context.cancel):
         message = next(messages, None)
     if message is None:
         raise EOFError("a call must have a message, got none")

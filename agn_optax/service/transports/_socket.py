@@ -28,7 +28,6 @@ from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import KEY_SIZE, Caller
-from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
@@ -41,6 +40,7 @@ _GREETING_SIZE = len(GREETING) + KEY_SIZE
 _MAX_LINE = 256  # bytes of the center's answer to a greeting
 _CONNECT_TIMEOUT = 1.0  # s; then the worker tries another transport
 _BACKLOG = 128  # connections waiting to be accepted, for less than a second
+_ACCEPT_PAUSE = 0.005  # s after each accepted connection; accepting takes 0.1 ms
 _DEFER_ACCEPT = 5  # s for which the system holds a connection without data
 _HANDSHAKE_TIMEOUT = 5.0  # s, also for a worker to close after an error
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
@@ -165,16 +165,15 @@ def bind(address: str) -> socket.socket:
 
 
 def accept_connections(
-    listening: socket.socket, is_closed: Callable[[], bool], limits: CallLimits
+    listening: socket.socket, is_closed: Callable[[], bool]
 ) -> Iterator[tuple[socket.socket, Hashable]]:
     """Yield accepted connections and their origins, until the listener is closed.
 
-    They are accepted no faster than the rate limit permits; further connections wait in
-    the system at no cost.
+    They are accepted no faster than one per `_ACCEPT_PAUSE`; further connections wait
+    in the system at no cost.
     """
-    is_failing, address = False, listening.getsockname()
+    is_failing = False
     while not is_closed():
-        limits.wait_to_accept(address)
         try:
             sock, _ = listening.accept()
         except OSError as error:
@@ -191,6 +190,7 @@ def accept_connections(
             sock.close()
         else:
             yield sock, origin
+        time.sleep(_ACCEPT_PAUSE)
 
 
 # Linux has abstract Unix sockets: their names are not files, and end with the socket.
@@ -272,14 +272,14 @@ class SocketListener(_transport.Listener):
 
     def _accept(self) -> None:
         limits = self._servicer.call_limits
-        accepted = accept_connections(self._listening, lambda: self._closed, limits)
-        for sock, origin in accepted:
-            has_token = limits.take_handshake_token(origin)
-            if not (has_token or self._has_sent_valid_key(sock)):
+        for sock, origin in accept_connections(self._listening, lambda: self._closed):
+            if not (
+                limits.accepts_connection(origin) or self._has_sent_valid_key(sock)
+            ):
                 sock.close()
                 continue
             try:
-                self._threads.submit(self._serve, sock, origin if has_token else None)
+                self._threads.submit(self._serve, sock)
             except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is rejected: %s", error)
                 sock.close()
@@ -297,7 +297,7 @@ class SocketListener(_transport.Listener):
         except (AttributeError, OSError):  # no data, or not supported by the system
             return False
 
-    def _serve(self, sock: socket.socket, origin: Hashable) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
             # Disconnects and rejected clients are expected, and not logged.
             stack.enter_context(contextlib.suppress(OSError, EOFError))
@@ -315,8 +315,6 @@ class SocketListener(_transport.Listener):
                 caller = self._authenticate(sock)
             if caller is None:
                 return
-            if origin is not None:
-                limits.return_handshake_token(origin)
             sock.settimeout(None)
             connection = self._connection_type(sock, self._servicer)
             descriptor = sock.fileno()
