@@ -37,7 +37,6 @@ LAYERS = {
 # Packages that a layer needs beyond jax, numpy, optax and the standard library.
 EXTRAS = {
     "service": {
-        "cryptography",
         "google",
         "grpc",
         "grpc_health",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pathlib
 import socket
 import ssl
 
@@ -190,14 +189,6 @@ def test_broken_encrypted_connection_is_reestablished(server_tls, pem):
 def test_bad_settings_are_rejected(settings, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         service.serve(RULE, security=service.Security(**settings))
-
-
-def test_certificate_in_another_pem_format_is_rejected_by_name(pem, tmp_path):
-    path = tmp_path / "old.pem"
-    certificate = pathlib.Path(pem[0]).read_text()
-    path.write_text(certificate.replace("CERTIFICATE", "TRUSTED CERTIFICATE"))
-    with pytest.raises(errors.InvalidArgumentError, match=rf"{path} cannot be used"):
-        service.tls(certificate=path, key=pem[1])
 
 
 def test_public_address_needs_tls():

@@ -130,11 +130,9 @@ def test_server_that_does_not_answer_is_unreachable(authority):
 
 def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
     mine, hers = authority.issue("/CN=anna"), authority.issue("/CN=bert")
-    old = authority.issue("/CN=anna", days=-1)
     mixed = mine._replace(key=hers.key)
     for made, message in (
         (mixed, "the key is not that of the certificate"),
-        (old, "is not valid now, but from .* to 20"),
         (mine._replace(key=None), "go together"),
         (mine._replace(ca=mine.key), "cannot be used"),
         (mine._replace(certificate=mine.key), "cannot be used|no certificate in it"),

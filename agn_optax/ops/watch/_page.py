@@ -15,7 +15,6 @@ import math
 import pathlib
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -129,15 +128,12 @@ class Page(Listener):
         Raises:
           NotAllowedError: the caller is unknown.
         """
-        certificate = b""
-        if isinstance(client.connection, ssl.SSLSocket):
-            certificate = client.connection.getpeercert(binary_form=True) or b""
         needs_token = self.servicer.authenticator.access is not None
-        if needs_token and not (authorization or certificate):
+        if needs_token and not authorization:
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
-        return self.servicer.authenticate(authorization, certificate, client.host)
+        return self.servicer.authenticate(authorization, client.host)
 
     def _respond(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""

@@ -92,7 +92,7 @@ def connect(
       CenterUnreachableError: the center does not answer in time.
       EncryptionError: the center answers, but the TLS settings of the two ends are not
         compatible.
-      NotAllowedError: the center requires a token or certificate that it knows.
+      NotAllowedError: the center requires a token that it knows.
       RuleMismatchError: the center runs another rule; the message names what differs.
       ProtocolError: the server at the address is not a center, or is one of an
         incompatible release.

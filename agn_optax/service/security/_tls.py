@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import pathlib
 import ssl
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
-from cryptography import x509
 
 from agn_optax import errors
 from agn_optax.service import _address
@@ -70,7 +68,7 @@ class Tls(NamedTuple):
           serves: whether this end is the server.
 
         Raises:
-          InvalidArgumentError: the files do not match, or a certificate is out of date.
+          InvalidArgumentError: the files do not match.
         """
         self._pair(is_needed=serves)
         context = ssl.SSLContext(
@@ -94,24 +92,7 @@ class Tls(NamedTuple):
             raise errors.InvalidArgumentError(
                 f"these certificates cannot be used: {reason} ({self._describe()})"
             ) from None
-        if self.certificate is not None:
-            self._check_dates(self.certificate)
         return context
-
-    def _check_dates(self, pem: Pem) -> None:
-        """Raise `InvalidArgumentError` if a certificate is not valid now."""
-        try:
-            certificate = x509.load_pem_x509_certificate(_read(pem) or b"")
-        except ValueError as error:
-            raise errors.InvalidArgumentError(
-                f"{_description(pem)} cannot be used: {error}"
-            ) from None
-        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        if not begins <= datetime.datetime.now(datetime.UTC) <= ends:
-            raise errors.InvalidArgumentError(
-                f"{_description(pem)} is not valid now, but from {begins:%F %T} to "
-                f"{ends:%F %T} UTC"
-            )
 
     def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
         """Return the key and the certificate.
@@ -140,7 +121,7 @@ class Tls(NamedTuple):
 def tls(
     ca: Pem | None = None, certificate: Pem | None = None, key: Pem | None = None
 ) -> Tls:
-    """Make a `Tls`, and check that its files exist, match and are not out of date.
+    """Make a `Tls`, and check that its files exist and match.
 
     Args:
       ca: certificate authorities that the other end's certificate is checked against:
@@ -153,7 +134,7 @@ def tls(
       again when they are used.
 
     Raises:
-      InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;
+      InvalidArgumentError: a file cannot be read, or is not a PEM file;
         the key belongs to another certificate, or one of the two is missing.
 
     Example:

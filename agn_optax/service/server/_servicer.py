@@ -107,14 +107,13 @@ class Servicer:
         self.offers: list[pb.Offer] = []
         self.listens_at, self.direct_address, self.page_address = "", "", ""
 
-    def authenticate(self, authorization: str, certificate: bytes, host: str) -> Caller:
+    def authenticate(self, authorization: str, host: str) -> Caller:
         """Return the caller with the credentials of a call.
 
         Failures are rate-limited and reported.
 
         Args:
           authorization: ``Bearer`` and a token; "" for none.
-          certificate: certificate of the connection (DER); b"" for none.
           host: network address of the caller.
 
         Raises:
@@ -129,7 +128,7 @@ class Servicer:
                 raise errors.NotAllowedError(
                     "authorization must be `Bearer` and a token"
                 )
-            return self.authenticator.caller(token.strip().encode(), certificate, host)
+            return self.authenticator.caller(token.strip().encode(), host)
         except errors.NotAllowedError as error:
             self.call_limits.admit_host(host)
             self.on_event("rejected", "", error, host)
@@ -369,9 +368,7 @@ class Servicer:
             it then receives the `NotAllowedError`.
         """
         try:
-            caller = self.authenticator.caller(
-                caller.token, caller.certificate, caller.host
-            )
+            caller = self.authenticator.caller(caller.token, caller.host)
             caller.check("Exchange", worker)
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None

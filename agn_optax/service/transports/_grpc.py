@@ -10,7 +10,6 @@ import operator
 import os
 import queue
 import socket
-import ssl
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -348,15 +347,13 @@ def _parse(request: Any, message: bytes) -> Any:
 
 
 def _caller(servicer: Servicer, context: Any) -> Caller:
-    """Return the caller, by the call's metadata and its connection's certificate.
+    """Return the caller, by the call's metadata.
 
     Raises:
       NotAllowedError: the caller is unknown.
     """
     authorization = dict(context.invocation_metadata()).get("authorization", "")
-    (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
-    certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
-    return servicer.authenticate(authorization, certificate, _host(context))
+    return servicer.authenticate(authorization, _host(context))
 
 
 def _host(context: Any) -> str:

@@ -339,13 +339,8 @@ class SocketListener(_transport.Listener):
         FrameReader(sock.recv_into, self._servicer.buffers).fill(memoryview(greeting))
         if (key := _key_in(bytes(greeting))) is None:
             return None
-        certificate = None
-        if isinstance(sock, ssl.SSLSocket):
-            certificate = sock.getpeercert(binary_form=True) or b""
         try:
-            caller = self._servicer.authenticator.caller_of_key(
-                key, certificate, _host(sock)
-            )
+            caller = self._servicer.authenticator.caller_of_key(key, _host(sock))
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
         if reason := self.rejection_reason(sock):
