@@ -321,9 +321,12 @@ G2UiGlVITGnQzs+A1U6fykjh1izA77NCYMmV1l4lsTxQ6W9onwraHMhT
 
 
 def _read_pem(data):
-    for tls in (Tls(data), Tls(None, data, data)):
-        tls.context(serves=tls.key is not None)
-        tls.client_credentials()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for tls in (Tls(file.name), Tls(None, file.name, file.name)):
+            tls.context(serves=tls.key is not None)
+            tls.client_credentials()
 
 
 # Files of a center on disk.

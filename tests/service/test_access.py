@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 
 import grpc
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from helpers.support import shares
 from helpers.waiting import wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls, sockets, tokens
+from agn_optax.service import Access, Tls, sockets
 from agn_optax.service import address as addresses
 from agn_optax.service import center_pb2 as pb
 
@@ -322,46 +321,6 @@ def seen(log, text, look):
     wait_until(is_there, LIMIT, pause=0.01)
 
 
-@pytest.fixture
-def entered():
-    """A folder that every user of this machine can enter."""
-    with tempfile.TemporaryDirectory() as folder_name:
-        folder = pathlib.Path(folder_name)
-        folder.chmod(0o755)
-        if not all(each.stat().st_mode & stat.S_IXOTH for each in folder.parents):
-            pytest.skip(f"no other user may enter {folder.parent}")
-        yield folder
-
-
-@pytest.mark.parametrize(
-    ("mode", "around", "is_public"),
-    [
-        *((0o600, 0o755, False), (0o640, 0o755, False), (0o644, 0o755, True)),
-        *((0o644, 0o700, False), (0o644, 0o750, False)),
-    ],
-)
-def test_token_file_readable_by_every_user_is_warned_about(
-    mode, around, is_public, entered, caplog
-):
-    folder, link = entered / "secrets", entered / "tokens"
-    folder.mkdir()
-    file = folder / "tokens"
-    link.symlink_to(file)
-    for content, read in (
-        (f"reader * {token('reader')}\n", Access),
-        (token("reader"), lambda path: tokens.source(path, lambda: "127.0.0.1:1")),
-    ):
-        file.write_text(content)
-        file.chmod(mode)
-        folder.chmod(around)
-        for path in (file, link):
-            caplog.clear()
-            read(path)
-            is_warned = "every user of this machine can read the token" in caplog.text
-            assert is_warned == is_public
-            assert ("defaultMode: 0400" in caplog.text) == is_public
-
-
 def known(access, *names):
     """Return the names whose tokens are valid."""
 
@@ -448,25 +407,6 @@ def test_token_is_read_from_the_environment(monkeypatch, tmp_path):
 )
 def test_bad_tokens_are_rejected(given, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
-        service.connect("127.0.0.1:1", RULE, token=given)
-
-
-@pytest.mark.parametrize("source", ["given", "environment", "file"])
-@pytest.mark.parametrize("name", ["worker-1.token", "a-file-of-any-name-0123"])
-def test_path_given_as_a_token_is_recognised(source, name, tmp_path, monkeypatch):
-    path, given = tmp_path / name, None
-    if source == "file":
-        (tmp_path / "token").write_text(f"{path}\n")
-        given = tmp_path / "token"
-    elif source == "environment":
-        monkeypatch.setenv("AGN_OPTAX_TOKEN", str(path))
-    else:
-        given = str(path)
-    if not name.endswith(".token"):  # a path with this suffix need not exist
-        path.write_text(token("reader"))
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"path of a file, .*--token-file"
-    ):
         service.connect("127.0.0.1:1", RULE, token=given)
 
 

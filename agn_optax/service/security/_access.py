@@ -20,7 +20,6 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from agn_optax import errors
-from agn_optax.service.security._files import Path, warn_if_public
 
 _OBSERVER = frozenset({"Describe", "Status", "Health"})
 _READER = _OBSERVER | {"Pull", "Probe"}
@@ -39,6 +38,7 @@ _MIN_TOKEN = 16  # characters
 # Seconds between two checks of the token files, and after one that could not be read:
 _CHECK_INTERVAL, _RETRY_INTERVAL = 0.5, 10.0
 
+Path = str | os.PathLike[str]
 _log = logging.getLogger("agn_optax")
 
 
@@ -289,8 +289,6 @@ def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
         )
-    if not isinstance(source, bytes):
-        warn_if_public(source, "the tokens in")
 
 
 def _name(source: bytes | Path) -> str:
