@@ -446,7 +446,7 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         "--learning-rate=0.25",
         "--lease=7",
         "--open",
-        then=lambda center: descriptions.append(center.describe()),
+        then=lambda center: descriptions.append(center._remote.describe()),
     )
     assert result.stdout == f"serving agn at {address}\n"
     assert result.stderr == "draining after SIGTERM; send it again to end at once\n"

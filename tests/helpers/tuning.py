@@ -89,10 +89,9 @@ def set_farewell_patience(monkeypatch, seconds):
     monkeypatch.setattr(leave, "__defaults__", (seconds,))
 
 
-def set_chief_warnings(monkeypatch, first, others):
-    """Set the pauses before the first and the later warnings of a missing chief."""
-    monkeypatch.setattr(_client, "_FIRST_WARNING", first)
-    monkeypatch.setattr(_client, "_WARNING_INTERVAL", others)
+def set_chief_warnings(monkeypatch, seconds):
+    """Set the pause between two warnings of a missing chief."""
+    monkeypatch.setattr(_client, "_WARNING_INTERVAL", seconds)
 
 
 def set_file_checks(monkeypatch, seconds):

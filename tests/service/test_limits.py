@@ -144,7 +144,7 @@ def test_peer_that_stalls_within_a_message_is_disconnected(
         others_continue(center)
         peer.wait_for_end()
         wait_until(lambda: not server._servicer.exchanges.running)
-    wait_until(lambda: not server._servicer.call_limits.transfers._all)
+    wait_until(lambda: not _watchdog.watchdog._watched)
 
 
 @transports
@@ -515,11 +515,11 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
     ):
         anna = center.join("anna")
         with Peer(center, "grpc"), Peer(center, "grpc"):
-            wait_until(lambda: len(server._servicer.call_limits.transfers._all) == 2)
+            wait_until(lambda: len(_watchdog.watchdog._watched) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
             assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
-        wait_until(lambda: not server._servicer.call_limits.transfers._all)
+        wait_until(lambda: not _watchdog.watchdog._watched)
         # gRPC counts a call until some milliseconds after its end.
         assert observer._connection.retry(observer.status)["version"] == 1
 
@@ -675,7 +675,7 @@ def test_peer_with_a_slow_greeting_is_disconnected(server, monkeypatch):
                     break
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
-    wait_until(lambda: not server._servicer.call_limits.transfers._all)
+    wait_until(lambda: not _watchdog.watchdog._watched)
 
 
 def test_traffic_of_workers_that_left_is_forgotten(server, center):

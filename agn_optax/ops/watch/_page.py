@@ -27,7 +27,7 @@ from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.ops.watch import _http, _metrics
 from agn_optax.ops.watch._monitor import Monitor
-from agn_optax.service import Caller, Listener, Servicer, Tls, Transfers, sockets
+from agn_optax.service import Caller, Listener, Servicer, Tls, sockets, timed
 from agn_optax.service import address as addresses
 
 _log = logging.getLogger("agn_optax")
@@ -73,7 +73,6 @@ class Page(Listener):
         super().__init__()
         self.monitor = Monitor(servicer)
         self.servicer = servicer
-        self.transfers = Transfers()
         self.is_local = addresses.is_local(address)
         html = pathlib.Path(__file__).with_name("page.html").read_bytes()
         self._html, self._policy = html, _policy(html.decode())
@@ -174,7 +173,7 @@ class Page(Listener):
     ) -> AbstractContextManager[object]:
         """End the connection if the block takes too long."""
         timeout = _TIMEOUT if timeout is None else timeout
-        return self.transfers.timed(lambda: sockets.shut(connection), size, timeout)
+        return timed(lambda: sockets.shut(connection), size, timeout)
 
     # Connections.
 

@@ -32,8 +32,7 @@ from agn_optax.service.transports._connection import Connection
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
-_FIRST_WARNING = 2.0  # s of waiting for a chief before the first warning
-_WARNING_INTERVAL = 10.0  # s between further warnings
+_WARNING_INTERVAL = 5.0  # s between warnings of a worker that waits for a chief
 
 
 def connect(
@@ -224,23 +223,18 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        wait = _FIRST_WARNING
         while True:
-            remaining = max(0.0, min(end - time.monotonic(), wait))
+            remaining = max(0.0, min(end - time.monotonic(), _WARNING_INTERVAL))
             try:
                 return self._pull(remaining, broadcast=True)
             except errors.NotInitializedError:
-                wait = _WARNING_INTERVAL
+                text = "one worker must call start(params, chief=True)"
                 if time.monotonic() >= end:
                     raise errors.NotInitializedError(
                         f"no chief has initialized the center at {self.address} within "
-                        f"{timeout} s; start one worker with start(params, chief=True)"
+                        f"{timeout} s; {text}"
                     ) from None
-                _log.warning(
-                    "a worker waits: no chief has started at the center at %s; one of "
-                    "its workers must call start(params, chief=True)",
-                    self.address,
-                )
+                _log.warning("no chief has started at %s yet; %s", self.address, text)
 
     def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the current version of the center: see `Center.pull`."""
@@ -251,10 +245,6 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def status(self) -> dict[str, Any]:
         """Return the center's status, as ``agn-optax status --json`` prints it."""
         return self._connection.retry(self._connection.status)
-
-    def describe(self) -> pb.Description:
-        """Ask the center for its current description."""
-        return self._remote.describe()
 
     def close(self) -> None:
         """Let all workers of this connection leave, and close the connection."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
 
 from agn_optax import errors
-from agn_optax.service._watchdog import Transfers
+from agn_optax.service._watchdog import timed
 from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
+from agn_optax.service.wire._frames import FrameReader
 
 BURST = 400.0  # calls of a caller at once, in addition to those of all workers
 _CALLS_OF_WORKER = 8  # to start and to leave
@@ -28,13 +28,6 @@ _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
 _MAX_PROBES, _PROBES_OF_CALLER = 16, 12
 
 
-class Reader(Protocol):
-    """A reader of frames, see `FrameReader`."""
-
-    on_received: Callable[[], None]
-    timed: Callable[[int], contextlib.AbstractContextManager[Any]]
-
-
 class CallLimits:
     """Limits on the calls of callers, and on the connections of hosts.
 
@@ -48,7 +41,6 @@ class CallLimits:
       waiting_pulls: semaphore of all pulls.
       initializations: semaphore of chiefs that send the first parameters.
       probes: semaphore of measurements.
-      transfers: frames that are being sent or received.
     """
 
     def __init__(self, calls: float | None, max_workers: int) -> None:
@@ -62,7 +54,6 @@ class CallLimits:
         )
         self.initializations = CallerSemaphore(1, 1)
         self.probes = CallerSemaphore(_MAX_PROBES, _PROBES_OF_CALLER)
-        self.transfers = Transfers()
 
     # Rates.
 
@@ -106,7 +97,7 @@ class CallLimits:
         Args:
           cancel: ends the connection, from any thread.
         """
-        return self.transfers.timed(cancel, 0, HANDSHAKE_TIMEOUT)
+        return timed(cancel, 0, HANDSHAKE_TIMEOUT)
 
     @contextlib.contextmanager
     def time_sending(
@@ -121,12 +112,16 @@ class CallLimits:
         Yields:
           A callable, to be called whenever a part of the frame was sent.
         """
-        with self.transfers.timed(cancel, size, TRANSFER_TIMEOUT) as transfer:
+        with timed(cancel, size, TRANSFER_TIMEOUT) as transfer:
             yield transfer.progress
 
     @contextlib.contextmanager
     def time_receiving(
-        self, reader: Reader, cancel: Callable[[], None], *, from_chief: bool = False
+        self,
+        reader: FrameReader,
+        cancel: Callable[[], None],
+        *,
+        from_chief: bool = False,
     ) -> Iterator[None]:
         """Receive frames within the block, with timeouts.
 
@@ -139,12 +134,12 @@ class CallLimits:
         before = reader.timed, reader.on_received
 
         @contextlib.contextmanager
-        def timed(size: int) -> Iterator[None]:
-            with self.transfers.timed(cancel, size, timeout) as transfer:
+        def timed_frame(size: int) -> Iterator[None]:
+            with timed(cancel, size, timeout) as transfer:
                 reader.on_received = transfer.progress
                 yield
 
-        reader.timed = timed
+        reader.timed = timed_frame
         try:
             yield
         finally:  # breaks a reference cycle, so that the reader's memory is freed
