@@ -230,7 +230,7 @@ def test_page_needs_the_tokens_of_the_center():
             status, _, body = ask(server, path, **bearer("wrong-0123456789"))
             assert status == 401
             assert b"does not know that token" in body
-            assert ask(server, path, Authorization="Basic YTpi")[0] == 403
+            assert ask(server, path, Authorization="Basic YTpi")[0] == 401
             assert ask(server, path + "?token=" + LOOKS)[0] == 401
             assert ask(server, path, Cookie="token=" + LOOKS)[0] == 401
             assert ask(server, path, **bearer("tok\u00e9n-0123456789"))[0] == 401

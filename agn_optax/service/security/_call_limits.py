@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 from agn_optax import errors
-from agn_optax.service._watchdog import timed
+from agn_optax.service._watchdog import Transfer, timed
 from agn_optax.service.security._rate_limits import CallerSemaphore, RateLimiter
-from agn_optax.service.wire._frames import FrameReader
 
 BURST = 400.0  # calls of a caller at once, in addition to those of all workers
 _CALLS_OF_WORKER = 8  # to start and to leave
@@ -26,6 +26,13 @@ _MAX_WAITING_PULLS = 1024  # in addition to one for each worker
 # Maximum numbers of concurrent probes, in all and of one caller. If the network loses a
 # caller's bytes, the center counts probes that have ended without its notice.
 _MAX_PROBES, _PROBES_OF_CALLER = 16, 12
+
+
+class Reader(Protocol):
+    """A reader of frames, see `FrameReader`."""
+
+    on_received: Callable[[], None]
+    timed: Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class CallLimits:
@@ -99,26 +106,24 @@ class CallLimits:
         """
         return timed(cancel, 0, HANDSHAKE_TIMEOUT)
 
-    @contextlib.contextmanager
     def time_sending(
         self, cancel: Callable[[], None], size: int
-    ) -> Iterator[Callable[[], None]]:
+    ) -> contextlib.AbstractContextManager[Transfer]:
         """Send a frame with a buffer of ``size`` bytes within the block, with timeouts.
 
         Args:
           cancel: ends the connection, from any thread.
           size: size of the buffer in bytes.
 
-        Yields:
-          A callable, to be called whenever a part of the frame was sent.
+        Returns:
+          The transfer; call its `progress` whenever a part of the frame was sent.
         """
-        with timed(cancel, size, TRANSFER_TIMEOUT) as transfer:
-            yield transfer.progress
+        return timed(cancel, size, TRANSFER_TIMEOUT)
 
     @contextlib.contextmanager
     def time_receiving(
         self,
-        reader: FrameReader,
+        reader: Reader,
         cancel: Callable[[], None],
         *,
         from_chief: bool = False,

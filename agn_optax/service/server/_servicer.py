@@ -88,7 +88,7 @@ class Servicer:
         self._dtype = dtype
         self._parent = parent
         self._frames = CenterFrames(core)
-        self._traffic = WorkerTraffic(self.max_workers, lambda: core.members()[1])
+        self._traffic = WorkerTraffic(self.max_workers)
         self.exchanges = Exchanges(core, self._frames, self._traffic)
         self.call_limits = CallLimits(limits.calls, self.max_workers)
         # Computed once, before the first call: concurrent calls would each compute it,
@@ -121,14 +121,9 @@ class Servicer:
           CenterBusyError: the host has failed too often.
         """
         kind, _, token = authorization.partition(" ")
+        shown = token.strip() if kind.lower() == "bearer" else ""
         try:
-            if self.authenticator.access is None:
-                return self.authenticator.caller(host=host)
-            if authorization and kind.lower() != "bearer":
-                raise errors.NotAllowedError(
-                    "authorization must be `Bearer` and a token"
-                )
-            return self.authenticator.caller(token.strip().encode(), host)
+            return self.authenticator.caller(shown.encode(), host)
         except errors.NotAllowedError as error:
             self.call_limits.admit_host(host)
             self.on_event("rejected", "", error, host)

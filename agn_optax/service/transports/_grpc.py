@@ -283,10 +283,10 @@ def _handlers(servicer: Servicer) -> Any:
             time_sending = servicer.call_limits.time_sending
             with _errors_to(context):
                 for frame in call(messages, context, admitted(name, context)):
-                    with frame, time_sending(context.cancel, frame.nbytes) as on_sent:
+                    with frame, time_sending(context.cancel, frame.nbytes) as transfer:
                         for message in join_pieces(frame.pieces(), MESSAGE_SIZE):
                             yield message
-                            on_sent()
+                            transfer.progress()
 
         return grpc.stream_stream_rpc_method_handler(answer)
 

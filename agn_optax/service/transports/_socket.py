@@ -426,10 +426,10 @@ class SocketConnection(FrameReader):
     def send(self, frame: Frame) -> None:
         """Send a frame."""
         limits = self._limits
-        with frame, limits.time_sending(self.cancel, frame.nbytes) as on_sent:
+        with frame, limits.time_sending(self.cancel, frame.nbytes) as transfer:
             pieces = self.pieces(frame)
             try:
-                send(self._sock, pieces, on_sent)
+                send(self._sock, pieces, transfer.progress)
             except errors.AgnOptaxError as error:  # raised by `frame.before_last_byte`
                 # The frame is only partly sent, so the error cannot follow on this
                 # connection; the next connection reports it.
