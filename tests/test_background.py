@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 
 import pytest
 from helpers.waiting import LIMIT, wait_until
@@ -15,7 +14,7 @@ from agn_optax._internal import (
     retries,
     retry,
 )
-from agn_optax.service._watchdog import Transfer, Transfers, Watchdog
+from agn_optax.service._watchdog import Transfer, Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -71,18 +70,6 @@ def test_failing_cancel_does_not_block_other_timeouts(caplog):
     with watchdog.watching(late(cancelled.set)):
         assert cancelled.wait(LIMIT)
     assert "could not be cancelled" in caplog.text
-
-
-def test_failing_cut_does_not_block_other_connections():
-    transfers, cancelled = Transfers(), threading.Event()
-    with (
-        transfers.timed(fails, 0, LIMIT),
-        transfers.timed(cancelled.set, 0, LIMIT),
-    ):
-        begun = time.monotonic()
-        wait_until(lambda: time.monotonic() > begun)
-        transfers.cancel_stalled(0.0)
-        assert cancelled.is_set()
 
 
 class Clock:

@@ -412,12 +412,6 @@ class Core:
             self._apply_due()
             return registered
 
-    def knows(self, worker: str, session_id: str) -> bool:
-        """Return whether the center remembers a worker's session."""
-        with self._changed:
-            member = self.ledger.find(worker)
-            return member is not None and member.session_id == session_id
-
     def leave(self, worker: str, session_id: str) -> None:
         """End a worker's session, even if the call comes over another connection."""
         with self._changed:

@@ -110,35 +110,15 @@ class Transfer:
 
     def progress(self) -> None:
         """Record that a part of the frame was transferred."""
-        self.last_progress = time.monotonic()
-        self.deadline = min(self._last_deadline, self.last_progress + self._timeout)
+        self.deadline = min(self._last_deadline, time.monotonic() + self._timeout)
 
 
-class Transfers:
-    """All frames that a center is sending and receiving."""
+@contextlib.contextmanager
+def timed(cancel: Callable[[], None], size: int, timeout: float) -> Iterator[Transfer]:
+    """Transfer a frame within the block, and cancel it if it takes too long.
 
-    def __init__(self) -> None:
-        self._all: set[Transfer] = set()
-
-    @contextlib.contextmanager
-    def timed(
-        self, cancel: Callable[[], None], size: int, timeout: float
-    ) -> Iterator[Transfer]:
-        """Transfer a frame within the block, and cancel it if it takes too long.
-
-        See `Transfer`.
-        """
-        transfer = Transfer(cancel, size, timeout)
-        self._all.add(transfer)
-        try:
-            with watchdog.watching(transfer):
-                yield transfer
-        finally:
-            self._all.discard(transfer)
-
-    def cancel_stalled(self, seconds: float) -> None:
-        """End connections on which nothing was transferred for ``seconds``."""
-        now = time.monotonic()
-        for transfer in list(self._all):
-            if now - transfer.last_progress > seconds:
-                _cancel(transfer)
+    See `Transfer`.
+    """
+    transfer = Transfer(cancel, size, timeout)
+    with watchdog.watching(transfer):
+        yield transfer

@@ -1,12 +1,10 @@
 """All parsers of foreign input, with samples and the errors that they may raise."""
 
 import contextlib
-import datetime
 import functools
 import itertools
 import os
 import pathlib
-import ssl
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from agn_optax.ops.watch import _http
 from agn_optax.service import Access, Tls, _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
-from agn_optax.service.security import _token, _x509
+from agn_optax.service.security import _token
 from agn_optax.service.security._access import token_problem
 from agn_optax.service.transports import _connection
 from agn_optax.service.transports._connection import Connection
@@ -322,15 +320,12 @@ G2UiGlVITGnQzs+A1U6fykjh1izA77NCYMmV1l4lsTxQ6W9onwraHMhT
 
 
 def _read_pem(data):
-    for tls in (Tls(data), Tls(None, data, data)):
-        tls.context(serves=tls.key is not None)
-        tls.client_credentials()
-
-
-def _read_certificate(data):
-    found = _x509.read(data)
-    assert all(isinstance(each, str) for each in (*found.names, *found.units))
-    assert found.begins.tzinfo is found.ends.tzinfo is datetime.UTC
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for tls in (Tls(file.name), Tls(None, file.name, file.name)):
+            tls.context(serves=tls.key is not None)
+            tls.client_credentials()
 
 
 # Files of a center on disk.
@@ -502,11 +497,6 @@ PARSERS = {
     ),
     "token": Parser([b"0123456789abcdef\n", 64 * b"f"], _read_token, _USER),
     "pem": Parser([PEM], _read_pem, _USER),
-    "certificate": Parser(
-        [ssl.PEM_cert_to_DER_cert(PEM.decode().partition("-----BEGIN PRIV")[0])],
-        _read_certificate,
-        _USER,
-    ),
     "rate": Parser([b"1Gbit", b"1.5 GB/s", b"1KiB"], _read_rate, _USER),
     "record": Parser([_SNAPSHOT, _JOURNAL], _read_record, _DISK),
     "journal": Parser([_JOURNAL, _JOURNAL.ljust(1 << 14, b"\0")], _read_journal, _DISK),

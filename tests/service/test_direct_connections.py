@@ -910,8 +910,7 @@ def test_observer_is_answered_while_many_calls_are_open():
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        transfers = server._servicer.call_limits.transfers
-        wait_until(lambda: len(transfers._all) >= 128)  # of one host
+        wait_until(lambda: len(_watchdog.watchdog._watched) >= 128)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"

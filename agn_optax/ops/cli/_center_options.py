@@ -106,7 +106,8 @@ class CenterOptions:
         name (* for any) and a token. The file is read again when it changes. Without a
         file, a token is made and printed; programs of the same user on this machine
         find this token by themselves.
-      open: Allow every caller; beyond this machine only with --insecure.
+      open: Allow every caller; beyond this machine only with --tls-client-ca or
+        --insecure.
       *security
 
     TLS:

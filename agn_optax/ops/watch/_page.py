@@ -15,7 +15,6 @@ import math
 import pathlib
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.ops.watch import _http, _metrics
 from agn_optax.ops.watch._monitor import Monitor
-from agn_optax.service import Caller, Listener, Servicer, Tls, Transfers, sockets
+from agn_optax.service import Caller, Listener, Servicer, Tls, sockets, timed
 from agn_optax.service import address as addresses
 
 _log = logging.getLogger("agn_optax")
@@ -74,14 +73,13 @@ class Page(Listener):
         super().__init__()
         self.monitor = Monitor(servicer)
         self.servicer = servicer
-        self.transfers = Transfers()
         self.is_local = addresses.is_local(address)
         html = pathlib.Path(__file__).with_name("page.html").read_bytes()
         self._html, self._policy = html, _policy(html.decode())
         as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self._state = _Cached(lambda: as_json(self.monitor.view()).encode())
         self._metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
-        self._context = None if tls is None else tls.serving_context()
+        self._context = None if tls is None else tls.context(serves=True)
         self._socket = sockets.listen_at(address)
         port = self._socket.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
@@ -111,14 +109,12 @@ class Page(Listener):
 
     def _response(self, request: _http.Request, client: _Client) -> _Response:
         if request.path not in ("/state.json", "/metrics"):  # no authentication needed
-            self._admit_host(client.host)
             if request.path != "/":
                 problem = "try /, /state.json, /metrics"
                 raise _http.RejectedRequestError(problem, HTTPStatus.NOT_FOUND)
             return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
         caller = self._caller(request.fields.get("authorization", ""), client)
-        self.servicer.call_limits.admit(caller, "Status")
-        self.servicer.call_limits.return_handshake_token(client.host)
+        self.servicer.call_limits.admit(caller.key)
         caller.check("Status")
         if request.path == "/state.json":
             return _Response(HTTPStatus.OK, "application/json", self._state())
@@ -131,25 +127,12 @@ class Page(Listener):
         Raises:
           NotAllowedError: the caller is unknown.
         """
-        certificate = b""
-        if isinstance(client.connection, ssl.SSLSocket):
-            certificate = client.connection.getpeercert(binary_form=True) or b""
         needs_token = self.servicer.authenticator.access is not None
-        if needs_token and not (authorization or certificate):
-            self._admit_host(client.host)  # the page's first request has no token yet
+        if needs_token and not authorization:
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
-        try:
-            return self.servicer.authenticate(authorization, certificate, client.host)
-        except errors.NotAllowedError:
-            # Already counted as a failed authentication.
-            self.servicer.call_limits.return_handshake_token(client.host)
-            raise
-
-    def _admit_host(self, host: str) -> None:
-        self.servicer.call_limits.admit_host(host)
-        self.servicer.call_limits.return_handshake_token(host)
+        return self.servicer.authenticate(authorization, client.host)
 
     def _respond(self, client: _Client) -> None:
         """Read the request of a connection, and send the response."""
@@ -190,17 +173,15 @@ class Page(Listener):
     ) -> AbstractContextManager[object]:
         """End the connection if the block takes too long."""
         timeout = _TIMEOUT if timeout is None else timeout
-        return self.transfers.timed(lambda: sockets.shut(connection), size, timeout)
+        return timed(lambda: sockets.shut(connection), size, timeout)
 
     # Connections.
 
     def _accept(self) -> None:
         limits = self.servicer.call_limits
-        connections = sockets.accept_connections(
-            self._socket, lambda: self._closed, limits
-        )
+        connections = sockets.accept_connections(self._socket, lambda: self._closed)
         for connection, origin in connections:
-            if not limits.take_handshake_token(origin):
+            if not limits.accepts_connection(origin):
                 connection.close()
                 continue
             is_free = self._slots.acquire(blocking=False)
@@ -236,10 +217,7 @@ class Page(Listener):
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = addresses.network(connection.getpeername()[0])
                 if self._context is not None:
-                    self.servicer.call_limits.admit_host(
-                        host
-                    )  # before the expensive handshake
-                    connection = self._context().wrap_socket(
+                    connection = self._context.wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     )
                     with self._lock:

@@ -32,8 +32,7 @@ from agn_optax.service.transports._connection import Connection
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
-_FIRST_WARNING = 2.0  # s of waiting for a chief before the first warning
-_WARNING_INTERVAL = 10.0  # s between further warnings
+_WARNING_INTERVAL = 5.0  # s between warnings of a worker that waits for a chief
 
 
 def connect(
@@ -72,10 +71,9 @@ def connect(
         within this machine.
       insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
       token: the token that authenticates this worker at the center, or the path of a
-        file with the token, which is read again when it changes. None uses
-        ``AGN_OPTAX_TOKEN``, or the file that ``AGN_OPTAX_TOKEN_FILE`` names, or, if the
-        same user started the center on this machine with `agn-optax serve`, the token
-        that the center generated.
+        file with the token. None uses ``AGN_OPTAX_TOKEN``, or the file that
+        ``AGN_OPTAX_TOKEN_FILE`` names, or, if the same user started the center on this
+        machine with `agn-optax serve`, the token that the center generated.
       transports: names of the transports that exchanges may use, in order of
         preference; the first one that works is used. ``"memory"`` is memory shared with
         a center of the same user on this machine, ``"socket"`` is a connection of its
@@ -93,7 +91,7 @@ def connect(
       CenterUnreachableError: the center does not answer in time.
       EncryptionError: the center answers, but the TLS settings of the two ends are not
         compatible.
-      NotAllowedError: the center requires a token or certificate that it knows.
+      NotAllowedError: the center requires a token that it knows.
       RuleMismatchError: the center runs another rule; the message names what differs.
       ProtocolError: the server at the address is not a center, or is one of an
         incompatible release.
@@ -225,23 +223,18 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        wait = _FIRST_WARNING
         while True:
-            remaining = max(0.0, min(end - time.monotonic(), wait))
+            remaining = max(0.0, min(end - time.monotonic(), _WARNING_INTERVAL))
             try:
                 return self._pull(remaining, broadcast=True)
             except errors.NotInitializedError:
-                wait = _WARNING_INTERVAL
+                text = "one worker must call start(params, chief=True)"
                 if time.monotonic() >= end:
                     raise errors.NotInitializedError(
                         f"no chief has initialized the center at {self.address} within "
-                        f"{timeout} s; start one worker with start(params, chief=True)"
+                        f"{timeout} s; {text}"
                     ) from None
-                _log.warning(
-                    "a worker waits: no chief has started at the center at %s; one of "
-                    "its workers must call start(params, chief=True)",
-                    self.address,
-                )
+                _log.warning("no chief has started at %s yet; %s", self.address, text)
 
     def pull(self, *, broadcast: bool = False) -> Snapshot:
         """Return the current version of the center: see `Center.pull`."""
@@ -252,10 +245,6 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def status(self) -> dict[str, Any]:
         """Return the center's status, as ``agn-optax status --json`` prints it."""
         return self._connection.retry(self._connection.status)
-
-    def describe(self) -> pb.Description:
-        """Ask the center for its current description."""
-        return self._remote.describe()
 
     def close(self) -> None:
         """Let all workers of this connection leave, and close the connection."""

@@ -1,4 +1,4 @@
-"""Authentication and authorization: roles, tokens and certificates.
+"""Authentication and authorization: tokens and roles.
 
 A server has one `Authenticator` for all transports. It turns the credentials of a call
 into a `Caller`, and the servicer checks the `Caller` before it does anything.
@@ -7,23 +7,19 @@ into a `Caller`, and the servicer checks the `Caller` before it does anything.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import hmac
 import itertools
 import logging
-import operator
 import os
 import pathlib
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable
-from typing import NamedTuple
+import time
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 from agn_optax import errors
-from agn_optax.service.security import _x509
-from agn_optax.service.security._files import Path, Reread, warn_if_public
 
 _OBSERVER = frozenset({"Describe", "Status", "Health"})
 _READER = _OBSERVER | {"Pull"}
@@ -39,8 +35,10 @@ ROLES = {
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _MIN_TOKEN = 16  # characters
-_MAX_KEYS = 1024
+# Seconds between two checks of the token files, and after one that could not be read:
+_CHECK_INTERVAL, _RETRY_INTERVAL = 0.5, 10.0
 
+Path = str | os.PathLike[str]
 _log = logging.getLogger("agn_optax")
 
 
@@ -52,7 +50,7 @@ class Caller:
       description: text for error messages; contains no secret.
       calls: names of the calls that the caller may make.
       name: name of the only worker that the caller may act for; None for any.
-      token, certificate: credentials of the caller; b"" for none.
+      token: token of the caller; b"" for none.
       host: network address of the caller.
     """
 
@@ -60,14 +58,12 @@ class Caller:
     calls: frozenset[str]
     name: str | None = None
     token: bytes = dataclasses.field(default=b"", repr=False)
-    certificate: bytes = dataclasses.field(default=b"", repr=False)
     host: str = ""
 
     @property
     def key(self) -> Hashable:
-        """The caller's credentials; its host if it has none."""
-        has_credentials = self.token or self.certificate
-        return (self.token, self.certificate) if has_credentials else self.host
+        """The caller's token; its host if it has none."""
+        return self.token or self.host
 
     def check(self, call: str, worker: str | None = None) -> None:
         """Check that the caller may make a call on behalf of a worker.
@@ -93,52 +89,10 @@ class Caller:
 EVERYBODY = Caller("anybody", frozenset().union(*ROLES.values()))
 
 
-class _Grant(NamedTuple):
-    """The roles and the worker's name that a token or a certificate grants."""
-
-    roles: frozenset[str]
-    name: str | None
-
-    @property
-    def calls(self) -> frozenset[str]:
-        return frozenset().union(*(ROLES[role] for role in self.roles))
-
-    def __str__(self) -> str:
-        roles = ", ".join(role for role in ROLES if role in self.roles)
-        return f"{roles} {'under any name' if self.name is None else repr(self.name)}"
-
-
-# Callers are looked up again at each message, so they are kept.
-@functools.lru_cache(maxsize=1024)
-def _caller_by(
-    by_token: _Grant | None,
-    by_certificate: _Grant | None,
-    token: bytes,
-    certificate: bytes,
-    host: str,
-) -> Caller:
-    """Return the caller with one or two grants; it may do what all of them allow."""
-    grants = {"by token": by_token, "by certificate": by_certificate}
-    found = {source: grant for source, grant in grants.items() if grant is not None}
-    names = {grant.name for grant in found.values()} - {None}
-    description = " and ".join(f"{grant} ({how})" for how, grant in found.items())
-    if len(names) > 1:
-        raise errors.NotAllowedError(
-            "token and certificate belong to different workers: the caller is "
-            f"{description}"
-        )
-    calls = frozenset.intersection(*(grant.calls for grant in found.values()))
-    name = names.pop() if names else None
-    return Caller(description, calls, name, token, certificate, host)
-
-
 class Access:
     """Access control of a center: `agn_optax.service.Security(access=...)`.
 
-    A caller is authenticated by a token, by its certificate of mutual TLS, or by both;
-    with both, it may do only what both allow. A certificate's subject holds the
-    worker's name (CN; * for any) and its roles (OU; worker if there is none). A token
-    stands in a line of a file,
+    A caller is authenticated by a token, which stands in a line of a file,
 
         # roles         name      token
         chief           worker-0  8c1f...
@@ -155,10 +109,9 @@ class Access:
     | operator | do what a reader may, have a snapshot written, and drain the center |
 
     Args:
-      *tokens: files with such lines, or such lines as bytes. A file is read again when
-        it changes. Without any tokens, only certificates are accepted. If a changed
-        file cannot be read, its old tokens remain valid for at most 300 s and are then
-        rejected. Other files are not affected.
+      *tokens: files with such lines, or such lines as bytes. The files are read again
+        when one changes; if one then cannot be read, an error is logged, and the old
+        tokens remain valid.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line is not valid.
@@ -178,7 +131,6 @@ class Access:
       ...         print(error)
       ...     center.close()
       Exchange needs the role worker or chief, and the caller is reader under any name
-      (by token)
     """
 
     def __init__(self, *tokens: bytes | Path) -> None:
@@ -188,81 +140,51 @@ class Access:
                     f"tokens must be files, or bytes, got {type(source).__name__}"
                 )
         self._tokens = tokens
-        # One for each source: a token removed from one file is invalid at once, even
-        # while another file cannot be read.
-        self._grants: list[Reread[dict[bytes, _Grant]]] = [
-            Reread(
-                () if isinstance(source, bytes) else (source,),
-                functools.partial(_read_grants, source),
-            )
-            for source in tokens
-        ]
-        by_token = [grants() for grants in self._grants]
-        if len(set().union(*by_token)) < sum(map(len, by_token)):
-            raise errors.InvalidArgumentError(
-                f"several token files have the same token; {_ONE_LINE}"
-            )
         self._lock = threading.Lock()
-        self._compared = by_token  # grants whose differences were logged
+        self._stamps: list[Any] = self._stat_files()
+        self._callers = _read_callers(tokens)
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
-    def caller(
-        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
-    ) -> Caller:
-        """Return the caller with a token and a certificate (DER); b"" for none.
+    def caller(self, token: bytes, host: str = "") -> Caller:
+        """Return the caller with a token.
 
         Args:
-          token: the caller's token.
-          certificate: the caller's certificate.
+          token: the caller's token; b"" for none.
           host: network address of the caller.
 
         Raises:
-          NotAllowedError: neither was given, one of them is unknown, or they belong to
-            different workers.
+          NotAllowedError: no token was given, or it is unknown.
         """
-        if not token and not certificate:
+        if not token:
             raise _unknown(
                 "this center requires a token: give connect(token=...), "
                 "AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE (--token-file)"
-                if self._tokens
-                else "this center requires a certificate"
             )
-        by_token = self._grant_of(token) if token else None
-        by_certificate = _grant_by(certificate) if certificate else None
-        return _caller_by(by_token, by_certificate, token, certificate, host)
-
-    def _grant_of(self, token: bytes) -> _Grant:
-        """Return the grant of a token; a token with different grants is invalid.
-
-        The time that it takes to look up a hash reveals nothing about the token.
-        """
-        key = _hash(token)
-        by_token = [grants() for grants in self._grants]
-        if any(map(operator.is_not, by_token, self._compared)):
-            self._log_differences(by_token)
-        found = {
-            grants[key]
-            for source, grants in zip(self._grants, by_token, strict=True)
-            if key in grants and not source.is_outdated
-        }
-        if len(found) != 1:
+        # The time that it takes to look up a hash reveals nothing about the token.
+        found = self._current_callers().get(_hash(token))
+        if found is None:
             raise _unknown("this center does not know that token")
-        return found.pop()
+        return dataclasses.replace(found, token=token, host=host)
 
-    def _log_differences(self, by_token: list[dict[bytes, _Grant]]) -> None:
-        """Log each token with different grants in two files, once per change."""
+    def _current_callers(self) -> dict[bytes, Caller]:
+        """Return the callers by the hashes of their tokens, as the files are now."""
         with self._lock:
-            if not any(map(operator.is_not, by_token, self._compared)):
-                return
-            self._compared = by_token
-        sources = zip(map(_name, self._tokens), by_token, strict=True)
-        for (name, grants), (other, others) in itertools.combinations(sources, 2):
-            for key in grants.keys() & others.keys():
-                if grants[key] != others[key]:
-                    _log.error(
-                        "a token is not valid, because two files give it different "
-                        "roles or names: %s (%s) and %s (%s); %s",
-                        *(name, grants[key], other, others[key], _ONE_LINE),
-                    )
+            now = time.monotonic()
+            if now < self._next_check:
+                return self._callers
+            self._next_check = now + _CHECK_INTERVAL
+            stamps = self._stat_files()
+            if stamps != self._stamps:
+                try:
+                    self._callers, self._stamps = _read_callers(self._tokens), stamps
+                except errors.InvalidArgumentError as error:
+                    self._next_check = now + _RETRY_INTERVAL
+                    _log.error("%s; the old tokens remain valid", error)
+            return self._callers
+
+    def _stat_files(self) -> list[Any]:
+        """Return a value for each file that changes with its content."""
+        return [_stamp(file) for file in self._tokens if not isinstance(file, bytes)]
 
     def __repr__(self) -> str:  # without the tokens themselves: it may be logged
         names = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
@@ -281,76 +203,55 @@ class Authenticator:
 
     def __init__(self, access: Access | None = None) -> None:
         self.access = access
-        self._lock = threading.Lock()
         self._secret = secrets.token_bytes(32)
-        # Tokens and certificates by hashes of their keys; the last requested one last.
-        self._credentials: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
+        self._tokens: dict[bytes, bytes] = {}  # by the hashes of their keys
 
-    def caller(
-        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
-    ) -> Caller:
+    def caller(self, token: bytes = b"", host: str = "") -> Caller:
         """Return the caller at a host: see `Access.caller`."""
         if self.access is None:
             return dataclasses.replace(EVERYBODY, host=host)
-        return self.access.caller(token, certificate, host)
+        return self.access.caller(token, host)
 
     def issue_key(self, caller: Caller) -> bytes:
-        """Return the caller's key.
-
-        If there are too many keys, the least recently requested one is dropped.
-        """
-        credentials = caller.token, caller.certificate
-        text = b"".join(map(_hash, credentials))
-        key = hmac.digest(self._secret, text, "sha256")[:KEY_SIZE]
-        with self._lock:
-            self._credentials[_hash(key)] = credentials
-            self._credentials.move_to_end(_hash(key))
-            if len(self._credentials) > _MAX_KEYS:
-                self._credentials.popitem(last=False)
+        """Return the caller's key."""
+        key = hmac.digest(self._secret, caller.token, "sha256")[:KEY_SIZE]
+        self._tokens[_hash(key)] = caller.token
         return key
 
     def has_key(self, key: bytes | None) -> bool:
         """Return whether a key was issued; `caller_of_key` checks if it is valid."""
-        return key is not None and _hash(key) in self._credentials
+        return key is not None and _hash(key) in self._tokens
 
-    def caller_of_key(
-        self, key: bytes, certificate: bytes | None = None, host: str = ""
-    ) -> Caller:
+    def caller_of_key(self, key: bytes, host: str = "") -> Caller:
         """Return the caller that a key was issued to.
 
         Args:
           key: the key, as it was received.
-          certificate: certificate of an encrypted connection (DER; b"" for none), which
-            must belong to the same caller; None if the connection is not encrypted.
           host: network address that the key came from.
 
         Raises:
-          NotAllowedError: the key is unknown, the credentials that it stands for are no
-            longer valid, or the certificate belongs to another caller.
+          NotAllowedError: the key is unknown, or the token that it stands for is no
+            longer valid.
         """
-        credentials = self._credentials.get(_hash(key))
-        if credentials is None:
+        token = self._tokens.get(_hash(key))
+        if token is None:
             raise _unknown("this center has not issued that key")
-        caller = self.caller(*credentials, host)
-        if certificate is not None and self.access is not None:
-            sender = self.caller(credentials[0], certificate)
-            if (sender.name, sender.calls) != (caller.name, caller.calls):
-                raise errors.NotAllowedError(
-                    f"the key was issued to {caller.description}, and the caller is "
-                    f"{sender.description}"
-                )
-        return caller
+        return self.caller(token, host)
 
 
-_ONE_LINE = "give each line its own token, and several roles as in chief,operator"
-
-
-def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
-    """Return the grants of a source, by the hashes of their tokens.
+def _read_callers(sources: Iterable[bytes | Path]) -> dict[bytes, Caller]:
+    """Return the callers of all sources, by the hashes of their tokens.
 
     Raises:
-      InvalidArgumentError: the source cannot be read, or is not valid.
+      InvalidArgumentError: a source cannot be read, or is not valid.
     """
+    callers: dict[bytes, Caller] = {}
+    for source in sources:
+        _add_callers(source, callers)
+    return callers
+
+
+def _add_callers(source: bytes | Path, callers: dict[bytes, Caller]) -> None:
     name = _name(source)
     try:
         if isinstance(source, bytes):
@@ -361,7 +262,7 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
-    grants: dict[bytes, _Grant] = {}
+    before = len(callers)
     for number, line in enumerate(lines, 1):
         location = f"line {number} of {name}"
         words = list(
@@ -378,22 +279,29 @@ def _read_grants(source: bytes | Path) -> dict[bytes, _Grant]:
         if problem := token_problem(token):
             raise errors.InvalidArgumentError(f"the token in {location} {problem}")
         key = _hash(token.encode())
-        if key in grants:
+        if key in callers:
             raise errors.InvalidArgumentError(
-                f"{location}: another line has the same token; {_ONE_LINE}"
+                f"{location}: another line has the same token; give each line its own "
+                "token, and several roles as in chief,operator"
             )
-        grants[key] = _grant(roles.split(","), worker, location)
-    if not grants:  # the file may be half written
+        callers[key] = _caller(roles.split(","), worker, location)
+    if len(callers) == before:  # the file may be half written
         raise errors.InvalidArgumentError(
             f"{name} must have at least one token, got none"
         )
-    if not isinstance(source, bytes):  # last: a broken file is read again and again
-        warn_if_public(source, "the tokens in")
-    return grants
 
 
 def _name(source: bytes | Path) -> str:
     return "the tokens" if isinstance(source, bytes) else str(source)
+
+
+def _stamp(file: Path) -> Any:
+    """Return a value that changes with a file's content."""
+    try:
+        status = os.stat(file)  # noqa: PTH116 file may be a str
+    except OSError as error:
+        return error.errno
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def token_problem(token: str) -> str:
@@ -408,29 +316,17 @@ def token_problem(token: str) -> str:
     return ""
 
 
-def _grant(roles: list[str], name: str, location: str) -> _Grant:
+def _caller(roles: list[str], name: str, location: str) -> Caller:
     if not set(roles) <= set(ROLES):
         raise errors.InvalidArgumentError(
             f"the roles in {location} must be some of {', '.join(ROLES)}, got "
             f"{','.join(roles)!r}"
         )
-    return _Grant(frozenset(roles), None if name == ANY_NAME else name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _grant_by(der: bytes) -> _Grant:
-    """Return the grant of a certificate, which TLS has already verified."""
-    try:
-        subject = _x509.read(der)
-        if len(subject.names) != 1:
-            raise errors.InvalidArgumentError(
-                f"its subject must have one CN, the worker's name, got {subject.names}"
-            )
-        return _grant(list(subject.units or ("worker",)), subject.names[0], "its OU")
-    except errors.InvalidArgumentError as error:
-        raise _unknown(
-            f"this center does not accept that certificate: {error}"
-        ) from None
+    calls = frozenset().union(*(ROLES[role] for role in roles))
+    text = ", ".join(role for role in ROLES if role in roles)
+    if name == ANY_NAME:
+        return Caller(f"{text} under any name", calls)
+    return Caller(f"{text} {name!r}", calls, name)
 
 
 def _unknown(reason: str) -> errors.NotAllowedError:

@@ -10,17 +10,12 @@ from __future__ import annotations
 import socket
 import ssl
 
-from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service.security._tls import Tls
 
 _TIMEOUT = 2.0  # seconds for each step
 # The preface of an HTTP/2 connection, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-_NO_TLS = (
-    "the TLS handshake with the center failed; if the center does not speak TLS, leave "
-    "--tls-ca out (tls= in Python)"
-)
 
 
 def failure_reason(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
@@ -49,20 +44,16 @@ def failure_reason(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> 
             sock.sendall(_PREFACE)
             if sock.recv(1):
                 return ""
-    except errors.InvalidArgumentError as error:
-        return str(error)
-    except ssl.SSLCertVerificationError as error:
-        return (
-            f"the center's certificate is not accepted as that of {host!r}, by the "
-            f"authorities in --tls-ca (ca= of Tls): {error.verify_message}"
-        )
     except OSError as error:
-        if not isinstance(error, ConnectionError | ssl.SSLError):
+        is_tls = isinstance(error, ssl.SSLError)
+        if not is_greeted and tls is not None and is_tls:
+            return (
+                f"the TLS handshake with the center, as {host!r}, failed: {error}. "
+                "Give the authority of its certificate as --tls-ca (ca= of Tls); if it "
+                "does not speak TLS, leave --tls-ca out"
+            )
+        if not (is_greeted and (is_tls or isinstance(error, ConnectionError))):
             return ""
-        if not is_greeted:
-            if tls is None or not isinstance(error, ssl.SSLError):
-                return ""
-            return f"{_NO_TLS} ({error.reason})"
     return (
         "the center requires a certificate of this end, issued by an authority that "
         f"the center trusts (its ca), got {tls}: give --tls-certificate and "

@@ -1,10 +1,9 @@
-"""Token buckets, and semaphores that share their places between callers."""
+"""Rate limits by token buckets, and semaphores that share places between callers."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import math
 import threading
 import time
@@ -13,21 +12,16 @@ from collections.abc import Hashable, Iterator
 
 from agn_optax import errors
 
-MAX_WAIT = 1.0  # s that a call waits for its tokens
-_MAX_DELAYED = 64  # calls of one caller that wait before they are rejected
+MAX_WAIT = 1.0  # s that a call waits for its token
+_MAX_WAITING = 64  # calls of one caller that wait at the same time
 _MAX_BUCKETS = 4096  # buckets that are kept
-_LOG_INTERVAL = 60.0  # s between two warnings
-
-_log = logging.getLogger("agn_optax")
 
 
 class RateLimiter:
-    """A rate limiter with one token bucket for each caller, host or port.
+    """A rate limiter with one token bucket for each key.
 
     A bucket is refilled with ``rate`` tokens per second. A call that finds its bucket
-    overdrawn waits until it has been refilled, or is rejected if this takes too long.
-    The capacity of a bucket depends on the call, and on the size of the model once a
-    chief has initialized the center.
+    empty waits for its token, or is rejected if this takes too long.
 
     Args:
       rate: tokens per second; None for no limit.
@@ -38,22 +32,14 @@ class RateLimiter:
         self._lock = threading.Lock()
         # The time at which each bucket will be full again; monotonic seconds.
         self._full_at: dict[Hashable, float] = {}
-        self._delayed = CallerSemaphore(math.inf, _MAX_DELAYED)  # rejected calls
-        self._last_warning = -math.inf  # monotonic seconds
+        self._waiting = CallerSemaphore(math.inf, _MAX_WAITING)
 
-    def take(
-        self,
-        key: Hashable,
-        capacity: float,
-        tokens: float = 1.0,
-        max_wait: float = MAX_WAIT,
-    ) -> bool:
-        """Take tokens, after a wait if necessary; return False if rejected.
+    def take(self, key: Hashable, burst: float, max_wait: float = MAX_WAIT) -> bool:
+        """Take a token, after a wait if necessary; return False if rejected.
 
         Args:
           key: key of the bucket.
-          capacity: capacity of the bucket for this kind of call, in tokens.
-          tokens: number of tokens to take.
+          burst: capacity of the bucket in tokens.
           max_wait: seconds to wait at most. A rejected call is delayed by as much, so
             that its caller retries less often.
         """
@@ -62,34 +48,15 @@ class RateLimiter:
         with self._lock:
             now = time.monotonic()
             full_at = max(now, self._full_at.get(key, now))
-            wait = full_at - now - capacity / self.rate
+            wait = full_at - now - burst / self.rate
             is_accepted = wait <= max_wait
             if is_accepted:
                 self._drop_buckets(key)
-                self._full_at[key] = full_at + tokens / self.rate
-            if wait <= 0.0:
-                return True
-            is_delayed = not is_accepted and self._delayed.acquire(key, 0.0)
-            is_logged = (
-                max_wait == MAX_WAIT and now - self._last_warning > _LOG_INTERVAL
-            )
-            if is_logged:
-                self._last_warning = now
-        if is_logged:  # without the lock, because a log may be slow
-            _log.warning(
-                "a caller is delayed: it makes more than %g calls a second", self.rate
-            )
-        if is_accepted or is_delayed:
+                self._full_at[key] = full_at + 1.0 / self.rate
+        if wait > 0.0 and self._waiting.acquire(key, 0.0):
             time.sleep(min(wait, max_wait))
-        if is_delayed:
-            self._delayed.release(key)
+            self._waiting.release(key)
         return is_accepted
-
-    def give_back(self, key: Hashable) -> None:
-        """Put a token back that turned out not to be needed."""
-        with self._lock:
-            if self.rate is not None and key in self._full_at:
-                self._full_at[key] -= 1.0 / self.rate
 
     def _drop_buckets(self, key: Hashable) -> None:
         """If there are too many buckets to add a new key, drop the fullest half."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import datetime
 import os
 import pathlib
 import ssl
-import tempfile
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
 
 from agn_optax import errors
 from agn_optax.service import _address
-from agn_optax.service.security import _x509
-from agn_optax.service.security._files import Path, Reread
+from agn_optax.service.security._access import Path
 
-Pem = bytes | Path
 # Environment variables that name the files of a worker without TLS settings.
 TLS_CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
 KEY = "AGN_OPTAX_TLS_KEY"
@@ -28,9 +21,8 @@ KEY = "AGN_OPTAX_TLS_KEY"
 class Tls(NamedTuple):
     """The TLS settings of one end: `Security(tls=...)`, `connect(tls=...)`.
 
-    Each field is the path of a PEM file, or the bytes of one. With all three at both
-    ends, workers must have certificates, too (mutual TLS). Files are read again when
-    they change. `tls` makes a `Tls` and checks it.
+    Each field is the path of a PEM file. With all three at both ends, workers must have
+    certificates, too (mutual TLS). `tls` makes a `Tls` and checks it.
 
     Args:
       ca: CA certificates to verify the other end with; workers of a center that has
@@ -46,40 +38,23 @@ class Tls(NamedTuple):
       'center.pem'
     """
 
-    ca: Pem | None = None
-    certificate: Pem | None = None
-    key: Pem | None = None
-
-    @property
-    def files(self) -> list[Path]:
-        """The fields that are paths of files."""
-        return [x for x in self if x is not None and not isinstance(x, bytes)]
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
 
     def client_credentials(self) -> grpc.ChannelCredentials:
         """Return gRPC credentials for a client."""
         self.context(serves=False)
-        return grpc.ssl_channel_credentials(_read(self.ca), *self._pair())
+        contents = map(_read, (self.ca, self.key, self.certificate))
+        return grpc.ssl_channel_credentials(*contents)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return gRPC credentials for a server, which follow changes of the files."""
-        configuration = Reread(self.files, self._configuration)
-        used = configuration()
-
-        def newer_configuration() -> Any:
-            nonlocal used
-            if (current := configuration()) is used:
-                return None
-            used = current
-            return current
-
-        requires_certificate = self.ca is not None
-        return grpc.dynamic_ssl_server_credentials(
-            used, newer_configuration, requires_certificate
-        )
-
-    def serving_context(self) -> Callable[[], ssl.SSLContext]:
-        """Return a callable that returns the context of a server's next connection."""
-        return Reread(self.files, lambda: self.context(serves=True))
+        """Return gRPC credentials for a server."""
+        self.context(serves=True)
+        ca, key, certificate = map(_read, (self.ca, self.key, self.certificate))
+        assert key is not None
+        assert certificate is not None
+        return grpc.ssl_server_credentials([(key, certificate)], ca, ca is not None)
 
     def context(self, *, serves: bool) -> ssl.SSLContext:
         """Return the context of a socket's connections.
@@ -90,88 +65,42 @@ class Tls(NamedTuple):
           serves: whether this end is the server.
 
         Raises:
-          InvalidArgumentError: the files do not match, or a certificate is out of date.
+          InvalidArgumentError: a file is missing or not valid, or they do not match.
         """
-        self._pair(is_needed=serves)
+        has_pair = self.certificate is not None and self.key is not None
+        if not has_pair and (serves or self.certificate != self.key):
+            raise errors.InvalidArgumentError(
+                "a certificate and its key go together, and a center that speaks TLS "
+                f"needs both, got {self}"
+            )
         context = ssl.SSLContext(
             ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT
         )
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            if (ca := _read(self.ca)) is not None:
+            if self.ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED  # the default for clients
-                context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+                context.load_verify_locations(self.ca)
             elif not serves:
                 context.load_default_certs()
-            if self.certificate is not None and self.key is not None:
-                with _file(self.certificate) as certificate, _file(self.key) as key:
-                    # Never prompt for a password: perhaps nobody is at the terminal.
-                    context.load_cert_chain(certificate, key, password="")
-        except ssl.SSLError as error:
-            reason = str(error)
-            if error.reason == "KEY_VALUES_MISMATCH":
-                reason = "the key is not that of the certificate"
+            if self.certificate is not None:
+                # Never prompt for a password: perhaps nobody is at the terminal.
+                context.load_cert_chain(self.certificate, self.key, password="")
+        except OSError as error:
             raise errors.InvalidArgumentError(
-                f"these certificates cannot be used: {reason} ({self._describe()})"
+                f"these certificates cannot be used: {error} ({self})"
             ) from None
-        if self.certificate is not None:
-            self._check_dates(self.certificate)
         return context
-
-    def _check_dates(self, pem: Pem) -> None:
-        """Raise `InvalidArgumentError` if a certificate is not valid now."""
-        text = (_read(pem) or b"").decode("ascii", "ignore")
-        first = text.partition(ssl.PEM_HEADER)[2].partition(ssl.PEM_FOOTER)[0]
-        try:
-            certificate = _x509.read(base64.b64decode(first))
-        except errors.InvalidArgumentError as error:
-            raise errors.InvalidArgumentError(
-                f"{_description(pem)} cannot be used: {error}"
-            ) from None
-        now = datetime.datetime.now(datetime.UTC)
-        if not certificate.begins <= now <= certificate.ends:
-            raise errors.InvalidArgumentError(
-                f"{_description(pem)} is not valid now, but from "
-                f"{certificate.begins:%F %T} to {certificate.ends:%F %T} UTC"
-            )
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        self.context(serves=True)
-        pair: Any = self._pair(is_needed=True)
-        return grpc.ssl_server_certificate_configuration([pair], _read(self.ca))
-
-    def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
-        """Return the key and the certificate.
-
-        Raises:
-          InvalidArgumentError: one is missing, or both if ``is_needed``.
-        """
-        if (self.certificate is None) != (self.key is None):
-            raise errors.InvalidArgumentError(
-                "a certificate and its key go together: give both"
-            )
-        if is_needed and self.certificate is None:
-            raise errors.InvalidArgumentError(
-                "a center that speaks TLS needs a certificate and its key"
-            )
-        return _read(self.key), _read(self.certificate)
-
-    def _describe(self) -> str:
-        given = {name: pem for name, pem in self._asdict().items() if pem is not None}
-        return ", ".join(f"{name} {_description(pem)}" for name, pem in given.items())
-
-    def __repr__(self) -> str:  # without the key itself: it may be logged
-        return f"Tls({self._describe()})"
 
 
 def tls(
-    ca: Pem | None = None, certificate: Pem | None = None, key: Pem | None = None
+    ca: Path | None = None, certificate: Path | None = None, key: Path | None = None
 ) -> Tls:
-    """Make a `Tls`, and check that its files exist, match and are not out of date.
+    """Make a `Tls`, and check that its files exist and match.
 
     Args:
       ca: certificate authorities that the other end's certificate is checked against:
-        the path of a PEM file, or the bytes of one.
+        the path of a PEM file.
       certificate: this end's certificate, with any intermediate certificates.
       key: the certificate's private key.
 
@@ -180,16 +109,17 @@ def tls(
       again when they are used.
 
     Raises:
-      InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;
+      InvalidArgumentError: a file cannot be read, or is not a PEM file;
         the key belongs to another certificate, or one of the two is missing.
 
     Example:
       >>> import agn_optax, agn_optax.service
       >>> try:
-      ...     agn_optax.service.tls(ca=b"not a certificate")
+      ...     agn_optax.service.tls(certificate="center.pem")
       ... except agn_optax.errors.InvalidArgumentError as error:
       ...     print(error)
-      the given value is no PEM file: it has no BEGIN
+      a certificate and its key go together, and a center that speaks TLS needs both,
+      got Tls(ca=None, certificate='center.pem', key=None)
     """
     settings = Tls(ca, certificate, key)
     settings.context(serves=False)
@@ -232,39 +162,5 @@ def check(tls: Any, insecure: bool, *addresses: str) -> None:
             )
 
 
-def _read(pem: Pem | None) -> bytes | None:
-    """Return the bytes of a PEM file; None for None.
-
-    Raises:
-      InvalidArgumentError: the file cannot be read, or is not a PEM file.
-    """
-    if pem is None:
-        return None
-    name = _description(pem)
-    if not isinstance(pem, bytes):
-        try:
-            pem = pathlib.Path(pem).read_bytes()
-        except OSError as error:
-            raise errors.InvalidArgumentError(f"cannot read {name}: {error}") from None
-    if b"-----BEGIN" not in pem:
-        raise errors.InvalidArgumentError(f"{name} is no PEM file: it has no BEGIN")
-    return pem
-
-
-def _description(pem: Pem) -> str:
-    return "the given value" if isinstance(pem, bytes) else str(pem)
-
-
-@contextlib.contextmanager
-def _file(pem: Pem) -> Iterator[str]:
-    """Yield the path of a PEM file; bytes are written to a temporary file.
-
-    Python's ssl loads a certificate and its key only from files.
-    """
-    if not isinstance(pem, bytes):
-        yield os.fspath(pem)
-        return
-    with tempfile.TemporaryDirectory() as folder:  # readable by this user only
-        path = pathlib.Path(folder, "pem")
-        path.write_bytes(pem)
-        yield str(path)
+def _read(file: Path | None) -> bytes | None:
+    return None if file is None else pathlib.Path(file).read_bytes()

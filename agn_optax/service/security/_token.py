@@ -17,7 +17,6 @@ from agn_optax import errors
 from agn_optax._internal import write_whole
 from agn_optax.service import _address
 from agn_optax.service.security._access import token_problem
-from agn_optax.service.security._files import Reread, warn_if_public
 
 Token = str | os.PathLike[str] | None
 # Environment variables: a client's token, a file with it, and a server's tokens, in
@@ -42,8 +41,8 @@ def source(given: Token, address: Callable[[], str]) -> Callable[[], str | None]
     if given is None and (path_of_variable := os.environ.get(TOKEN_FILE)):
         given = pathlib.Path(path_of_variable)
     if isinstance(given, os.PathLike):
-        path = pathlib.Path(given)
-        return Reread([path], lambda: _read_file(path))
+        read = _read_file(pathlib.Path(given))
+        return lambda: read
     if given is not None:
         if not isinstance(given, str):
             raise errors.InvalidTypeError(
@@ -102,24 +101,9 @@ def token_file(
 
 
 def _make_constant(token: str, description: str) -> Callable[[], str]:
-    if _is_path(token):
-        raise errors.InvalidArgumentError(
-            f"{description} must be the token itself, got the path of a file, "
-            f"{token!r}: give token=pathlib.Path({token!r}), --token-file {token} or "
-            f"{TOKEN_FILE}={token}"
-        )
     if problem := token_problem(token):
         raise errors.InvalidArgumentError(f"{description} {problem}")
     return lambda: token
-
-
-def _is_path(token: str) -> bool:
-    """Return whether a token looks like the path of a file with a token."""
-    try:
-        path = pathlib.Path(token).expanduser()
-        return path.suffix == ".token" or path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long, or with a null character
-        return False
 
 
 def _read_file(path: pathlib.Path) -> str:
@@ -131,7 +115,6 @@ def _read_file(path: pathlib.Path) -> str:
             f"cannot read the token in {path}: {reason}"
         ) from None
     _make_constant(token, f"the token in {path}")
-    warn_if_public(path, "the token in")
     return token
 
 

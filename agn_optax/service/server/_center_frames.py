@@ -62,12 +62,6 @@ class CenterFrames:
         """The schema of the center; None if it has no parameters yet."""
         return self.schemas.center if self._core.is_initialized else None
 
-    @property
-    def size(self) -> int:
-        """Size of the center's buffer in bytes; 0 without parameters."""
-        schema = self.schema
-        return 0 if schema is None else schema.size
-
     @functools.cached_property
     def parameters(self) -> tuple[int, int]:
         """The number of the center's parameters, and their size in bytes."""

@@ -27,7 +27,6 @@ from agn_optax.worker import Uplink
 _log = logging.getLogger("agn_optax")
 DEFAULT_GRACE = 30.0  # s for exchanges to be finished when the server stops
 _CHECK_INTERVAL = 0.2  # s between two checks of whether something still runs
-_STALL_TIMEOUT = 2.0  # s without progress after which `stop` disconnects a worker
 _CLOSE_TIMEOUT = 0.8  # s after the grace within which all connections are closed
 
 
@@ -98,8 +97,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
           grace: seconds for the exchanges that are running, and for those that are
-            still owed to the parent; None for 30. A worker that receives nothing of its
-            answer for two seconds is cut off earlier. One second after the grace,
+            still owed to the parent; None for 30. One second after the grace,
             everything has ended in any case.
         """
         with self._stopping:
@@ -116,12 +114,9 @@ class Server(contextlib.AbstractContextManager["Server"]):
         for listener in self._listeners.values():
             listener.drain()
         self.center.close(f"the center at {self.address} is going down")
-        exchanges, transfers = (
-            self._servicer.exchanges,
-            self._servicer.call_limits.transfers,
-        )
+        exchanges = self._servicer.exchanges
         while not exchanges.wait_until_idle(_CHECK_INTERVAL) and time.monotonic() < end:
-            transfers.cancel_stalled(_STALL_TIMEOUT)
+            pass
         if self.uplink is not None:
             self.uplink.stop(max(0.0, end - time.monotonic()))
         for listener in self._listeners.values():

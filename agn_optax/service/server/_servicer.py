@@ -15,7 +15,6 @@ from agn_optax._version import __version__
 from agn_optax.center import Core, release_arguments
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
-from agn_optax.service.security import _call_limits
 from agn_optax.service.security._access import Authenticator, Caller
 from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._rate_limits import MAX_WAIT
@@ -85,12 +84,10 @@ class Servicer:
         self.max_workers = limits.max_workers or _MAX_WORKERS
         self._dtype = dtype
         self._parent = parent
-        self._frames = frames = CenterFrames(core)
-        self._traffic = WorkerTraffic(self.max_workers, lambda: core.members()[1])
-        self.exchanges = Exchanges(core, frames, self._traffic)
-        self.call_limits = CallLimits(
-            limits.calls, self.max_workers, lambda: frames.size
-        )
+        self._frames = CenterFrames(core)
+        self._traffic = WorkerTraffic(self.max_workers)
+        self.exchanges = Exchanges(core, self._frames, self._traffic)
+        self.call_limits = CallLimits(limits.calls, self.max_workers)
         # Computed once, before the first call: concurrent calls would each compute it,
         # which on a busy machine could take longer than the timeout of their retries.
         self._rule = fingerprint(core.rule)
@@ -107,14 +104,13 @@ class Servicer:
         self.offers: list[pb.Offer] = []
         self.listens_at, self.direct_address, self.page_address = "", "", ""
 
-    def authenticate(self, authorization: str, certificate: bytes, host: str) -> Caller:
+    def authenticate(self, authorization: str, host: str) -> Caller:
         """Return the caller with the credentials of a call.
 
         Failures are rate-limited and reported.
 
         Args:
           authorization: ``Bearer`` and a token; "" for none.
-          certificate: certificate of the connection (DER); b"" for none.
           host: network address of the caller.
 
         Raises:
@@ -122,16 +118,11 @@ class Servicer:
           CenterBusyError: the host has failed too often.
         """
         kind, _, token = authorization.partition(" ")
+        shown = token.strip() if kind.lower() == "bearer" else ""
         try:
-            if self.authenticator.access is None:
-                return self.authenticator.caller(host=host)
-            if authorization and kind.lower() != "bearer":
-                raise errors.NotAllowedError(
-                    "authorization must be `Bearer` and a token"
-                )
-            return self.authenticator.caller(token.strip().encode(), certificate, host)
+            return self.authenticator.caller(shown.encode(), host)
         except errors.NotAllowedError as error:
-            self.call_limits.admit_host(host, "rejected")
+            self.call_limits.admit_host(host)
             self.on_event("rejected", "", error, host)
             raise
 
@@ -172,7 +163,7 @@ class Servicer:
         caller.check("Initialize")
         limits = self.call_limits
         with limits.time_receiving(reader, context.cancel, from_chief=True):
-            with limits.time_chief(context.cancel):
+            with limits.time_handshake(context.cancel):
                 start = _check_protocol(_read_header(reader).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
@@ -185,7 +176,7 @@ class Servicer:
             with limits.initializations.held(caller.key, busy, WAITING_INTERVAL):
                 version = self._initialized_version(start)
                 if version is None:
-                    params = self._read_parameters(start, reader, context, caller)
+                    params = self._read_parameters(start, reader, context)
                     version = self.core.initialize(params, worker=start.worker)
         return pb.Initialized(version=version)
 
@@ -211,13 +202,12 @@ class Servicer:
         return version
 
     def _read_parameters(
-        self, start: pb.Start, reader: FrameReader, context: Any, caller: Caller
+        self, start: pb.Start, reader: FrameReader, context: Any
     ) -> PyTree:
         """Receive a chief's schema and parameters."""
         size = start.schema_size
         if size > _trees.MAX_SCHEMA:
             raise errors.ProtocolError(_trees.exceeded_limit(0, size, ""))
-        self.call_limits.admit(caller, "Initialize", size / _call_limits.SCHEMA_BYTES)
         schema_bytes = reader.read_buffer(bytes_schema(size), "a schema")
         schema = _trees.from_bytes(schema_bytes.tobytes())
         for leaf in schema.leaves:
@@ -226,7 +216,7 @@ class Servicer:
                     f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                     "with JAX_ENABLE_X64=1 in its environment"
                 )
-        with self.call_limits.time_chief(context.cancel):
+        with self.call_limits.time_handshake(context.cancel):
             header = _read_header(reader)
         if not header.HasField("parameters"):
             raise errors.ProtocolError("expected parameters, got another frame")
@@ -243,8 +233,6 @@ class Servicer:
             while self._frames.schema is None and (left := end - time.monotonic()) > 0:
                 self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
                 yield WAITING
-            tokens = self._frames.size / _call_limits.TRANSFER_BYTES
-            limits.admit(caller, "Pull", tokens)
             while not limits.pulls.acquire(caller.key, WAITING_INTERVAL):
                 yield WAITING
             stack.callback(limits.pulls.release, caller.key)
@@ -265,29 +253,21 @@ class Servicer:
           caller: the caller; it may only join with a name that it may act for.
           transport: name of the transport.
         """
-        limits = self.call_limits
+        limits, worker = self.call_limits, ""
+        limits.admit(caller.key)
         with limits.time_receiving(reader, context.cancel):
             try:
-                with limits.time_first_frame(context.cancel, caller.key):
+                with limits.time_handshake(context.cancel):
                     header = _read_header(reader)
                 caller.check("Exchange")
                 join = _check_protocol(header.join)
                 _check_name(join.worker)
                 _check_name(join.session_id)
                 caller.check("Exchange", join.worker)
-            except (errors.AgnOptaxError, OSError, EOFError) as error:
-                if isinstance(error, errors.AgnOptaxError):
-                    self.on_event("rejected", "", error, caller.host)
-                limits.admit(caller, "Exchange", _call_limits.JOIN_TOKENS)
-                raise
-            if self.core.knows(join.worker, join.session_id):
-                limits.admit_again(join.worker)
-            else:
-                limits.admit(caller, "Exchange", _call_limits.JOIN_TOKENS)
-            try:
+                worker = join.worker
                 yield from self._serve_session(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
-                self.on_event("rejected", join.worker, error, caller.host)
+                self.on_event("rejected", worker, error, caller.host)
                 raise
 
     def _serve_session(
@@ -351,9 +331,7 @@ class Servicer:
             it then receives the `NotAllowedError`.
         """
         try:
-            caller = self.authenticator.caller(
-                caller.token, caller.certificate, caller.host
-            )
+            caller = self.authenticator.caller(caller.token, caller.host)
             caller.check("Exchange", worker)
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"no longer allowed: {error}") from None
@@ -376,10 +354,7 @@ class Servicer:
                 caller.check("Alive", worker)
             known = self.core.heartbeat(sessions)
         finally:
-            if known:
-                self.call_limits.admit_heartbeat(known[0])
-            else:
-                self.call_limits.admit(caller, "Alive")
+            self.call_limits.admit(("worker", known[0]) if known else caller.key)
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
@@ -421,8 +396,6 @@ class Servicer:
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
         """Write a snapshot, which may take a while."""
         caller.check("Save")
-        tokens = self._frames.size / _call_limits.SNAPSHOT_BYTES
-        self.call_limits.admit(caller, "Save", tokens)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:

@@ -22,13 +22,10 @@ class Limits(CenterLimits):
 
     Args:
       calls: calls per second that one caller may make beside its exchanges, such as
-        pulls and joins; None for no limit. Further calls wait or are rejected. A call
-        that moves many bytes counts as several. The same limit holds for the
-        unauthenticated connections per second of one host. A caller is a token or a
-        certificate, or, without either, a host. A caller may make 400 calls at once,
-        plus those that all workers make when they start. Three kinds of calls have
-        separate limits with the same rate and a burst of at least 400: status and
-        health; snapshots; leaving and draining.
+        pulls and joins, after 400 at once plus 8 for each of ``max_workers``; None for
+        no limit. Further calls wait or are rejected. The same limit holds for the
+        unauthenticated connections per second of one host. A caller is a token,
+        or, without tokens, a host.
 
     Raises:
       InvalidTypeError: ``messages`` are not message limits.
@@ -68,8 +65,7 @@ class Security:
       insecure: allow plain text beyond this machine, and unauthenticated callers, in a
         network that you trust.
       access: access control: the callers and their roles. None admits everybody on this
-        machine, or, if ``tls`` asks for certificates, those whose certificates grant a
-        role.
+        machine, or, if ``tls`` asks for certificates, everybody with a certificate.
 
     Raises:
       InvalidTypeError: ``tls`` is not a `Tls`, or ``access`` not an `Access`.
@@ -108,18 +104,15 @@ class Security:
         Raises:
           InvalidArgumentError: anybody beyond this machine could change the center.
         """
-        if self.access is not None or self.insecure:
-            return self.access
-        if self.tls is not None and self.tls.ca is not None:
-            return Access()
-        if not is_local:
+        needs_certificate = self.tls is not None and self.tls.ca is not None
+        if self.access is None and not (is_local or self.insecure or needs_certificate):
             raise errors.InvalidArgumentError(
                 "every program that can reach this address from another machine could "
                 "change the center: give access=Access(...) (--tokens), require "
                 "certificates of workers by the ca= of tls (--tls-client-ca), or give "
                 "insecure=True (--insecure) in a network that you trust"
             )
-        return None
+        return self.access
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from agn_optax.center import Member
 from agn_optax.service import center_pb2 as pb
@@ -28,30 +28,24 @@ class WorkerTraffic:
 
     Args:
       max_workers: maximum number of workers.
-      present: returns the names of the workers that have a session.
 
     Attributes:
       total: traffic of all workers since the start.
     """
 
-    def __init__(
-        self, max_workers: int, present: Callable[[], Collection[str]]
-    ) -> None:
+    def __init__(self, max_workers: int) -> None:
         self.total = Traffic()
-        self._max_workers = max_workers
-        self._present = present
+        self._max_kept = 2 * max_workers
         self._lock = threading.Lock()
-        self._workers: dict[str, Traffic] = {}
+        self._workers: dict[str, Traffic] = {}  # the last that exchanged is the last
 
     def get(self, worker: str) -> Traffic:
-        """Return a worker's traffic; drop that of absent workers if there are many."""
-        are_many = len(self._workers) > 2 * self._max_workers
-        present = self._present() if are_many else ()
+        """Return a worker's traffic; forget that of the worker that is idle longest."""
         with self._lock:
-            if are_many:
-                workers = self._workers.items()
-                self._workers = {name: t for name, t in workers if name in present}
-            return self._workers.setdefault(worker, Traffic())
+            found = self._workers[worker] = self._workers.pop(worker, Traffic())
+            if len(self._workers) > self._max_kept:
+                del self._workers[next(iter(self._workers))]
+        return found
 
     def count(self, traffic: Traffic, *, received: int = 0, sent: int = 0) -> None:
         """Add bytes to the traffic of a worker and to the total."""

@@ -24,7 +24,6 @@ from agn_optax.service import _address, _published
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._watchdog import MIN_RATE, watchdog
 from agn_optax.service.security import _handshake, _tls, _token
-from agn_optax.service.security._files import Reread
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.wire import _errors
 from agn_optax.service.wire._frames import do_nothing
@@ -78,10 +77,7 @@ class Connection:
         self._file = _published.path_of(_published.check_reachable(address))
         self._check = functools.partial(_tls.check, tls, insecure)
         self._check(*([address] if self._file is None else []))
-        self._credentials: Callable[[], grpc.ChannelCredentials | None]
-        self._credentials = lambda: None
-        if tls is not None:
-            self._credentials = Reread(tls.files, tls.client_credentials)
+        self._credentials = None if tls is None else tls.client_credentials()
         self.address = address
         self.timeout = timeout
         self.tls = tls
@@ -89,7 +85,6 @@ class Connection:
         self._token = _token.source(token, lambda: self.address)
         self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
-        self._channel_credentials: Any = None  # the credentials of that channel
         self._has_answered = False  # whether the center has ever answered
         self._closed = threading.Event()
         self._last_received = -math.inf  # when bytes came last; monotonic seconds
@@ -305,10 +300,9 @@ class Connection:
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        self._channel_credentials = self._credentials()
-        if self._channel_credentials is None:
+        if self._credentials is None:
             return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(self.address, self._channel_credentials, options)
+        return grpc.secure_channel(self.address, self._credentials, options)
 
     def _close_silent_channel(self, silence: float) -> None:
         """Drop the channel if no link has received anything for ``silence`` seconds.
@@ -416,11 +410,6 @@ class Connection:
         self.check_open()
         text = str(error)
         if _CANNOT_CONNECT not in text or any(reason in text for reason in _NO_HOST):
-            return error
-        if (
-            self._credentials() is not self._channel_credentials
-        ):  # the certificates have changed
-            self._close_channel()
             return error
         reason = _handshake.failure_reason(self.address, self.tls)
         if not reason:

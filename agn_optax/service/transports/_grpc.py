@@ -10,10 +10,9 @@ import operator
 import os
 import queue
 import socket
-import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -36,7 +35,7 @@ T = TypeVar("T")
 _serialized = operator.methodcaller("SerializeToString")
 
 _MAX_CALLS = 4096
-# Calls that the servicer charges to the rate limit once it knows their worker.
+# Calls that the servicer itself charges to the rate limit.
 _ADMITTED_LATER = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
 
@@ -186,9 +185,9 @@ def _health_handlers(servicer: Servicer, health_servicer: Any) -> Any:
     def check(messages: Iterator[bytes], context: Any) -> Any:
         with _errors_to(context):
             caller = _caller(servicer, context)
-            servicer.call_limits.admit(caller, "Health")
+            servicer.call_limits.admit(caller.key)
             caller.check("Health")
-            message = _read_one(servicer, messages, context, caller.key)
+            message = _read_one(servicer, messages, context)
             request = _parse(health_pb2.HealthCheckRequest, message)
         return health_servicer.Check(request, context)
 
@@ -208,7 +207,7 @@ def _handlers(servicer: Servicer) -> Any:
         """Return the caller of a call that the rate limit admits."""
         caller = _caller(servicer, context)
         if name not in _ADMITTED_LATER:
-            servicer.call_limits.admit(caller, name)
+            servicer.call_limits.admit(caller.key)
         return caller
 
     def with_reply(name: str, call: Callable[..., Any]) -> Any:
@@ -229,10 +228,10 @@ def _handlers(servicer: Servicer) -> Any:
             time_sending = servicer.call_limits.time_sending
             with _errors_to(context):
                 for frame in call(messages, context, admitted(name, context)):
-                    with frame, time_sending(context.cancel, frame.nbytes) as on_sent:
+                    with frame, time_sending(context.cancel, frame.nbytes) as transfer:
                         for message in join_pieces(frame.pieces(), MESSAGE_SIZE):
                             yield message
-                            on_sent()
+                            transfer.progress()
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
@@ -241,7 +240,7 @@ def _handlers(servicer: Servicer) -> Any:
         call, request = getattr(servicer, name.lower()), getattr(pb, f"{name}Request")
 
         def answer(messages: Iterator[bytes], context: Any, caller: Caller) -> Any:
-            message = _read_one(servicer, messages, context, caller.key)
+            message = _read_one(servicer, messages, context)
             return call(_parse(request, message), caller)
 
         return answer
@@ -264,9 +263,7 @@ def _handlers(servicer: Servicer) -> Any:
     return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
 
 
-def _read_one(
-    servicer: Servicer, messages: Iterator[T], context: Any, caller: Hashable
-) -> T:
+def _read_one(servicer: Servicer, messages: Iterator[T], context: Any) -> T:
     """Return the only message of a call, which must arrive within a timeout.
 
     Calls of one message are served as streams. Otherwise gRPC would wait for the
@@ -275,7 +272,7 @@ def _read_one(
     Raises:
       EOFError: the call ends without a message.
     """
-    with servicer.call_limits.time_first_frame(context.cancel, caller):
+    with servicer.call_limits.time_handshake(context.cancel):
         message = next(messages, None)
     if message is None:
         raise EOFError("a call must have a message, got none")
@@ -295,15 +292,13 @@ def _parse(request: Any, message: bytes) -> Any:
 
 
 def _caller(servicer: Servicer, context: Any) -> Caller:
-    """Return the caller, by the call's metadata and its connection's certificate.
+    """Return the caller, by the call's metadata.
 
     Raises:
       NotAllowedError: the caller is unknown.
     """
     authorization = dict(context.invocation_metadata()).get("authorization", "")
-    (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
-    certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
-    return servicer.authenticate(authorization, certificate, _host(context))
+    return servicer.authenticate(authorization, _host(context))
 
 
 def _host(context: Any) -> str:

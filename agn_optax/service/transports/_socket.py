@@ -28,7 +28,6 @@ from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.security import _handshake
 from agn_optax.service.security._access import KEY_SIZE, Caller
-from agn_optax.service.security._call_limits import CallLimits
 from agn_optax.service.security._tls import Tls
 from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
@@ -41,6 +40,7 @@ _GREETING_SIZE = len(GREETING) + KEY_SIZE
 _MAX_LINE = 256  # bytes of the center's answer to a greeting
 _CONNECT_TIMEOUT = 1.0  # s; then the worker tries another transport
 _BACKLOG = 128  # connections waiting to be accepted, for less than a second
+_ACCEPT_PAUSE = 0.005  # s after each accepted connection; accepting takes 0.1 ms
 _DEFER_ACCEPT = 5  # s for which the system holds a connection without data
 _HANDSHAKE_TIMEOUT = 5.0  # s, also for a worker to close after an error
 _SENDMSG_PIECES = 512  # per call of sendmsg; systems accept 1,024
@@ -165,16 +165,15 @@ def bind(address: str) -> socket.socket:
 
 
 def accept_connections(
-    listening: socket.socket, is_closed: Callable[[], bool], limits: CallLimits
+    listening: socket.socket, is_closed: Callable[[], bool]
 ) -> Iterator[tuple[socket.socket, Hashable]]:
     """Yield accepted connections and their origins, until the listener is closed.
 
-    They are accepted no faster than the rate limit permits; further connections wait in
-    the system at no cost.
+    They are accepted no faster than one per `_ACCEPT_PAUSE`; further connections wait
+    in the system at no cost.
     """
-    is_failing, address = False, listening.getsockname()
+    is_failing = False
     while not is_closed():
-        limits.wait_to_accept(address)
         try:
             sock, _ = listening.accept()
         except OSError as error:
@@ -191,6 +190,7 @@ def accept_connections(
             sock.close()
         else:
             yield sock, origin
+        time.sleep(_ACCEPT_PAUSE)
 
 
 # Linux has abstract Unix sockets: their names are not files, and end with the socket.
@@ -209,7 +209,7 @@ class SocketListener(_transport.Listener):
     Args:
       servicer: the servicer.
       listening: a listening socket.
-      context: makes the TLS context of a connection; None for plain text.
+      context: TLS context of connections; None for plain text.
       name: name of the transport.
       connection_type: makes the service's end of a connection.
     """
@@ -218,7 +218,7 @@ class SocketListener(_transport.Listener):
         self,
         servicer: Servicer,
         listening: socket.socket,
-        context: Callable[[], ssl.SSLContext] | None = None,
+        context: ssl.SSLContext | None = None,
         name: str = "socket",
         connection_type: type[SocketConnection] | None = None,
     ) -> None:
@@ -272,14 +272,14 @@ class SocketListener(_transport.Listener):
 
     def _accept(self) -> None:
         limits = self._servicer.call_limits
-        accepted = accept_connections(self._listening, lambda: self._closed, limits)
-        for sock, origin in accepted:
-            has_token = limits.take_handshake_token(origin)
-            if not (has_token or self._has_sent_valid_key(sock)):
+        for sock, origin in accept_connections(self._listening, lambda: self._closed):
+            if not (
+                limits.accepts_connection(origin) or self._has_sent_valid_key(sock)
+            ):
                 sock.close()
                 continue
             try:
-                self._threads.submit(self._serve, sock, origin if has_token else None)
+                self._threads.submit(self._serve, sock)
             except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is rejected: %s", error)
                 sock.close()
@@ -297,7 +297,7 @@ class SocketListener(_transport.Listener):
         except (AttributeError, OSError):  # no data, or not supported by the system
             return False
 
-    def _serve(self, sock: socket.socket, origin: Hashable) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
             # Disconnects and rejected clients are expected, and not logged.
             stack.enter_context(contextlib.suppress(OSError, EOFError))
@@ -305,7 +305,7 @@ class SocketListener(_transport.Listener):
             sock.settimeout(_HANDSHAKE_TIMEOUT)
             tune(sock)
             if self._context is not None:
-                sock = self._context().wrap_socket(
+                sock = self._context.wrap_socket(
                     sock, server_side=True, do_handshake_on_connect=False
                 )
             limits = self._servicer.call_limits
@@ -315,8 +315,6 @@ class SocketListener(_transport.Listener):
                 caller = self._authenticate(sock)
             if caller is None:
                 return
-            if origin is not None:
-                limits.return_handshake_token(origin)
             sock.settimeout(None)
             connection = self._connection_type(sock, self._servicer)
             descriptor = sock.fileno()
@@ -341,13 +339,8 @@ class SocketListener(_transport.Listener):
         FrameReader(sock.recv_into, self._servicer.buffers).fill(memoryview(greeting))
         if (key := _key_in(bytes(greeting))) is None:
             return None
-        certificate = None
-        if isinstance(sock, ssl.SSLSocket):
-            certificate = sock.getpeercert(binary_form=True) or b""
         try:
-            caller = self._servicer.authenticator.caller_of_key(
-                key, certificate, _host(sock)
-            )
+            caller = self._servicer.authenticator.caller_of_key(key, _host(sock))
         except errors.NotAllowedError:  # gRPC reports the reason
             return None
         if reason := self.rejection_reason(sock):
@@ -433,10 +426,10 @@ class SocketConnection(FrameReader):
     def send(self, frame: Frame) -> None:
         """Send a frame."""
         limits = self._limits
-        with frame, limits.time_sending(self.cancel, frame.nbytes) as on_sent:
+        with frame, limits.time_sending(self.cancel, frame.nbytes) as transfer:
             pieces = self.pieces(frame)
             try:
-                send(self._sock, pieces, on_sent)
+                send(self._sock, pieces, transfer.progress)
             except errors.AgnOptaxError as error:  # raised by `frame.before_last_byte`
                 # The frame is only partly sent, so the error cannot follow on this
                 # connection; the next connection reports it.
@@ -605,7 +598,7 @@ def _listen(
     servicer: Servicer, settings: _transport.ListenSettings
 ) -> _transport.Listener | None:
     """Listen at the requested port, or at a free one."""
-    context = None if settings.tls is None else settings.tls.serving_context()
+    context = None if settings.tls is None else settings.tls.context(serves=True)
     if not settings.address.startswith("unix:"):
         if settings.direct_address is None:
             listening = bind(f"{settings.address.rpartition(':')[0]}:0")
