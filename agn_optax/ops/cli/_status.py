@@ -33,7 +33,7 @@ Addresses = Annotated[
 Timeout = Annotated[
     float, typer.Option(min=0.001, help="Timeout of a call, in seconds.")
 ]
-_Reply = dict[str, Any] | errors.AgnOptaxError  # a center's status, or its error
+_Status = dict[str, Any]  # of a center
 
 
 @_options.record()
@@ -93,21 +93,18 @@ def status(
 ) -> None:
     """Show one or several centers and their workers once.
 
-    Rates of workers are those of the last ten seconds. Rates of centers are means since
-    their start.
+    Rates are those of the last ten seconds.
     """
     with _observers_at(address, reached, timeout) as observers:
-        replies = _ask(observers)
-    missing = _missing(replies)
-    if missing is not None and len(replies) == 1:
-        raise missing
-    centers = _as_dicts(replies, {})
+        centers, error = _ask(observers)
+    if error is not None and len(centers) == 1:
+        raise error
     if json:
         _options.print_json(_as_json(centers))
     else:
-        _table.console().print(_table.of(centers, {}))
-    if missing is not None:
-        raise missing
+        _table.console().print(_table.of(centers))
+    if error is not None:
+        raise error
 
 
 def watch(
@@ -124,14 +121,12 @@ def watch(
 ) -> None:
     """Show one or several centers and their workers, and refresh until Ctrl-C.
 
-    Rates of workers are those of the last ten seconds. Rates of centers are means since
-    the last update. The command waits for a center that does not answer yet, or no
-    longer answers; its last known status stays. With --json, each update is an object
-    on a line of its own.
+    Rates are those of the last ten seconds. The command waits for a center that does
+    not answer yet, or no longer answers; its last known status stays. With --json, each
+    update is an object on a line of its own.
     """
-    before: dict[str, dict[str, Any]] | None = None
-    shown: dict[str, dict[str, Any]] = {}
-    missing: errors.AgnOptaxError | None = None
+    shown: dict[str, _Status] = {}
+    error: errors.AgnOptaxError | None = None
     with (
         _observers_at(address, reached, timeout) as observers,
         _table.live(enabled=not json) as show,
@@ -141,20 +136,18 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Updates start at multiples of the interval, unless one takes longer.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            replies = _ask(observers)
-            centers = _as_dicts(replies, before)
-            answered = {at: x for at, x in replies.items() if isinstance(x, dict)}
-            before = {**(before or {}), **answered}
-            missing = _missing(replies)
-            if not isinstance(missing, errors.CenterUnreachableError | None):
+            centers, error = _ask(observers)
+            if not isinstance(error, errors.CenterUnreachableError | None):
                 break  # waiting does not help
             if json:
                 _options.print_json(_as_json(centers))
-            else:
-                show(_table.of(centers, shown))
-            shown |= {c["address"]: c for c in centers if not c["error"]}
-    if missing is not None:
-        raise missing
+                continue
+            for center in centers:
+                known = shown.get(center["address"], {})
+                shown[center["address"]] = {**known, "error": "", **center}
+            show(_table.of(list(shown.values())))
+    if error is not None:
+        raise error
 
 
 def save(
@@ -206,68 +199,29 @@ def _observers_at(
         }
 
 
-def _ask(observers: dict[str, service.Observer]) -> dict[str, _Reply]:
-    """Return the status of each center, or why it does not answer, by address."""
+def _ask(
+    observers: dict[str, service.Observer],
+) -> tuple[list[_Status], errors.AgnOptaxError | None]:
+    """Return the status of each center, or its error, and one of these errors."""
     with ThreadPoolExecutor(len(observers)) as pool:
-        replies = pool.map(_status_or_error, observers.values())
-        return dict(zip(observers, replies, strict=True))
+        replies = list(pool.map(_status_or_error, observers.values()))
+    failures = [x for x in replies if isinstance(x, errors.AgnOptaxError)]
+    # Errors that waiting does not mend come first.
+    failures.sort(key=lambda error: isinstance(error, errors.CenterUnreachableError))
+    centers = [
+        {"address": address, **(x if isinstance(x, dict) else {"error": str(x)})}
+        for address, x in zip(observers, replies, strict=True)
+    ]
+    return centers, next(iter(failures), None)
 
 
-def _status_or_error(center: service.Observer) -> _Reply:
+def _status_or_error(center: service.Observer) -> _Status | errors.AgnOptaxError:
     try:
         return center.status()
     except errors.AgnOptaxError as error:
         return error
 
 
-def _as_dicts(
-    replies: dict[str, _Reply], before: dict[str, dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Return the statuses of centers, with rates since earlier statuses by address.
-
-    A center without an earlier status gets rates since its start. If ``before`` is
-    None, all rates are None.
-    """
-    centers = []
-    for address, reply in replies.items():
-        if isinstance(reply, dict):
-            since = reply if before is None else before.get(address, {})
-            reply = {"error": "", **reply, **_rates(since, reply)}
-        else:
-            reply = {"error": str(reply)}
-        centers.append({"address": address, **reply})
-    return centers
-
-
-def _rates(before: dict[str, Any], now: dict[str, Any]) -> dict[str, float | None]:
-    """Return a center's rates since an earlier status; if it is empty, since the start.
-
-    The rates of its workers are in the status already.
-    """
-    seconds = now["uptime"] - before.get("uptime", 0.0)
-
-    def rate(*names: str) -> float | None:
-        made = sum((now[name] or 0) - (before.get(name) or 0) for name in names)
-        # Negative if the center has restarted, and counts from zero.
-        return made / seconds if seconds > 0 and made >= 0 else None
-
-    return {
-        "updates_per_second": rate("version"),
-        "bytes_per_second": rate("bytes_received", "bytes_sent"),
-    }
-
-
-def _missing(replies: dict[str, _Reply]) -> errors.AgnOptaxError | None:
-    """Return why a center did not answer; None if all answered."""
-    found = [x for x in replies.values() if isinstance(x, errors.AgnOptaxError)]
-    # Errors that waiting does not mend come first.
-    found.sort(key=lambda error: isinstance(error, errors.CenterUnreachableError))
-    return found[0] if found else None
-
-
-def _as_json(centers: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(centers: list[_Status]) -> _Status:
     """Return one center as an object, or several as an object with a list."""
-    if len(centers) > 1:
-        return {"centers": centers}
-    (center,) = centers
-    return {k: value for k, value in center.items() if k != "error" or value}
+    return {"centers": centers} if len(centers) > 1 else centers[0]
