@@ -37,11 +37,7 @@ _WORKER = [
     ("message_norm", "norm", "Global norm of the worker's last message"),
     ("period_steps", "period", "Local steps of the worker's last round"),
     ("exchanges_total", "exchanges", "Messages of the worker that were applied"),
-    (
-        "steps_total",
-        "steps",
-        "Local steps in messages of the worker, even dropped and rejected ones",
-    ),
+    ("steps_per_second", "steps_per_second", "Recent local steps of the worker"),
     ("dropped_total", "dropped", "Messages of the worker that were dropped as too old"),
     ("rejected_total", "rejected", "Messages of the worker that were rejected"),
     ("received_bytes_total", "bytes_received", "Bytes of messages from the worker"),
