@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -10,16 +11,13 @@ from collections.abc import Sequence
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import oid
 
 from agn_optax import errors
 from agn_optax.service import tokens
 
 _CLOCK_TOLERANCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
-_AuthorityKey = (
-    ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
-)
 
 
 def make(
@@ -177,29 +175,23 @@ class _Authority:
             serialization.NoEncryption(),
         )
         self.write(f"{file}.key", private)
-        has_hash = isinstance(self._key, ed25519.Ed25519PrivateKey)  # built in
-        certificate = builder.sign(self._key, None if has_hash else hashes.SHA256())
+        certificate = builder.sign(self._key, hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
 
 
-def _authority_key(path: pathlib.Path) -> _AuthorityKey:
+def _authority_key(path: pathlib.Path) -> ec.EllipticCurvePrivateKey:
     """Return the private key in a file.
 
     Raises:
       InvalidArgumentError: the file has no key that can be used.
     """
-    try:
+    with contextlib.suppress(TypeError, ValueError):  # TypeError: it has a password
         key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (TypeError, ValueError) as error:  # TypeError: the key has a password
-        found = str(error)
-    else:
-        if isinstance(key, _AuthorityKey):
+        if isinstance(key, ec.EllipticCurvePrivateKey):
             return key
-        found = type(key).__name__
     raise errors.InvalidArgumentError(
-        f"{path} must have an RSA, EC or Ed25519 key in PEM, without a password, got "
-        f"{found}"
+        f"{path} must have a key of an elliptic curve in PEM, without a password"
     )
 
 

@@ -42,6 +42,8 @@ _CHUNK = 4 << 10  # bytes
 _CACHED_FOR = 0.5  # s for which all clients get the same content, at least
 _MAX_CPU_SHARE = 0.05  # maximum share of the time that is spent on making the content
 
+# Requests with these responses count as connections without authentication.
+_COUNTED = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
 # Status, content type, body and content security policy.
 _Response = tuple[HTTPStatus, str, bytes, str]
 
@@ -115,34 +117,6 @@ class Page(Listener):
         self._threads.wait(timeout)
         self._socket.close()
 
-    def admit_host(self, host: str) -> None:
-        """Count a request that needs no authentication."""
-        self.servicer.call_limits.admit_host(host)
-        self.servicer.call_limits.return_handshake_token(host)
-
-    def admit(self, authorization: str, certificate: bytes, host: str) -> None:
-        """Authenticate and count a request.
-
-        Raises:
-          NotAllowedError: the caller is unknown, or may not see the status.
-          CenterBusyError: the caller has made too many requests.
-        """
-        limits, authenticator = self.servicer.call_limits, self.servicer.authenticator
-        if authenticator.access is not None and not (authorization or certificate):
-            self.admit_host(host)  # the page's first request has no token yet
-            error = errors.NotAllowedError("this needs a token of this center")
-            error.is_known = False
-            raise error
-        try:
-            caller = self.servicer.authenticate(authorization, certificate, host)
-        except errors.NotAllowedError:
-            # Already counted as a failed authentication.
-            limits.return_handshake_token(host)
-            raise
-        limits.admit(caller, "Status")
-        limits.return_handshake_token(host)
-        caller.check("Status")
-
     def _accept(self) -> None:
         limits = self.servicer.call_limits
         accepted = sockets.accept_connections(
@@ -206,6 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
     def __init__(self, request: socket.socket, client_address: str, server: Any):
         self._page: Page = server
         self._host = client_address
+        self._limits = self._page.servicer.call_limits
         super().__init__(request, client_address, server)
 
     def handle(self) -> None:
@@ -224,9 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             response = self._response(self._page, self.path.partition("?")[0])
         except Exception as error:
-            self.send_error(_status_of(error), str(error))
-        else:
-            self._send(*response)
+            response = _error(_status_of(error), str(error))
+        if response[0] not in _COUNTED:
+            self._limits.return_handshake_token(self._host)
+        self._send(*response)
 
     do_HEAD = do_GET  # noqa: N815 the name that the base class calls
 
@@ -246,16 +222,24 @@ class _Handler(BaseHTTPRequestHandler):
                 "this page is for this machine only, as localhost or 127.0.0.1; from "
                 "another machine, open it through `ssh -L`",
             )
-        if path not in ("/state.json", "/metrics"):  # no authentication needed
-            page.admit_host(self._host)
-            if path != "/":
-                return _error(HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics")
-            return HTTPStatus.OK, _HTML, page.html, page.policy
+        authorization = self.headers.get("Authorization", "")
         certificate = b""
         if isinstance(self.connection, ssl.SSLSocket):
             certificate = self.connection.getpeercert(binary_form=True) or b""
-        authorization = self.headers.get("Authorization", "")
-        page.admit(authorization, certificate, self._host)
+        needs_token = page.servicer.authenticator.access is not None
+        is_public = path not in ("/state.json", "/metrics")
+        if is_public or (needs_token and not (authorization or certificate)):
+            self._limits.admit_host(self._host)
+            if path == "/":
+                return HTTPStatus.OK, _HTML, page.html, page.policy
+            if is_public:
+                return _error(HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics")
+            # The first request of the page in a browser has no token yet.
+            text = "this needs a token of this center"
+            return _error(HTTPStatus.UNAUTHORIZED, text)
+        caller = page.servicer.authenticate(authorization, certificate, self._host)
+        self._limits.admit(caller, "Status")
+        caller.check("Status")
         if path == "/state.json":
             return HTTPStatus.OK, "application/json", page.state(), _EMPTY_POLICY
         extras.require("metrics", "prometheus_client")
