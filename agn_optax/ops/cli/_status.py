@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -22,18 +20,9 @@ Address = Annotated[
         help="Address of the center: HOST:PORT, unix:PATH or file:PATH.",
     ),
 ]
-Addresses = Annotated[
-    str,
-    typer.Argument(
-        metavar="ADDRESS[,ADDRESS...]",
-        help="Address of the center; or of each of its shards, or of several centers: "
-        "HOST:PORT, unix:PATH or file:PATH.",
-    ),
-]
 Timeout = Annotated[
     float, typer.Option(min=0.001, help="Timeout of a call, in seconds.")
 ]
-_Status = dict[str, Any]  # of a center
 
 
 @_options.record()
@@ -86,29 +75,22 @@ def settings(reached: Reached) -> dict[str, Any]:
 
 
 def status(
-    address: Addresses,
+    address: Address,
     reached: Reached,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show one or several centers and their workers once.
-
-    Rates are those of the last ten seconds.
-    """
-    with _observers_at(address, reached, timeout) as observers:
-        centers, error = _ask(observers)
-    if error is not None and len(centers) == 1:
-        raise error
+    """Show a center and its workers once. Rates are those of the last ten seconds."""
+    with observer(address, reached, timeout) as center:
+        found = {"address": address, **center.status()}
     if json:
-        _options.print_json(_as_json(centers))
+        _options.print_json(found)
     else:
-        _table.console().print(_table.of(centers))
-    if error is not None:
-        raise error
+        _table.console().print(_table.of(found))
 
 
 def watch(
-    address: Addresses,
+    address: Address,
     reached: Reached,
     interval: Annotated[
         float, typer.Option(min=0.05, help="Seconds between two updates.")
@@ -119,16 +101,16 @@ def watch(
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show one or several centers and their workers, and refresh until Ctrl-C.
+    """Show a center and its workers, and refresh until Ctrl-C.
 
     Rates are those of the last ten seconds. The command waits for a center that does
     not answer yet, or no longer answers; its last known status stays. With --json, each
     update is an object on a line of its own.
     """
-    shown: dict[str, _Status] = {}
-    error: errors.AgnOptaxError | None = None
+    shown: dict[str, Any] = {"address": address}
+    error: errors.CenterUnreachableError | None = None
     with (
-        _observers_at(address, reached, timeout) as observers,
+        observer(address, reached, timeout) as center,
         _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -136,16 +118,15 @@ def watch(
         for number in itertools.islice(itertools.count(), count):
             # Updates start at multiples of the interval, unless one takes longer.
             time.sleep(max(0.0, begin + number * interval - time.monotonic()))
-            centers, error = _ask(observers)
-            if not isinstance(error, errors.CenterUnreachableError | None):
-                break  # waiting does not help
+            try:
+                found, error = center.status(), None
+            except errors.CenterUnreachableError as unreachable:
+                found, error = {"error": str(unreachable)}, unreachable
             if json:
-                _options.print_json(_as_json(centers))
-                continue
-            for center in centers:
-                known = shown.get(center["address"], {})
-                shown[center["address"]] = {**known, "error": "", **center}
-            show(_table.of(list(shown.values())))
+                _options.print_json({"address": address, **found})
+            else:
+                shown = {**shown, "error": "", **found}
+                show(_table.of(shown))
     if error is not None:
         raise error
 
@@ -180,48 +161,3 @@ def drain(
         center.drain()
     text = f"draining {address}"
     _options.report(json, text, event="draining", address=address)
-
-
-@contextlib.contextmanager
-def _observers_at(
-    address: str, reached: Reached, timeout: float
-) -> Iterator[dict[str, service.Observer]]:
-    """Open connections to one address, or to several separated by commas."""
-    addresses = [part.strip() for part in address.split(",")]
-    if len(set(addresses)) != len(addresses):
-        raise errors.InvalidArgumentError(
-            f"one address or several different ones expected, got {address!r}"
-        )
-    with contextlib.ExitStack() as stack:
-        yield {
-            address: stack.enter_context(observer(address, reached, timeout))
-            for address in addresses
-        }
-
-
-def _ask(
-    observers: dict[str, service.Observer],
-) -> tuple[list[_Status], errors.AgnOptaxError | None]:
-    """Return the status of each center, or its error, and one of these errors."""
-    with ThreadPoolExecutor(len(observers)) as pool:
-        replies = list(pool.map(_status_or_error, observers.values()))
-    failures = [x for x in replies if isinstance(x, errors.AgnOptaxError)]
-    # Errors that waiting does not mend come first.
-    failures.sort(key=lambda error: isinstance(error, errors.CenterUnreachableError))
-    centers = [
-        {"address": address, **(x if isinstance(x, dict) else {"error": str(x)})}
-        for address, x in zip(observers, replies, strict=True)
-    ]
-    return centers, next(iter(failures), None)
-
-
-def _status_or_error(center: service.Observer) -> _Status | errors.AgnOptaxError:
-    try:
-        return center.status()
-    except errors.AgnOptaxError as error:
-        return error
-
-
-def _as_json(centers: list[_Status]) -> _Status:
-    """Return one center as an object, or several as an object with a list."""
-    return {"centers": centers} if len(centers) > 1 else centers[0]

@@ -53,28 +53,21 @@ def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
         yield lambda table: place.update(table, refresh=True)
 
 
-def of(centers: list[_Status]) -> rich.console.Group:
-    """Return a table for each center with a row for each worker, and its warnings.
+def of(center: _Status) -> rich.console.Group:
+    """Return a table with a row for each worker of a center, and warnings below it.
 
     Args:
-      centers: the status of each center, its error, or both: the last known status.
+      center: the status of the center, its error, or both: the last known status.
     """
-    parts: list[rich.console.RenderableType] = []
-    for center in centers:
-        if "workers" in center:
-            parts.append(_workers(center))
-        parts += [_text(warning, "bold red") for warning in _warnings(center)]
-    return rich.console.Group(*parts)
+    table = [_workers(center)] if "workers" in center else []
+    warnings = [_text(warning, "bold red") for warning in _warnings(center)]
+    return rich.console.Group(*table, *warnings)
 
 
 def _warnings(center: _Status) -> list[str]:
     """Return what an operator should know of a center, in a line each."""
-    found = []
-    if center.get("degraded"):
-        found.append(f"warning: {center['address']}: {center['degraded']}")
-    if center.get("error"):
-        found.append(f"waiting: {center['address']}: {center['error']}")
-    return found
+    found = {"warning": center.get("degraded"), "waiting": center.get("error")}
+    return [f"{kind}: {text}" for kind, text in found.items() if text]
 
 
 def _workers(center: _Status) -> rich.table.Table:
