@@ -85,7 +85,7 @@ def test_watch_on_a_terminal_redraws_the_table(server, monkeypatch):
     become_a_terminal(monkeypatch, 160)
     output = succeeds("watch", server.address, "--count=2", "--interval=0.05")
     assert output.count("worker-0") >= 2
-    assert "\x1b[1A" in output  # one line up
+    assert "\x1b[2J\x1b[H" in output  # clear, and go to the first line
 
 
 def a_worker(name, **values):

@@ -109,9 +109,9 @@ def watch(
     """
     shown: dict[str, Any] = {"address": address}
     error: errors.CenterUnreachableError | None = None
+    out = _table.console()
     with (
         observer(address, reached, timeout) as center,
-        _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
         begin = time.monotonic()
@@ -126,7 +126,8 @@ def watch(
                 _options.print_json({"address": address, **found})
             else:
                 shown = {**shown, "error": "", **found}
-                show(_table.of(shown))
+                out.clear()  # on a terminal only
+                out.print(_table.of(shown))
     if error is not None:
         raise error
 

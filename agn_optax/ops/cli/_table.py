@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import rich.cells
 import rich.console
-import rich.live
 import rich.table
 import rich.text
 
@@ -40,17 +38,6 @@ def console(*, stderr: bool = False) -> rich.console.Console:
     if not made.is_terminal:
         made.width = 160
     return made
-
-
-@contextlib.contextmanager
-def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that shows a table, on a terminal in place of the last one."""
-    out = console()
-    if not (enabled and out.is_terminal):
-        yield out.print
-        return
-    with rich.live.Live(console=out, auto_refresh=False) as place:
-        yield lambda table: place.update(table, refresh=True)
 
 
 def of(center: _Status) -> rich.console.Group:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import ipaddress
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -96,7 +96,13 @@ class _Authority:
             )
         if pem.exists():
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
-            self._key = _authority_key(key)
+            try:
+                loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+            except (TypeError, ValueError) as error:  # TypeError: it has a password
+                raise errors.InvalidArgumentError(
+                    f"cannot read {key}: {error}"
+                ) from None
+            self._key: Any = loaded
         else:
             self._subject = x509.Name(
                 [x509.NameAttribute(oid.NameOID.COMMON_NAME, "ca")]
@@ -178,21 +184,6 @@ class _Authority:
         certificate = builder.sign(self._key, hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
-
-
-def _authority_key(path: pathlib.Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in a file.
-
-    Raises:
-      InvalidArgumentError: the file has no key that can be used.
-    """
-    with contextlib.suppress(TypeError, ValueError):  # TypeError: it has a password
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-        if isinstance(key, ec.EllipticCurvePrivateKey):
-            return key
-    raise errors.InvalidArgumentError(
-        f"{path} must have a key of an elliptic curve in PEM, without a password"
-    )
 
 
 def _host(name: str) -> x509.GeneralName:
