@@ -22,7 +22,6 @@ from agn_optax.service._environment import Environment, environment
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._watchdog import MIN_RATE as MIN_RATE
-from agn_optax.service._watchdog import Transfers as Transfers
 from agn_optax.service.client._client import INSECURE as INSECURE
 from agn_optax.service.client._client import RemoteCenter, connect
 from agn_optax.service.client._observer import Observer

@@ -29,7 +29,7 @@ from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.ops.watch import _metrics
 from agn_optax.ops.watch._monitor import Monitor
-from agn_optax.service import Listener, Servicer, Tls, Transfers, sockets
+from agn_optax.service import Listener, Servicer, Tls, sockets
 from agn_optax.service import address as addresses
 
 _log = logging.getLogger("agn_optax")
@@ -89,7 +89,6 @@ class Page(Listener):
         as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
         self.state = _Cached(lambda: as_json(self.monitor.view()).encode())
         self.metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
-        self._transfers = Transfers()
         self._context = None if tls is None else tls.serving_context()
         self._socket = sockets.listen_at(address)
         port = self._socket.getsockname()[1]
@@ -133,6 +132,7 @@ class Page(Listener):
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
+        limits = self.servicer.call_limits
         with contextlib.ExitStack() as stack:
             # A client that disconnects or does not speak HTTP is not an error.
             expected = (OSError, EOFError, errors.CenterUnreachableError)
@@ -153,9 +153,9 @@ class Page(Listener):
                     sockets.shut(connection)
             stack.callback(self._forget, key)
             end = functools.partial(sockets.shut, connection)
-            stack.enter_context(self._transfers.timed(end, 0, _TIMEOUT))
+            stack.enter_context(limits.transfers.timed(end, 0, _TIMEOUT))
             if isinstance(connection, ssl.SSLSocket):
-                self.servicer.call_limits.admit_host(host)  # a handshake is expensive
+                limits.admit_host(host)  # a handshake is expensive
                 connection.do_handshake()
             _Handler(connection, host, self)
 
