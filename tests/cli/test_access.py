@@ -87,7 +87,7 @@ def test_token_of_the_page_is_for_observers_only(runtime, address, monkeypatch):
         request = urllib.request.Request(seen["page"] + "metrics")  # noqa: S310 ours
         request.add_header("Authorization", f"Bearer {made[1]}")
         with urllib.request.urlopen(request) as answer:  # noqa: S310
-            assert b"agn_optax_version" in answer.read()
+            assert b"agn_optax_uptime_seconds" in answer.read()
 
     result = serve(address, RULE, "--rule=downpour", "--page", then=look)
     assert seen["page"].startswith("http://127.0.0.1:")

@@ -1,7 +1,6 @@
 """``agn-optax keys``: its keys and tokens work, and only their owner can read them."""
 
 import datetime
-import functools
 import json
 import os
 import stat
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import rsa
 from helpers import sessions, shared
 from helpers.commands import fails, succeeds
 
@@ -103,7 +102,6 @@ def write_authority(folder, key, password=None):
     """Write the certificate and the key of an authority made elsewhere."""
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "mine")])
     now = datetime.datetime.now(datetime.UTC)
-    is_edwards = isinstance(key, ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -113,7 +111,7 @@ def write_authority(folder, key, password=None):
         .not_valid_before(now)
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.BasicConstraints(True, None), critical=True)
-        .sign(key, None if is_edwards else hashes.SHA256())
+        .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
     encryption = (
@@ -127,20 +125,11 @@ def write_authority(folder, key, password=None):
     )
 
 
-@pytest.mark.parametrize("transport", ["grpc", "socket"])
-@pytest.mark.parametrize(
-    "key",
-    [
-        functools.partial(rsa.generate_private_key, 65537, 2048),
-        ed25519.Ed25519PrivateKey.generate,
-    ],
-    ids=["rsa", "ed25519"],
-)
-def test_own_authority_can_have_another_kind_of_key(tmp_path, key, transport):
-    write_authority(tmp_path, key())
+def test_authority_can_have_a_key_of_rsa(tmp_path):
+    write_authority(tmp_path, rsa.generate_private_key(65537, 2048))
     succeeds("keys", tmp_path, *HOSTS, "--worker=anna")
     security = service.Security(tls=tls(tmp_path, "center"))
-    settings = {"transports": [transport], "timeout": 20, "tls": tls(tmp_path, "anna")}
+    settings = {"timeout": 20, "tls": tls(tmp_path, "anna")}
     with (
         service.serve(RULE, jnp.zeros(3), security=security) as server,
         service.connect(server.address, RULE, **settings) as center,
@@ -148,18 +137,10 @@ def test_own_authority_can_have_another_kind_of_key(tmp_path, key, transport):
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="anna")
 
 
-@pytest.mark.parametrize(
-    ("key", "password"),
-    [
-        (ed448.Ed448PrivateKey.generate, None),
-        (functools.partial(ec.generate_private_key, ec.SECP256R1()), b"secret"),
-    ],
-    ids=["ed448", "password"],
-)
-def test_key_that_cannot_be_used_is_rejected(tmp_path, key, password):
-    write_authority(tmp_path, key(), password)
-    output = fails("keys", tmp_path, "--worker=anna", code=2)
-    assert "must have an RSA, EC or Ed25519 key" in " ".join(output.split())
+def test_key_with_a_password_is_rejected(tmp_path):
+    key = rsa.generate_private_key(65537, 2048)
+    write_authority(tmp_path, key, b"secret")
+    assert "cannot read" in fails("keys", tmp_path, "--worker=anna", code=2)
     assert not (tmp_path / "anna.key").exists()
 
 

@@ -23,7 +23,6 @@ from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.ops.watch import _http
 from agn_optax.service import Access, Tls, _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._remote import Remote
@@ -188,20 +187,6 @@ def _read_status(data):
 def _read_rejected(data):
     error = _errors.exception_in(pb.Failure.FromString(data))
     assert isinstance(error, errors.AgnOptaxError)
-
-
-REQUEST = (
-    b"GET /state.json?a=b HTTP/1.1\r\nHost: localhost:8080\r\n"
-    b"Authorization: Bearer 0123456789abcdef\r\nContent-Length: 0\r\n\r\n"
-)
-
-
-def _read_request(data):
-    read = _http.parse(data, is_local=True)
-    assert read.method in ("GET", "HEAD")
-    assert read.path.startswith("/")
-    assert _http.is_loopback(read.fields["host"])
-    assert data.endswith(b"\r\n\r\n")
 
 
 # Contributions in the formats of all codecs, with arbitrary bits in their leaves.
@@ -472,11 +457,6 @@ PARSERS = {
     ),
     "contribution": Parser(list(_contributions()), _read_contribution, ()),
     "status": Parser([b"NameTakenError|details", b"|", b"x|y"], _read_status, ()),
-    "request": Parser(
-        [REQUEST, b"HEAD / HTTP/1.0\r\nhost:[::1]\r\n\r\n"],
-        _read_request,
-        (_http.RejectedRequestError,),
-    ),
     "address": Parser(
         [b"127.0.0.1:5000", b"[::1]:80", b"unix:/tmp/center", b"host.example:0"],
         _read_address,

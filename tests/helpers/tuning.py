@@ -145,7 +145,7 @@ def set_page_clock(monkeypatch, monotonic):
 
 
 def set_page_timeout(monkeypatch, seconds):
-    """Set a page's timeout of a request, and of stalled sending."""
+    """Set a page's timeout of a connection."""
     monkeypatch.setattr(_page, "_TIMEOUT", seconds)
 
 

@@ -6,7 +6,6 @@ import pathlib
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 
 import numpy as np
@@ -191,21 +190,6 @@ def test_backup_is_consistent_while_the_center_runs(tmp_path):
 
 
 # systemd.
-
-
-def test_serve_notifies_systemd_of_ready_and_stopping(place, monkeypatch, tmp_path):
-    """With the messages of a service of Type=notify."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
-        listening.bind(str(tmp_path / "notify"))
-        listening.settimeout(PATIENCE)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        with CommandRunner() as served:
-            served.follow("A center", place)
-            ready = listening.recv(1 << 10).decode().splitlines()
-            assert ready == ["READY=1", f"STATUS=serving downpour at {place}"]
-            succeeds("drain", place)
-            assert listening.recv(1 << 10).decode().splitlines()[0] == "STOPPING=1"
-            assert served._processes[-1].wait(PATIENCE) == 0
 
 
 def test_systemd_unit_is_valid(tmp_path):

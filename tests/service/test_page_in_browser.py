@@ -298,7 +298,7 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
                 answer = Answer(None, number + 1, number + 1, staleness=value)
-                server._servicer.on_event("exchange", "a", "session", 1, answer)
+                server._servicer.on_event("exchange", "a", "session", answer)
             server._listeners["page"].monitor.update()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())

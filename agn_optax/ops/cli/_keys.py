@@ -9,7 +9,22 @@ import typer
 
 from agn_optax.ops.cli import _options
 
-_Names = list[str]
+
+@_options.record()
+class Names:
+    """Names for which files are made, each of any number.
+
+    Names:
+      host NAME: Host name or address by which workers reach the center.
+      chief NAME: Name of a worker that may start as chief.
+      worker NAME: Name of a worker.
+      operator NAME: Name of an operator, who may watch, pull, save and drain.
+    """
+
+    host: list[str] | None = None
+    chief: list[str] | None = None
+    worker: list[str] | None = None
+    operator: list[str] | None = None
 
 
 def keys(
@@ -17,27 +32,7 @@ def keys(
         pathlib.Path,
         typer.Argument(metavar="DIRECTORY", help="Directory for the files."),
     ],
-    host: Annotated[
-        _Names | None,
-        typer.Option(
-            metavar="NAME",
-            help="Host name or address by which workers reach the center.",
-        ),
-    ] = None,
-    chief: Annotated[
-        _Names | None,
-        typer.Option(metavar="NAME", help="Name of a worker that may start as chief."),
-    ] = None,
-    worker: Annotated[
-        _Names | None, typer.Option(metavar="NAME", help="Name of a worker.")
-    ] = None,
-    operator: Annotated[
-        _Names | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of an operator, who may watch, pull, save and drain.",
-        ),
-    ] = None,
+    names: Names,
     days: Annotated[
         int, typer.Option(min=1, help="Days that the certificates are valid.")
     ] = 365,
@@ -56,7 +51,11 @@ def keys(
     """
     from agn_optax.ops import keys as certificates  # noqa: PLC0415 needs an extra
 
-    roles = {"chief": chief or [], "worker": worker or [], "operator": operator or []}
-    paths = certificates.make(directory, host or [], roles, days)
+    callers = {
+        "chief": names.chief or [],
+        "worker": names.worker or [],
+        "operator": names.operator or [],
+    }
+    paths = certificates.make(directory, names.host or [], callers, days)
     files = [str(path) for path in paths]
     _options.report(json, "\n".join(files), files=files)

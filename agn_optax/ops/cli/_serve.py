@@ -15,7 +15,6 @@ from agn_optax import errors, service
 from agn_optax._signals import handled
 from agn_optax.ops.cli import _center_options, _export, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
-from agn_optax.ops.cli._notify import notify
 from agn_optax.ops.cli._rules import RuleOptions
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -93,11 +92,9 @@ def serve(
             page=server.page_address,
             page_token=page_token or None,
         )
-        notify("READY=1", f"STATUS=serving {center_rule.name} at {server.address}")
         core = server.center.core
         while not (signals or core.wait_until_closed(_POLL)):
             pass
-        notify("STOPPING=1", "STATUS=draining")
         if signals:
             name = signal.Signals(signals[0]).name
             typer.echo(f"draining after {name}; send it again to end at once", err=True)

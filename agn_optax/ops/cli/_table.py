@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import rich.cells
 import rich.console
-import rich.live
 import rich.table
 import rich.text
 
 from agn_optax.ops import units
-
-_MOST_NAME = 24  # characters of a worker's name in the table, if names stay distinct
 
 _Status = dict[str, Any]
 _Cell = Callable[[_Status], str]
 # Columns in the order of display; a narrow table leaves out the last ones. The columns
 # of numbers that workers report are between `_FIRST` and `_OTHERS`.
 _FIRST: dict[str, _Cell] = {
+    "worker": lambda worker: worker["name"],
     "connected": lambda worker: _connected(worker),
     "exchanges": lambda worker: str(worker["exchanges"]),
 }
 _OTHERS: dict[str, _Cell] = {
     "per s": lambda worker: _number(worker["exchanges_per_second"]),
     "staleness": lambda worker: _number(worker["staleness"]),
-    "transport": lambda worker: worker["transport"] or "-",
-    "last seen": lambda worker: _seconds(worker["seen"]),
+    "transport": lambda worker: worker["transport"],
+    "last seen": lambda worker: f"{worker['seen']:.1f} s",
     "period": lambda worker: str(worker["period"] or "-"),
     "rejected": lambda worker: str(worker["rejected"]),
     "dropped": lambda worker: str(worker["dropped"]),
-    "message norm": lambda worker: _number(worker["norm"]),
-    "waits": lambda worker: _yes(worker["waits"]),
-    "received": lambda worker: units.in_bytes(worker["bytes_received"]),
-    "sent": lambda worker: units.in_bytes(worker["bytes_sent"]),
 }
 
 
@@ -47,66 +40,37 @@ def console(*, stderr: bool = False) -> rich.console.Console:
     return made
 
 
-@contextlib.contextmanager
-def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that shows a table, on a terminal in place of the last one."""
-    out = console()
-    if not (enabled and out.is_terminal):
-        yield out.print
-        return
-    with rich.live.Live(console=out, auto_refresh=False) as place:
-        yield lambda table: place.update(table, refresh=True)
-
-
-def of(
-    centers: list[_Status],
-    shown: dict[str, _Status],
-    *,
-    width: int | None = None,
-) -> rich.console.Group:
-    """Return the table of one or several centers and their workers.
+def of(center: _Status) -> rich.console.Group:
+    """Return a table with a row for each worker of a center, and warnings below it.
 
     Args:
-      centers: status of each center with its rates, or its error.
-      shown: earlier statuses by address, for centers that do not answer.
-      width: available characters; None for the width of `console`. The last columns are
-        left out if they do not fit.
+      center: the status of the center, its error, or both: the last known status.
     """
-    is_single = len(centers) == 1
-    known, warnings = [], []
-    for center in centers:
-        where = "" if is_single else f"{center['address']}: "
-        found = shown.get(center["address"]) if center["error"] else center
-        if found is not None:
-            known.append({**found, "error": center["error"]})
-            if found["degraded"]:
-                warnings.append(f"warning: {where}{found['degraded']}")
-        if center["error"]:
-            what = "waiting" if is_single else "not reachable"
-            warnings.append(f"{what}: {where}{center['error']}")
-    parts: list[rich.console.RenderableType] = []
-    if known:
-        first = "worker" if is_single else "center, worker"
-        table = _filled(*_rows(known, is_single), first, width)
-        table.title = _text(_title(known, len(centers), is_single))
-        table.caption = _text(_caption(known[0])) if is_single else None
-        parts.append(table)
-    return rich.console.Group(*parts, *(_text(w, "bold red") for w in warnings))
+    table = [_workers(center)] if "workers" in center else []
+    warnings = [_text(warning, "bold red") for warning in _warnings(center)]
+    return rich.console.Group(*table, *warnings)
 
 
-def _rows(centers: list[_Status], is_single: bool) -> tuple[list[str], list[_Status]]:
-    """Return names and rows of workers, below their centers if there are several."""
-    names: list[str] = []
-    rows: list[_Status] = []
-    for center in centers:
-        if not is_single:
-            names.append(center["address"])
-            rows.append(_as_row(center))
-        workers = center["workers"]
-        indent = "" if is_single else "  "
-        names += [indent + n for n in _distinct([worker["name"] for worker in workers])]
-        rows += workers
-    return names, rows
+def _warnings(center: _Status) -> list[str]:
+    """Return what an operator should know of a center, in a line each."""
+    found = {"warning": center.get("degraded"), "waiting": center.get("error")}
+    return [f"{kind}: {text}" for kind, text in found.items() if text]
+
+
+def _workers(center: _Status) -> rich.table.Table:
+    """Return the table of a center's workers, with the columns that fit."""
+    workers = center["workers"]
+    reported = [
+        [name, *(_number(worker["reported"].get(name)) for worker in workers)]
+        for name in sorted({name for worker in workers for name in worker["reported"]})
+    ]
+    first, others = (
+        [[title, *map(cell, workers)] for title, cell in columns.items()]
+        for columns in (_FIRST, _OTHERS)
+    )
+    table = next(split([*first, *reported, *others], console().width))
+    table.title, table.caption = _text(_title(center)), _text(_caption(center))
+    return table
 
 
 def _text(text: str, style: str = "") -> rich.text.Text:
@@ -116,22 +80,6 @@ def _text(text: str, style: str = "") -> rich.text.Text:
     """
     shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return rich.text.Text("".join(shown), style=style)
-
-
-def _filled(
-    names: list[str], rows: list[_Status], title: str, width: int | None
-) -> rich.table.Table:
-    """Return a table of the names, and of the columns that fit beside them."""
-    reported = [
-        [name, *(_number(row["reported"].get(name)) for row in rows)]
-        for name in sorted({name for row in rows for name in row["reported"]})
-    ]
-    first, others = (
-        [[name, *map(cell, rows)] for name, cell in columns.items()]
-        for columns in (_FIRST, _OTHERS)
-    )
-    columns = [[title, *names], *first, *reported, *others]
-    return next(split(columns, console().width if width is None else width))
 
 
 def split(
@@ -173,43 +121,7 @@ def _width(column: Sequence[str]) -> int:
     return max(map(rich.cells.cell_len, column)) + 3
 
 
-def _as_row(center: _Status) -> _Status:
-    """Return a center as a row of the workers' table: with sums, or None."""
-    workers = center["workers"]
-    return {
-        **dict.fromkeys(("staleness", "transport", "seen", "period", "norm", "waits")),
-        "stalled": None,
-        "connected": not center["error"],
-        "exchanges": sum(worker["exchanges"] for worker in workers),
-        "exchanges_per_second": sum(
-            worker["exchanges_per_second"] or 0.0 for worker in workers
-        ),
-        "rejected": sum(center["rejected"].values()),
-        "dropped": sum(worker["dropped"] for worker in workers),
-        "bytes_received": center["bytes_received"],
-        "bytes_sent": center["bytes_sent"],
-        "reported": {},
-    }
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """Shorten long names in their middle, unless two would then be the same."""
-    tail = _MOST_NAME // 2
-    short = [
-        name
-        if len(name) <= _MOST_NAME
-        else f"{name[: _MOST_NAME - tail - 1]}…{name[-tail:]}"
-        for name in names
-    ]
-    return short if len(set(short)) == len(set(names)) else names
-
-
-def _title(centers: list[_Status], count: int, is_single: bool) -> str:
-    if not is_single:
-        workers = sum(len(center["workers"]) for center in centers)
-        rules = ", ".join(dict.fromkeys(center["rule"] for center in centers))
-        return f"{rules}: {len(centers)} of {count} centers, {workers} workers"
-    (center,) = centers
+def _title(center: _Status) -> str:
     version, parent = center["version"], center["parent"]
     holds = "no parameters yet"
     if version is not None:
@@ -220,12 +132,12 @@ def _title(centers: list[_Status], count: int, is_single: bool) -> str:
 
 
 def _caption(center: _Status) -> str:
-    count, traffic = len(center["workers"]), center["bytes_per_second"]
+    workers = center["workers"]
+    rate = sum(worker["exchanges_per_second"] or 0.0 for worker in workers)
     direct, page = center["direct_address"], center["page_address"]
-    rate = "-" if traffic is None else units.in_bytes(traffic)
     return (
-        f"{_number(center['updates_per_second'])} updates/s, {rate}/s, "
-        f"up {center['uptime']:.0f} s, {count} worker{'' if count == 1 else 's'}"
+        f"{_number(rate)} exchanges/s, up {center['uptime']:.0f} s, "
+        f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
         + (f", direct connections at {direct}" if direct else "")
         + (f", page at {page}" if page else "")
     )
@@ -235,14 +147,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} s"
-
-
 def _connected(worker: _Status) -> str:
-    stalled = worker["stalled"]
-    return _yes(worker["connected"]) if stalled is None else f"stalled {stalled:.0f} s"
-
-
-def _yes(value: bool | None) -> str:
-    return "-" if value is None else "yes" if value else "no"
+    if worker["stalled"] is not None:
+        return f"stalled {worker['stalled']:.0f} s"
+    state = "waits" if worker["waits"] else "yes"
+    return state if worker["connected"] else "no"

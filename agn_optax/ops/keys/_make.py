@@ -7,19 +7,17 @@ import ipaddress
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import oid
 
 from agn_optax import errors
 from agn_optax.service import tokens
 
 _CLOCK_TOLERANCE = datetime.timedelta(minutes=5)  # clocks may differ by this much
-_AuthorityKey = (
-    ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
-)
 
 
 def make(
@@ -98,7 +96,13 @@ class _Authority:
             )
         if pem.exists():
             self._subject = x509.load_pem_x509_certificate(pem.read_bytes()).subject
-            self._key = _authority_key(key)
+            try:
+                loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+            except (TypeError, ValueError) as error:  # TypeError: it has a password
+                raise errors.InvalidArgumentError(
+                    f"cannot read {key}: {error}"
+                ) from None
+            self._key: Any = loaded
         else:
             self._subject = x509.Name(
                 [x509.NameAttribute(oid.NameOID.COMMON_NAME, "ca")]
@@ -177,30 +181,9 @@ class _Authority:
             serialization.NoEncryption(),
         )
         self.write(f"{file}.key", private)
-        has_hash = isinstance(self._key, ed25519.Ed25519PrivateKey)  # built in
-        certificate = builder.sign(self._key, None if has_hash else hashes.SHA256())
+        certificate = builder.sign(self._key, hashes.SHA256())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.write(f"{file}.pem", pem, mode=0o644)
-
-
-def _authority_key(path: pathlib.Path) -> _AuthorityKey:
-    """Return the private key in a file.
-
-    Raises:
-      InvalidArgumentError: the file has no key that can be used.
-    """
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (TypeError, ValueError) as error:  # TypeError: the key has a password
-        found = str(error)
-    else:
-        if isinstance(key, _AuthorityKey):
-            return key
-        found = type(key).__name__
-    raise errors.InvalidArgumentError(
-        f"{path} must have an RSA, EC or Ed25519 key in PEM, without a password, got "
-        f"{found}"
-    )
 
 
 def _host(name: str) -> x509.GeneralName:

@@ -1,4 +1,7 @@
-"""Metrics of a monitored center for Prometheus; needs agn_optax[metrics]."""
+"""Metrics of a monitored center for Prometheus; needs agn_optax[metrics].
+
+Every number of the monitor's view is a metric, of the center or of each worker.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,20 @@ from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Metrics of the center: name, key of the view, help text. Names with `_total` are
-# counters, all others gauges.
-_CENTER = [
-    ("version", "version", "Number of updates of the center"),
-    ("uptime_seconds", "uptime", "Seconds since the service was started"),
-    ("parameters", "parameters", "Number of parameters of the center"),
-    ("parameter_bytes", "parameter_bytes", "Bytes of the center's parameters"),
-    ("exchanges_total", "exchanges", "Messages that the center has applied"),
-    ("received_bytes_total", "bytes_received", "Bytes of messages from workers"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of answers to workers"),
-]
-_WORKER = [
-    ("connected", "connected", "1 if the worker is connected, else 0"),
-    ("seen_seconds", "seen", "Seconds since the worker's last message or heartbeat"),
-    (
-        "stalled_seconds",
-        "stalled",
-        (
-            "Seconds since the last exchange of a connected worker that does not wait; "
-            "absent unless more than 10 s and twice its longest recent round"
-        ),
-    ),
-    (
-        "staleness",
-        "staleness",
-        "Staleness of the worker's last message, in center updates",
-    ),
-    ("message_norm", "norm", "Global norm of the worker's last message"),
-    ("period_steps", "period", "Local steps of the worker's last round"),
-    ("exchanges_total", "exchanges", "Messages of the worker that were applied"),
-    (
-        "steps_total",
-        "steps",
-        "Local steps in messages of the worker, even dropped and rejected ones",
-    ),
-    ("dropped_total", "dropped", "Messages of the worker that were dropped as too old"),
-    ("rejected_total", "rejected", "Messages of the worker that were rejected"),
-    ("received_bytes_total", "bytes_received", "Bytes of messages from the worker"),
-    ("sent_bytes_total", "bytes_sent", "Bytes of answers to the worker"),
-]
+# Names of metrics that are not those of the view. Names with `_total` are counters, all
+# others gauges.
+_NAMES = {
+    "uptime": "uptime_seconds",
+    "exchanges": "exchanges_total",
+    "bytes_received": "received_bytes_total",
+    "bytes_sent": "sent_bytes_total",
+    "seen": "seen_seconds",
+    "stalled": "stalled_seconds",
+    "norm": "message_norm",
+    "period": "period_steps",
+    "dropped": "dropped_total",
+    "rejected": "rejected_total",
+}
 
 
 def exposition(view: dict[str, Any]) -> bytes:
@@ -73,9 +50,10 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         InfoMetricFamily,
     )
 
-    def family(name: str, text: str, rows: Iterable[Any], *labels: str) -> Any:
+    def family(name: str, rows: Iterable[Any], *labels: str) -> Any:
         """Return a metric; a row has label values and a number, or None to skip it."""
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        text = "A number of the center's state.json, see docs/page.md"
         metric = kind(f"agn_optax_{name}", text, labels=labels)
         for *values, number in rows:
             if number is not None:
@@ -86,14 +64,12 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     settings = ("release", "rule", "mode", "parent")
     info.add_metric([], {name: view[name] for name in settings})
     yield info
-    for name, key, text in _CENTER:
-        yield family(name, text, [(view[key],)])
-    text = "1 if updates are missing on disk or at the parent, else 0"
-    yield family("degraded", text, [(bool(view["degraded"]),)])
-    text = "Rejected messages, by the exceeded limit"
-    yield family("rejected_total", text, sorted(view["rejected"].items()), "by")
-    text = "Events of the center and its workers, by kind"
-    yield family("events_total", text, sorted(view["event_counts"].items()), "kind")
+    for key, value in view.items():
+        if isinstance(value, int | float):
+            yield family(_NAMES.get(key, key), [(value,)])
+    yield family("degraded", [(bool(view["degraded"]),)])
+    yield family("rejected_total", view["rejected"].items(), "by")
+    yield family("events_total", view["event_counts"].items(), "kind")
 
     staleness = HistogramMetricFamily(
         "agn_optax_staleness", "Staleness of applied messages, in center updates"
@@ -102,16 +78,19 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     yield staleness
 
     workers = [worker for worker in view["workers"] if not worker["end_reason"]]
-    for name, key, text in _WORKER:
-        rows = [(worker["name"], worker[key]) for worker in workers]
-        yield family(f"worker_{name}", text, rows, "worker")
+    rows: dict[str, list[Any]] = {}
+    for worker in workers:
+        for key, value in worker.items():
+            if isinstance(value, int | float):
+                rows.setdefault(key, []).append((worker["name"], value))
+    for key, numbers in rows.items():
+        yield family(f"worker_{_NAMES.get(key, key)}", numbers, "worker")
     reported = [
         (worker["name"], name, value)
         for worker in workers
         for name, value in worker["reported"].items()
     ]
-    text = "Last value of each number that the worker reported, by name"
-    yield family("worker_reported", text, reported, "worker", "name")
+    yield family("worker_reported", reported, "worker", "name")
 
 
 def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:

@@ -8,41 +8,47 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
+import io
 import json
 import logging
 import math
 import pathlib
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from email.utils import formatdate
 from http import HTTPStatus
-from typing import NamedTuple
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import extras
-from agn_optax.ops.watch import _http, _metrics
+from agn_optax.ops.watch import _metrics
 from agn_optax.ops.watch._monitor import Monitor
-from agn_optax.service import Caller, Listener, Servicer, Tls, sockets, timed
+from agn_optax.service import Listener, Servicer, Tls, sockets, timed
 from agn_optax.service import address as addresses
 
 _log = logging.getLogger("agn_optax")
 
 # Limits of the resources that clients of the page can use.
 _MAX_CONNECTIONS = 32  # at a time; one more closes the oldest
-_TIMEOUT = 10.0  # timeout in s of a request, and of stalled sending
+_TIMEOUT = 20.0  # timeout in s of a connection
+_MAX_HEAD = 16 << 10  # bytes of a request
+_CHUNK = 4 << 10  # bytes
 _CACHED_FOR = 0.5  # s for which all clients get the same content, at least
 _MAX_CPU_SHARE = 0.05  # maximum share of the time that is spent on making the content
-_LINGER = 1.0  # s in which a client that is still sending can receive the response
-_MAX_UNREAD = 1 << 20  # bytes that are received and discarded meanwhile
 
+# Status, content type, body and content security policy.
+_Response = tuple[HTTPStatus, str, bytes, str]
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 _TEXT, _HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
+_EMPTY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 _HEADERS = {
-    "Server": "agn_optax",
     "Connection": "close",
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -51,7 +57,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_EMPTY_POLICY = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Page(Listener):
@@ -64,6 +69,9 @@ class Page(Listener):
 
     Attributes:
       monitor: the source of the content.
+      is_local: whether the page is for this machine only.
+      html: the page itself, which has no data.
+      policy: content security policy of the page.
 
     Raises:
       InvalidArgumentError: the page cannot listen at that address.
@@ -74,18 +82,17 @@ class Page(Listener):
         self.monitor = Monitor(servicer)
         self.servicer = servicer
         self.is_local = addresses.is_local(address)
-        html = pathlib.Path(__file__).with_name("page.html").read_bytes()
-        self._html, self._policy = html, _policy(html.decode())
+        self.html = pathlib.Path(__file__).with_name("page.html").read_bytes()
+        self.policy = _policy(self.html.decode())
         as_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-        self._state = _Cached(lambda: as_json(self.monitor.view()).encode())
-        self._metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
+        self.state = _Cached(lambda: as_json(self.monitor.view()).encode())
+        self.metrics = _Cached(lambda: _metrics.exposition(self.monitor.view()))
         self._context = None if tls is None else tls.context(serves=True)
         self._socket = sockets.listen_at(address)
         port = self._socket.getsockname()[1]
         self.address = f"{address.rpartition(':')[0]}:{port}"
         scheme = "http" if tls is None else "https"
         servicer.page_address = f"{scheme}://{self.address}/"
-        self._slots = threading.Semaphore(_MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}  # by id, the oldest first
         self._closed = False
@@ -107,170 +114,167 @@ class Page(Listener):
         self._threads.wait(timeout)
         self._socket.close()
 
-    def _response(self, request: _http.Request, client: _Client) -> _Response:
-        if request.path not in ("/state.json", "/metrics"):  # no authentication needed
-            if request.path != "/":
-                problem = "try /, /state.json, /metrics"
-                raise _http.RejectedRequestError(problem, HTTPStatus.NOT_FOUND)
-            return _Response(HTTPStatus.OK, _HTML, self._html, self._policy)
-        caller = self._caller(request.fields.get("authorization", ""), client)
-        self.servicer.call_limits.admit(caller.key)
-        caller.check("Status")
-        if request.path == "/state.json":
-            return _Response(HTTPStatus.OK, "application/json", self._state())
-        extras.require("metrics", "prometheus_client")
-        return _Response(HTTPStatus.OK, _metrics.CONTENT_TYPE, self._metrics())
-
-    def _caller(self, authorization: str, client: _Client) -> Caller:
-        """Return the caller of a request.
-
-        Raises:
-          NotAllowedError: the caller is unknown.
-        """
-        needs_token = self.servicer.authenticator.access is not None
-        if needs_token and not authorization:
-            error = errors.NotAllowedError("this needs a token of this center")
-            error.is_known = False
-            raise error
-        return self.servicer.authenticate(authorization, client.host)
-
-    def _respond(self, client: _Client) -> None:
-        """Read the request of a connection, and send the response."""
-        with self._under_way(client.connection, 0):
-            received = _http.receive(client.connection.recv)
-        if not received:
-            return
-        has_body = True
-        try:
-            request = _http.parse(received, is_local=self.is_local)
-            has_body = request.method != "HEAD"
-            response = self._response(request, client)
-        except Exception as error:
-            response = _failure(error)
-        headers = {
-            **_HEADERS,
-            **_ERROR_HEADERS.get(response.status, {}),
-            "Content-Security-Policy": response.policy,
-            "Date": formatdate(usegmt=True),
-            "Content-Type": response.kind,
-            "Content-Length": str(len(response.body)),
-        }
-        lines = [f"HTTP/1.1 {response.status.value} {response.status.phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join((*lines, "", "")).encode("ascii")
-        with self._under_way(client.connection, len(response.body)):
-            client.connection.sendall(head + response.body * has_body)
-        # Closing a socket with unread bytes resets the connection, and the client may
-        # then never see the response.
-        with self._under_way(client.connection, 0, _LINGER):
-            client.connection.shutdown(socket.SHUT_WR)
-            left = _MAX_UNREAD
-            while left > 0 and (unread := client.connection.recv(1 << 16)):
-                left -= len(unread)
-
-    def _under_way(
-        self, connection: socket.socket, size: int, timeout: float | None = None
-    ) -> AbstractContextManager[object]:
-        """End the connection if the block takes too long."""
-        timeout = _TIMEOUT if timeout is None else timeout
-        return timed(lambda: sockets.shut(connection), size, timeout)
-
-    # Connections.
-
     def _accept(self) -> None:
         limits = self.servicer.call_limits
-        connections = sockets.accept_connections(self._socket, lambda: self._closed)
-        for connection, origin in connections:
+        accepted = sockets.accept_connections(self._socket, lambda: self._closed)
+        for connection, origin in accepted:
             if not limits.accepts_connection(origin):
                 connection.close()
                 continue
-            is_free = self._slots.acquire(blocking=False)
-            while not is_free:
-                self._close_oldest()
-                is_free = self._slots.acquire(timeout=0.1)  # the oldest may be busy
-            with self._lock:
-                self._connections[id(connection)] = connection
-                if self._closed:
-                    sockets.shut(connection)
             try:
                 self._threads.submit(self._serve, connection)
             except Exception as error:  # e.g. no further thread can be started
                 _log.warning("a connection to the page is rejected: %s", error)
-                self._close(id(connection), connection)
-
-    def _close_oldest(self) -> None:
-        with self._lock:
-            oldest = next(iter(self._connections.values()), None)
-        if oldest is not None:
-            sockets.shut(oldest)
-
-    def _close(self, key: int, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.pop(key, None)
-        connection.close()
-        self._slots.release()
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        key, plain = id(connection), connection
-        try:
+        with contextlib.ExitStack() as stack:
             # A client that disconnects or does not speak HTTP is not an error.
-            with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
-                host = addresses.network(connection.getpeername()[0])
-                if self._context is not None:
-                    connection = self._context.wrap_socket(
-                        connection, server_side=True, do_handshake_on_connect=False
-                    )
-                    with self._lock:
-                        self._connections[key] = connection
-                    with self._under_way(connection, 0):
-                        connection.do_handshake()
-                self._respond(_Client(connection, host))
-        finally:
-            self._close(key, connection if connection.fileno() >= 0 else plain)
+            expected = (OSError, EOFError, errors.CenterUnreachableError)
+            stack.enter_context(contextlib.suppress(*expected))
+            stack.callback(lambda: connection.close())
+            host = addresses.network(connection.getpeername()[0])
+            if self._context is not None:
+                connection = self._context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            key = id(connection)
+            with self._lock:
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    oldest = next(iter(self._connections))
+                    sockets.shut(self._connections.pop(oldest))
+                self._connections[key] = connection
+                if self._closed:
+                    sockets.shut(connection)
+            stack.callback(self._forget, key)
+            end = functools.partial(sockets.shut, connection)
+            stack.enter_context(timed(end, 0, _TIMEOUT))
+            if isinstance(connection, ssl.SSLSocket):
+                connection.do_handshake()
+            _Handler(connection, host, self)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._connections.pop(key, None)
 
 
-class _Client(NamedTuple):
-    """The client of a connection: its socket, and its network address."""
+class _Handler(BaseHTTPRequestHandler):
+    """The only request of a connection: bytes after its header fields are not read.
 
-    connection: socket.socket
-    host: str
+    Args:
+      request: the connection.
+      client_address: network address of the client.
+      server: the page.
+    """
+
+    server_version, sys_version = "agn_optax", ""
+    default_request_version = "HTTP/1.0"  # not 0.9, whose responses have no headers
+    requestline, command = "", ""  # until they are parsed
+
+    def __init__(self, request: socket.socket, client_address: str, server: Any):
+        self._page: Page = server
+        self._host = client_address
+        super().__init__(request, client_address, server)
+
+    def handle(self) -> None:
+        """Receive the request line and the header fields, and respond."""
+        head = b""
+        while not _BLANK_LINE.search(head):
+            received = self.connection.recv(_CHUNK)
+            if not received or len(head) > _MAX_HEAD:
+                return
+            head += received
+        self.rfile = io.BytesIO(head)
+        self.handle_one_request()
+
+    def do_GET(self) -> None:
+        """Respond to a request for a path."""
+        try:
+            response = self._response(self._page, self.path.partition("?")[0])
+        except Exception as error:
+            response = _error(_status_of(error), str(error))
+        self._send(*response)
+
+    do_HEAD = do_GET  # noqa: N815 the name that the base class calls
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Send an error as text, also for requests that the base class rejects."""
+        self._send(*_error(HTTPStatus(code), message or ""))
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Log nothing: clients could fill the log."""
+
+    def _response(self, page: Page, path: str) -> _Response:
+        if page.is_local and not self._is_for_this_machine():
+            return _error(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "this page is for this machine only, as localhost or 127.0.0.1; from "
+                "another machine, open it through `ssh -L`",
+            )
+        if path == "/":
+            return HTTPStatus.OK, _HTML, page.html, page.policy
+        if path not in ("/state.json", "/metrics"):
+            return _error(HTTPStatus.NOT_FOUND, "try /, /state.json, /metrics")
+        authorization = self.headers.get("Authorization", "")
+        if page.servicer.authenticator.access is not None and not authorization:
+            # The first request of the page in a browser has no token yet.
+            text = "this needs a token of this center"
+            return _error(HTTPStatus.UNAUTHORIZED, text)
+        caller = page.servicer.authenticate(authorization, self._host)
+        page.servicer.call_limits.admit(caller.key)
+        caller.check("Status")
+        if path == "/state.json":
+            return HTTPStatus.OK, "application/json", page.state(), _EMPTY_POLICY
+        extras.require("metrics", "prometheus_client")
+        return HTTPStatus.OK, _metrics.CONTENT_TYPE, page.metrics(), _EMPTY_POLICY
+
+    def _is_for_this_machine(self) -> bool:
+        """Return whether the Host field is a loopback name or address.
+
+        A foreign name that resolves to this machine (DNS rebinding) would circumvent
+        the browser's same-origin policy.
+        """
+        hosts = self.headers.get_all("Host", [])
+        host = hosts[0] if len(hosts) == 1 else ""
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        return addresses.is_loopback(name.strip("[]").rstrip(".").lower())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, policy: str) -> None:
+        self.send_response(status)
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Bearer realm="agn_optax"')
+        headers = {
+            **_HEADERS,
+            "Content-Security-Policy": policy,
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
-class _Response(NamedTuple):
-    """The response to a request."""
-
-    status: HTTPStatus
-    kind: str
-    body: bytes
-    policy: str = _EMPTY_POLICY
+def _error(status: HTTPStatus, text: str) -> _Response:
+    body = f"{status.value} {status.phrase}: {text or status.description}\n"
+    return status, _TEXT, body.encode("utf-8", "replace"), _EMPTY_POLICY
 
 
-def _failure(error: Exception) -> _Response:
-    """Return the response to a request that failed."""
-    problem = str(error)
+def _status_of(error: Exception) -> HTTPStatus:
+    """Return the status of the response to a request that failed."""
     match error:
-        case _http.RejectedRequestError():
-            status = error.status
         case errors.NotAllowedError():
             is_known = error.is_known
-            status = HTTPStatus.FORBIDDEN if is_known else HTTPStatus.UNAUTHORIZED
+            return HTTPStatus.FORBIDDEN if is_known else HTTPStatus.UNAUTHORIZED
         case errors.CenterUnreachableError():
-            status = HTTPStatus.SERVICE_UNAVAILABLE
+            return HTTPStatus.SERVICE_UNAVAILABLE
         case errors.MissingExtraError():
-            status = HTTPStatus.NOT_IMPLEMENTED
-        case _:
-            _log.error("a request for the page failed", exc_info=error)
-            status, problem = HTTPStatus.INTERNAL_SERVER_ERROR, repr(error)
-    text = f"{status.value} {status.phrase}: {problem}\n"
-    return _Response(status, _TEXT, text.encode("utf-8", "replace"))
-
-
-# Additional header fields of error responses.
-_ERROR_HEADERS: dict[HTTPStatus, dict[str, str]] = {
-    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": 'Bearer realm="agn_optax"'},
-    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
-    HTTPStatus.METHOD_NOT_ALLOWED: {"Allow": "GET, HEAD"},
-}
+            return HTTPStatus.NOT_IMPLEMENTED
+    _log.error("a request for the page failed", exc_info=error)
+    return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class _Cached:

@@ -81,7 +81,7 @@ class Exchanges:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
             worker, session_id = session.worker, session.session_id
-            on_event("exchange", worker, session_id, message.steps, answer)
+            on_event("exchange", worker, session_id, answer)
             with self._core.reading(kept.version) as version:
                 frame = self._frames.answer(version, answer, message)
                 if kept.recorded:

@@ -286,16 +286,14 @@ class Servicer:
             )
         if not context.is_active():
             return  # the worker may already have reconnected in another call
-        resumes = bool(join.center)
         session = self.core.join(
             join.worker,
             join.session_id,
-            resume=resumes,
+            resume=bool(join.center),
             heartbeat_timeout=self._heartbeat_timeout,
             close_connection=context.cancel,
         )
         self._traffic.get(join.worker).transport = transport
-        self.on_event("joined", join.worker, join.session_id, resumes, transport)
         # gRPC calls it on one of its threads, which applying messages must not block.
         disconnect = functools.partial(
             in_background, session.disconnect, "agn-optax disconnect", unread=True
@@ -360,8 +358,6 @@ class Servicer:
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """Let a worker leave for good."""
         caller.check("Leave", request.worker)
-        # Reported first: otherwise the monitor would report a lost connection.
-        self.on_event("left", request.worker, request.session_id)
         self.core.leave(request.worker, request.session_id)
         return pb.LeaveReply()
 

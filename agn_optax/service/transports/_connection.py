@@ -261,7 +261,7 @@ class Connection:
 
     def status(self) -> dict[str, Any]:
         """Return the center's status as JSON values, in one attempt."""
-        return _as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
+        return as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
     def save(self) -> int:
         """Have the center write a snapshot, in one attempt; return its version."""
@@ -438,7 +438,7 @@ def description_in(described: pb.Described) -> pb.Description:
     return description
 
 
-def _as_dict(message: Any) -> dict[str, Any]:
+def as_dict(message: Any) -> dict[str, Any]:
     """Return a protobuf message as JSON values; an absent field is None."""
     values = {}
     for field in message.DESCRIPTOR.fields:
@@ -446,7 +446,7 @@ def _as_dict(message: Any) -> dict[str, Any]:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             value = dict(value)
         elif field.message_type is not None:
-            value = [_as_dict(item) for item in value]
+            value = [as_dict(item) for item in value]
         elif field.has_presence and not message.HasField(field.name):
             value = None
         values[field.name] = value
