@@ -191,7 +191,7 @@ def _health_handlers(servicer: Servicer, health_servicer: Any) -> Any:
             request = _parse(health_pb2.HealthCheckRequest, message)
         return health_servicer.Check(request, context)
 
-    handler = grpc.stream_unary_rpc_method_handler(
+    handler: Any = grpc.stream_unary_rpc_method_handler(
         check, response_serializer=_serialized
     )
     return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
