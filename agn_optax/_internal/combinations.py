@@ -77,24 +77,6 @@ COMBINATIONS = {
         "the force on the worker alone",
         "Leave `mixing` out",
     ),
-    ("eager updates", "mixing"): Combination(
-        "eager updates keep all local steps, so they leave nothing to mix",
-    ),
-    ("eager updates", "a rule with an adoption of its own"): Combination(
-        "eager updates adopt the whole center",
-        "Leave `eager` out",
-    ),
-    ("eager updates", "a robust combine"): Combination(
-        "eager updates adopt a worker's own share of a message, and a robust combine "
-        "has no such shares",
-        "Leave `eager` out, or combine by `'sum'` or `'mean'`",
-    ),
-    ("eager updates", "a `Worker`"): Combination(
-        "eager updates move the center by the worker's own share, and a worker outside "
-        "its program has no center optimizer",
-        "Give `overlap=True`: the worker makes local steps while a message is in "
-        "flight, and keeps them all",
-    ),
     ("`dynamic_period`", "fragments"): Combination(
         "the turns of fragments need the length of a period before it begins",
         "Give `dynamic_period` to a worker that exchanges all at once",

@@ -132,8 +132,8 @@ class Worker:
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
         or ``give_up`` is negative; or the center does not have one shard for each of
-        the ``fragments``; or the fragments cannot be used with this rule, are eager, or
-        have a delay together with ``overlap``.
+        the ``fragments``; or the fragments cannot be used with this rule, or have a
+        delay together with ``overlap``.
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center`` is
         not a center.
 
@@ -774,8 +774,6 @@ def _divided(
             f"got {len(fragments)} fragments, and shards: {len(center.centers)}"
         )
     fragments.check(center.rule)
-    if fragments.eager:
-        combinations.reject("eager updates", "a Worker", f"{fragments}")
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)

@@ -451,11 +451,6 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
             worker_of(
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )
-    eager = agn_optax.Fragments(2, delay=1, eager=True)
-    with pytest.raises(
-        errors.InvalidArgumentError, match="overlap=True: the worker makes local"
-    ):
-        worker_of(shards(), fragments=eager)
     with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
     with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):

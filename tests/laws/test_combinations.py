@@ -89,7 +89,6 @@ FRAGMENTS = {
     "whole": None,
     "fragments": agn_optax.Fragments(2),
     "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
-    "eager": agn_optax.Fragments(2, delay=1, eager=True),
 }
 # The largest distance to the minimum after this many rounds.
 ROUNDS = 50
@@ -401,17 +400,13 @@ def rejection(rule, codec, place, dtype, fragments):
         return "must send all elements"
     if rule == "median" and place in outside:
         return "one by one"
-    if fragments in ("delayed", "eager"):
+    if fragments == "delayed":
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
         if rule.startswith("easgd"):
-            return "mixing would reduce|eager updates adopt"
-        if place in outside and fragments == "eager":
-            return "outside its program has no center optimizer"
+            return "mixing would reduce"
         if place == "overlapping":
             return "an answer is adopted when it arrives"
-    if fragments == "eager" and rule == "median":
-        return "eager"
     # A fragment has whole leaves. A shard may have a part of a leaf, unless answers are
     # encoded; heloco reads whole leaves.
     has_whole_leaves = rule == "heloco" and codec == "e3m0"
