@@ -53,7 +53,6 @@ RULES = {
             "heloco": outer.heloco(0.8, 0.5),
             "lookahead": outer.momentum_lookahead(0.8, 0.5),
             "ordered": outer.ordered_momentum(0.5, 0.5, messages=2),
-            "primal": outer.primal_averaging(shared.sgd(1.0), averaging=0.5),
             "restarts": outer.restart_momentum(MOMENTUM, 5),
         }.items()
     },

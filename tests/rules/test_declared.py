@@ -49,7 +49,6 @@ ARGUMENTS = {
     "agn_optax.elementwise": lambda make: make(optax.stateless(lambda u, _: u)),
     "agn_optax.heloco": lambda make: make(messages=2),
     "agn_optax.ordered_momentum": lambda make: make(messages=2),
-    "agn_optax.primal_averaging": lambda make: make(SGD),
     "agn_optax.restart_momentum": lambda make: make(SGD, 2),
     "agn_optax.scale_by_steps": lambda make: make(4.0),
     "optax.adaptive_grad_clip": lambda make: make(0.1),
