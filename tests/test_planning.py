@@ -435,7 +435,7 @@ def test_codec_that_always_or_never_saves_time():
     assert plan(INT8, cluster).coding.pays_below is None
     rounded = plan(rules.downpour(codec=codecs.cast("bfloat16")), cluster).coding
     assert (rounded.encode, rounded.decode, rounded.pays_below) == (0, 0, None)
-    longer = codecs.random_k(4096)  # all elements and their positions
+    longer = codecs.top_k(4096)  # all elements and their positions
     assert plan(rules.downpour(codec=longer), cluster).coding.pays_below == 0
 
 

@@ -267,7 +267,7 @@ def phases(
                 (params, state),
                 params,
                 state.exchanges,
-                functools.partial(_elementwise.is_leafwise, rule, params),
+                functools.partial(_elementwise.is_leafwise, rule),
             )
         return exchange(params, state)
 
@@ -435,7 +435,7 @@ def exchange_every(
                 (updates, state),
                 params,
                 state.exchanges,
-                functools.partial(_elementwise.is_leafwise, rule, params),
+                functools.partial(_elementwise.is_leafwise, rule),
             )
         act = functools.partial(act, params=params)
         return exchange_state_only(due, act, updates, state, params)

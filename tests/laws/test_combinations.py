@@ -66,7 +66,6 @@ CODECS = {
     "identity": codecs.identity(),
     "cast": codecs.cast("bfloat16"),
     "quantize": codecs.quantize(8, block=4),
-    "stochastic": codecs.quantize(8, block=4, rounding="stochastic"),
     "feedback": codecs.error_feedback(codecs.quantize(4, block=4)),
     "e3m0": codecs.error_feedback(codecs.quantize(4, block=4, format="e3m0")),
     "top_k": codecs.error_feedback(
@@ -75,7 +74,6 @@ CODECS = {
         ),
         decay=0.95,
     ),
-    "random_k": codecs.error_feedback(codecs.random_k(3, block=4)),
     "sign": codecs.error_feedback(codecs.sign(block=4)),
     "low_rank": codecs.error_feedback(codecs.low_rank(1)),
     "two_way": codecs.two_way(

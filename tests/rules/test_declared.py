@@ -299,9 +299,7 @@ CODECS = [
     codecs.identity(),
     codecs.cast("bfloat16"),
     codecs.quantize(4, block=64),
-    codecs.quantize(8, rounding="stochastic"),
     codecs.top_k(3, block=64),
-    codecs.random_k(3, block=64),
     codecs.sign(),
     codecs.low_rank(2),
     codecs.error_feedback(codecs.quantize(2)),
@@ -389,7 +387,7 @@ def test_rule_on_shards_is_rejected_with_the_part_that_reads_more():
 def test_whole_leaves_need_a_rule_that_works_leaf_by_leaf():
     for rule in (
         rules.agn(optax.adafactor(0.1)),
-        rules.average(codec=codecs.quantize(8, rounding="stochastic")),
+        rules.average(codec=codecs.quantize(8)),
     ):
         assert not rejection(rule, cuts=False)
         assert "is not known to work element by element" in rejection(rule)
@@ -404,14 +402,6 @@ def test_declared_parts_run_on_shards():
     assert not rejection(rules.agn(agn_optax.elementwise(twice)))
     own = dataclasses.replace(rules.average(), elementwise=False)
     assert not rejection(dataclasses.replace(own, elementwise=True))
-
-
-def test_codec_with_random_numbers_is_not_run_by_groups_of_leaves():
-    drawn = codecs.quantize(8, rounding="stochastic")
-    for codec in (drawn, codecs.error_feedback(drawn)):
-        assert not _elementwise.is_leafwise(rules.average(codec=codec), PARAMS)
-    codec = codecs.error_feedback(codecs.quantize(8))
-    assert _elementwise.is_leafwise(rules.average(codec=codec), PARAMS)
 
 
 def test_declared_mask_does_not_make_a_center_uniform():

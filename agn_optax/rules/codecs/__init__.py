@@ -12,7 +12,6 @@ and `_chain` composes codecs.
 from agn_optax.rules.codecs._chain import chain_codecs
 from agn_optax.rules.codecs._codec import (
     Codec,
-    StochasticState,
     cast,
     identity,
     two_way,
@@ -22,20 +21,18 @@ from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._low_rank import LowRankState, low_rank
 from agn_optax.rules.codecs._quantize import quantize
-from agn_optax.rules.codecs._sparse import random_k, sign, top_k
+from agn_optax.rules.codecs._sparse import sign, top_k
 
 __all__ = [
     "Codec",
     "ErrorFeedbackState",
     "LowRankState",
-    "StochasticState",
     "cast",
     "chain_codecs",
     "error_feedback",
     "identity",
     "low_rank",
     "quantize",
-    "random_k",
     "sign",
     "top_k",
     "two_way",

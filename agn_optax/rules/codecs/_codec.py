@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,8 @@ class Codec:
         zeros. Rules that send parameters reject such a codec.
       is_exact: whether all programs decode a message to the same bits.
       reads: what an element of the decoded contribution depends on: that ``"element"``
-        of the contribution alone, its ``"leaf"`` (and the number of the leaf, for
-        random numbers), or the whole ``"tree"``. A center in shards needs one of the
-        first two. If ``answers`` is a codec, the wider ``reads`` of both codecs counts.
+        of the contribution alone, its ``"leaf"``, or the whole ``"tree"``. A center in
+        shards needs one of the first two. If ``answers`` is a codec, the wider ``reads`` of both codecs counts.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
@@ -318,45 +317,6 @@ def of_leaves(
         reads=reads,
         **fields,
     )
-
-
-class StochasticState(NamedTuple):
-    """State of a codec that draws random numbers."""
-
-    encoded: jax.Array  # int32 scalar: number of encoded contributions
-
-
-def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
-    """Return a codec that encodes each leaf separately, with its own random key."""
-
-    def encode_all(
-        contribution: PyTree, state: StochasticState
-    ) -> tuple[PyTree, StochasticState]:
-        leaves, treedef = jax.tree.flatten(contribution)
-        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
-        # The key depends on the contribution, so that each worker draws different
-        # numbers. A key by worker would differ between placements: docs/notes.md.
-        encoded = [
-            encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
-            for i, leaf in enumerate(leaves)
-        ]
-        state = StochasticState(optax.safe_increment(state.encoded))
-        return jax.tree.unflatten(treedef, encoded), state
-
-    return Codec(
-        lambda params: StochasticState(jnp.zeros((), jnp.int32)),
-        encode_all,
-        _leafwise(decode),
-        name=name,
-        reads="leaf",
-        **fields,
-    )
-
-
-def _digest(leaf: Any) -> jax.Array:
-    """Return a number that depends on the bits of all elements, not on their order."""
-    bits = jax.lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.uint32)
-    return bits.sum(dtype=jnp.uint32)
 
 
 def _leafwise(decode: Callable[[PyTree, Any], jax.Array]) -> Callable[..., PyTree]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
+from agn_optax.rules.codecs._codec import Codec, of_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     block_length,
@@ -26,7 +26,6 @@ from agn_optax.rules.codecs._packing import (
 )
 
 PyTree = Any
-Rounding = Literal["nearest", "stochastic"]
 Format = Literal["linear", "e3m0", "codebook"]
 
 _SHORT = 7  # mantissa bits; products of two numbers with so few are exact in float32
@@ -36,7 +35,6 @@ def quantize(
     bits: int = 8,
     *,
     block: int = 4096,
-    rounding: Rounding = "nearest",
     format: Format = "linear",  # noqa: A002 the usual word
 ) -> Codec:
     r"""Round each element to one of a few levels, with a scale for each block.
@@ -45,9 +43,8 @@ def quantize(
         s = \text{scale}(k); \qquad
         m = (s, \text{round}_L(k / s)); \qquad \hat k = s \, \text{round}_L(k / s)
 
-    for each block of a leaf, where :math:`\text{round}_L` rounds to the nearest level,
-    or randomly to one of the two nearest levels such that the mean is the element
-    itself. The formats have these levels :math:`L` and scales :math:`s`:
+    for each block of a leaf, where :math:`\text{round}_L` rounds to the nearest level.
+    The formats have these levels :math:`L` and scales :math:`s`:
 
     ``"linear"``
         The levels are the whole numbers from :math:`-n` to
@@ -64,13 +61,7 @@ def quantize(
 
     Scales and levels have few bits, so that decoding is exact: all programs decode a
     message to the same numbers, and the loss of an element is exactly its difference
-    from the decoded one. The same contribution and state always give the same bits: the
-    random numbers are determined by the bits of the contribution, the number of the
-    message and the leaf. Therefore workers, whose contributions differ, draw different
-    random numbers, and if one element of a leaf changes in its last place, all random
-    numbers of the leaf change.
-
-    Rounding to the nearest level loses the remainder, so small elements of a block may
+    from the decoded one. Rounding loses the remainder, so small elements of a block may
     never be sent: wrap the codec in `error_feedback`.
 
     Args:
@@ -78,15 +69,13 @@ def quantize(
       block: elements that share a scale, a positive int; blocks do not span leaves. In
         a leaf whose size is not a multiple of ``block``, blocks have the largest length
         below ``block`` that divides the size, if it is more than half of ``block``.
-      rounding: ``"nearest"``, or ``"stochastic"``, which draws new random numbers for
-        every message.
       format: ``"linear"``, ``"e3m0"`` or ``"codebook"``.
 
     Returns:
-      A codec, with `StochasticState` for stochastic rounding and without state
-      otherwise. For each leaf it sends ``codes`` (uint8 [blocks, bytes], ``8 // bits``
-      elements in each) and their ``scales`` (float32 [blocks]), and both again as
-      ``rest`` for a shorter last block. If a block is not finite, neither is its scale.
+      A codec without state. For each leaf it sends ``codes`` (uint8 [blocks, bytes],
+      ``8 // bits`` elements in each) and their ``scales`` (float32 [blocks]), and both
+      again as ``rest`` for a shorter last block. If a block is not finite, neither is
+      its scale.
 
     Raises:
       InvalidArgumentError: an argument is not one of these, or ``block`` is not
@@ -112,7 +101,6 @@ def quantize(
     if bits not in (2, 4, 8):
         raise errors.InvalidArgumentError(f"bits must be 8, 4 or 2, got {bits!r}")
     block = check.positive_int(block, "block")
-    check.one_of(rounding, "rounding", ("nearest", "stochastic"))
     check.one_of(format, "format", ("linear", "e3m0", "codebook"))
     if format == "e3m0" and bits != 4:
         raise errors.InvalidArgumentError(f"format 'e3m0' has 4 bits, got bits={bits}")
@@ -129,33 +117,24 @@ def quantize(
         return jnp.maximum(short(peaks * jnp.sqrt(squares), _SHORT), TINY)
 
     # Each block stays a row, so that XLA reads its scale once for the whole row.
-    def encode_blocks(blocks: jax.Array, key: Any) -> PyTree:
+    def encode_blocks(blocks: jax.Array) -> PyTree:
         peaks = peaks_of(blocks)  # [blocks]
         finite = jnp.isfinite(peaks)
         scales = scales_of(blocks, peaks)
         x = blocks * (1 / scales)[:, None]
-        noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        if levels is None:
-            # No rounded |x| exceeds the largest level: the scale ensures it.
-            if noise is None:
-                rounded = jnp.round(x)
-            else:
-                rounded = jnp.floor(x + noise).clip(-largest, largest)
-            codes = rounded + largest
-        else:
-            codes = _nearest(x, levels, noise)
+        # No rounded |x| exceeds the largest level: the scale ensures it.
+        codes = jnp.round(x) + largest if levels is None else _nearest(x, levels)
         codes = jnp.where(finite[:, None], codes, 0).astype(jnp.uint8)
         return {
             "codes": packed(codes, bits),  # [blocks, bytes]
             "scales": jnp.where(finite, scales, peaks).astype(jnp.float32),
         }
 
-    def encode(leaf: Any, key: Any = None) -> PyTree:
+    def encode(leaf: Any) -> PyTree:
         first, *rest = whole_blocks(trees.widened(leaf), block)
-        sent = encode_blocks(first, key)
+        sent = encode_blocks(first)
         if rest:
-            rest_key = None if key is None else jax.random.fold_in(key, 1)
-            sent["rest"] = encode_blocks(rest[0], rest_key)
+            sent["rest"] = encode_blocks(rest[0])
         return sent
 
     def decode_blocks(sent: PyTree, length: int) -> jax.Array:
@@ -176,29 +155,13 @@ def quantize(
 
     name = f"quantize({bits}, block={block}"
     name += "" if format == "linear" else f", format={format}"
-    if rounding == "nearest":
-        return of_leaves(f"{name})", encode, decode)
-    return of_random_leaves(f"{name}, rounding=stochastic)", encode, decode)
+    return of_leaves(f"{name})", encode, decode)
 
 
-def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
-    """Return the index of the nearest level, or of one of the two nearest at random.
-
-    Args:
-      x: elements, divided by their scales.
-      levels: the levels in ascending order.
-      noise: random numbers in [0, 1), which choose the level; None for the nearest.
-    """
+def _nearest(x: jax.Array, levels: np.ndarray) -> jax.Array:
+    """Return the index of the nearest of the ascending ``levels``."""
     levels = levels.astype(x.dtype)  # exact: they have few bits
-    if noise is None:
-        return _count_below(x, (levels[1:] + levels[:-1]) / 2)
-    low = _count_below(x, levels[1:-1])
-    bottom, top = jnp.asarray(levels[:-1])[low], jnp.asarray(levels[1:])[low]
-    return low + (noise * (top - bottom) < x - bottom).astype(low.dtype)
-
-
-def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
-    """Return for each element how many of the ascending ``bounds`` are below it."""
+    bounds = (levels[1:] + levels[:-1]) / 2
     if len(bounds) > 16:
         return jnp.searchsorted(jnp.asarray(bounds), x)
     return sum((x > bound).astype(jnp.int32) for bound in bounds)
