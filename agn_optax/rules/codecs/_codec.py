@@ -53,7 +53,8 @@ class Codec:
       is_exact: whether all programs decode a message to the same bits.
       reads: what an element of the decoded contribution depends on: that ``"element"``
         of the contribution alone, its ``"leaf"``, or the whole ``"tree"``. A center in
-        shards needs one of the first two. If ``answers`` is a codec, the wider ``reads`` of both codecs counts.
+        shards needs one of the first two. If ``answers`` is a codec, the wider
+        ``reads`` of both codecs counts.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
