@@ -95,7 +95,6 @@ TABLE: dict[str, Declaration] = {
     "agn_optax.normalize": _ELEMENT,
     "agn_optax.ordered_momentum": _ELEMENT,
     "agn_optax.scale_by_staleness": _CORNERS,
-    "agn_optax.scale_by_steps": _ELEMENT,
     "agn_optax.scale_by_turnaround": _ELEMENT,
     "agn_optax.scale_by_weight": _ELEMENT,
     "optax.add_decayed_weights": _CORNERS,

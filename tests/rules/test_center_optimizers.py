@@ -38,9 +38,6 @@ ALL = {
     "scale_by_weight": lambda: optax.chain(
         agn_optax.scale_by_weight(), shared.sgd(0.5)
     ),
-    "scale_by_steps": lambda: optax.chain(
-        agn_optax.scale_by_steps(4.0, exponent=0.5), shared.sgd(0.5)
-    ),
     "scale_by_turnaround": lambda: optax.chain(
         agn_optax.scale_by_turnaround(4), shared.sgd(0.5)
     ),
@@ -712,9 +709,11 @@ def test_worker_passes_weight_and_steps_to_the_center():
 
 
 @pytest.mark.parametrize(("exponent", "wanted"), [(1.0, 4.0), (-1.0, 0.25), (0.5, 2.0)])
-def test_scale_by_steps_uses_a_power(exponent, wanted):
-    tx = agn_optax.scale_by_steps(10, exponent=exponent)
-    scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), steps=jnp.int32(40))
+def test_scale_by_weight_scales_by_a_power_of_the_steps(exponent, wanted):
+    tx = agn_optax.scale_by_weight(
+        lambda weight, steps: (steps / 10) ** exponent, reference=1.0
+    )
+    scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), weight=1.0, steps=40)
     np.testing.assert_allclose(scaled, np.full(2, wanted), rtol=1e-6)
 
 
@@ -751,7 +750,6 @@ def test_scale_by_turnaround_balances_fast_and_slow_workers():
         (outer.restart_momentum(optax.sgd(0.1), 2), "params"),
         (agn_optax.scale_by_weight(), "weight"),
         (agn_optax.scale_by_weight(lambda w, s: w / s), "weight"),
-        (agn_optax.scale_by_steps(10.0), "steps"),
         (agn_optax.scale_by_turnaround(2), "staleness"),
         (agn_optax.scale_by_turnaround(), "workers"),
     ],
@@ -779,7 +777,6 @@ def test_missing_argument_is_named_in_the_error(tx, named):
         (lambda: outer.scale_by_drift(0.0, history=2), "gamma must be"),
         (lambda: outer.scale_by_drift(history=0), "history must be"),
         (lambda: agn_optax.scale_by_weight(reference=0.0), "reference must be"),
-        (lambda: agn_optax.scale_by_steps(-1.0), "reference must be"),
         (lambda: agn_optax.scale_by_turnaround(0), "workers must be"),
         (lambda: agn_optax.delayed_nesterov(delay=0), "delay must be"),
         (lambda: agn_optax.delayed_nesterov(delay=4, spread=0.3), "spread must be"),

@@ -50,7 +50,6 @@ ARGUMENTS = {
     "agn_optax.heloco": lambda make: make(messages=2),
     "agn_optax.ordered_momentum": lambda make: make(messages=2),
     "agn_optax.restart_momentum": lambda make: make(SGD, 2),
-    "agn_optax.scale_by_steps": lambda make: make(4.0),
     "optax.adaptive_grad_clip": lambda make: make(0.1),
     "optax.add_decayed_weights": lambda make: make(0.1),
     "optax.apply_every": lambda make: make(2),
