@@ -8,12 +8,10 @@
 - `placements`: where the center lives on a mesh.
 - `_collectives`: collectives over mesh axes.
 - `_reading`: the axes over which traced programs have collectives.
-- `_messages`: sums and stacks of several workers' messages.
 - `_parts`: division of a tree into parts.
 - `_fragments`: which part is exchanged when.
 - `_elementwise`: checks that a rule may work on parts.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
-- `_measure`: numbers that a worker reports about an exchange.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
 The public names are in `agn_optax`. The names here are for the layers above.
@@ -28,11 +26,9 @@ from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._fragments import Fragments as Fragments
-from agn_optax.round._fragments import FragmentsState as FragmentsState
 from agn_optax.round._fragments import (
     local_step_of_fragments as local_step_of_fragments,
 )
-from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window
 from agn_optax.round._optimizers import average as average
@@ -46,7 +42,6 @@ from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
-from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import MovedCenter as MovedCenter
 from agn_optax.round._round import add_to_record as add_to_record

@@ -186,7 +186,7 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_same_params(params, axis_name)
-        layout.memory.check()
+        layout.check_memory()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:

@@ -6,7 +6,7 @@
 - `codecs`: encodings of contributions for transmission
 - `robust`: combinations of a round's messages if some are not trusted
 - `center_optimizers`: center optimizers that optax lacks
-- `_weights`: transformations that scale a message by its weight, steps or speed
+- `_weights`: transformations that scale a message by its weight or speed
 - `_schedules`: center optimizers whose schedules count local steps
 - `_fingerprint`: the comparison of two rules
 - `_named`: rules, codecs and center optimizers by their names and settings
