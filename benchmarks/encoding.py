@@ -29,7 +29,6 @@ CODECS = [
     codecs.sign(),
     codecs.top_k(64),
     codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
-    codecs.low_rank(4),
     codecs.error_feedback(codecs.quantize(8)),
 ]
 

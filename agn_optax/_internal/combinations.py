@@ -100,11 +100,6 @@ COMBINATIONS = {
         "each difference is taken from the exact center and contains earlier losses",
         "Give the codec without `error_feedback`",
     ),
-    ("a codec that is not exact", "answers of a codec"): Combination(
-        "two programs decode it equally only up to rounding, and the broadcast "
-        "parameters must be equal bit for bit at all workers",
-        "Take another codec than `low_rank`",
-    ),
     ("a codec with answers", "answers of a codec"): Combination(
         "an answer travels one way, and nothing answers it",
         "Give a codec that has no answers",

@@ -282,7 +282,6 @@ CODECS = {
         codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(2))
     ),
     "sign": lambda: codecs.error_feedback(codecs.sign(block=4)),
-    "low_rank": lambda: codecs.error_feedback(codecs.low_rank(1)),
     "two_way": lambda: two_way(codecs.quantize(4, block=5)),
 }
 
@@ -398,7 +397,6 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
         (codecs.quantize(4, block=5, format="codebook"), False),
         (codecs.sign(block=5), False),
         (codecs.top_k(2, block=5), False),
-        (codecs.low_rank(1), False),
     ],
     ids=str,
 )
@@ -708,7 +706,6 @@ def test_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
         (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
-        (lambda: two_way(codecs.low_rank(2)), "equally only up to rounding"),
         (lambda: two_way(two_way(codecs.sign())), "Give the codec without error_fee"),
         (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
         (lambda: two_way("int8"), "must be a floating dtype, got int8"),

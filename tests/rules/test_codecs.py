@@ -96,7 +96,6 @@ TABLE = [
     (codecs.sign(), 1.02, 0.37),
     (codecs.top_k(64), 0.98, 0.92),
     (codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2)), 0.29, 0.95),
-    (codecs.low_rank(4), 3.35, 0.95),
 ]
 
 
@@ -119,9 +118,7 @@ def test_codec_size_and_loss_match_the_table(codec, bits, most):
         *(codecs.quantize(4, format=kind) for kind in ("e3m0", "codebook")),
         codecs.sign(block=30),
         codecs.top_k(4),
-        codecs.low_rank(1),
         codecs.chain_codecs(codecs.top_k(4), codecs.quantize(2)),
-        codecs.chain_codecs(codecs.low_rank(1), codecs.cast("bfloat16")),
     ],
     ids=str,
 )
@@ -221,31 +218,6 @@ def test_top_k_keeps_the_largest_of_each_block():
             assert abs(block[kept == 0]).max() <= abs(block[kept != 0]).min()
 
 
-def test_low_rank_converges_to_the_best_approximation():
-    rng = np.random.default_rng(0)
-    left, right = rng.normal(size=(40, 2)), rng.normal(size=(2, 30))
-    matrix = jnp.asarray(left @ right + 0.01 * rng.normal(size=(40, 30)), jnp.float32)
-    codec = codecs.low_rank(2)
-    s = np.linalg.svd(matrix, compute_uv=False)
-    best = np.sum(s[2:] ** 2) / np.sum(s**2)
-    losses = [lost(matrix, sent_by(codec, matrix, times)[1]) for times in (1, 5)]
-    assert losses[1] <= losses[0]
-    assert losses[1] == pytest.approx(best, rel=0.01)
-
-
-def test_low_rank_reshapes_convolutions_and_keeps_vectors_whole():
-    tree = {
-        "conv": jnp.ones((3, 3, 8, 16)),
-        "b": jnp.ones(16),
-        "thin": jnp.ones((2, 2)),
-    }
-    sent, read = sent_by(codecs.low_rank(1), tree)
-    assert sent["conv"]["left"].shape == (72, 1)
-    assert set(sent["b"]) == set(sent["thin"]) == {"whole"}
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(read), strict=True):
-        np.testing.assert_allclose(y, x, atol=1e-5)
-
-
 LOSING = [codec for codec, *_ in TABLE if codec.name != "cast(bfloat16)"]
 
 
@@ -330,7 +302,6 @@ def test_sign_needs_error_feedback():
         (lambda: codecs.quantize(8, format="float"), "format must be"),
         (lambda: codecs.top_k(0), "k must be"),
         (lambda: codecs.sign(block=0), "block must be"),
-        (lambda: codecs.low_rank(0), "rank must be"),
         (lambda: codecs.error_feedback(codecs.sign(), decay=0.0), "decay must be"),
         (lambda: codecs.chain_codecs(), "at least one codec"),
         (

@@ -50,7 +50,6 @@ class Codec:
       of_differences: whether the codec may leave out most elements. That is valid for
         gradients and displacements only: parameters that are left out would look like
         zeros. Rules that send parameters reject such a codec.
-      is_exact: whether all programs decode a message to the same bits.
       reads: what an element of the decoded contribution depends on: that ``"element"``
         of the contribution alone, its ``"leaf"``, or the whole ``"tree"``. A center in
         shards needs one of the first two. If ``answers`` is a codec, the wider
@@ -59,8 +58,7 @@ class Codec:
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
       InvalidArgumentError: ``reads`` is not one of these; ``answers`` is not a floating
-        dtype, or it is a codec with which the broadcast would differ between workers,
-        or would count losses twice.
+        dtype, or it is a codec with which the broadcast would count losses twice.
 
     Example:
       A codec that sends the signs of a leaf's elements and their mean absolute value:
@@ -94,11 +92,10 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
-    # Only the author of a codec knows these three: they are about the numbers that its
+    # Only the author of a codec knows these two: they are about the numbers that its
     # functions compute. All other properties are derived: `is_identity` from the
     # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
-    is_exact: bool = True
     reads: Reads = "tree"
 
     def __post_init__(self) -> None:
@@ -135,8 +132,6 @@ def _check_answers(codec: Codec, argument: str) -> None:
     got = f"{codec} for {argument}"
     if codec.returned is not None:
         combinations.reject("error_feedback", "answers of a codec", got)
-    if not codec.is_exact:
-        combinations.reject("a codec that is not exact", "answers of a codec", got)
     if codec.answer_codec is not None:
         combinations.reject("a codec with answers", "answers of a codec", got)
 
@@ -256,7 +251,8 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     Args:
       codec: codec of the contributions.
       answers: codec of the differences, such as `quantize`; it must not be an
-        `error_feedback`. Or a floating dtype, to which the adopted center is rounded;
+        `error_feedback`, and all programs must decode its messages to the same bits. Or
+        a floating dtype, to which the adopted center is rounded;
         or None for the exact center.
 
     Returns:
@@ -269,7 +265,7 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
       InvalidTypeError: ``codec`` is not a codec, or ``answers`` is neither a codec nor
         a dtype.
       InvalidArgumentError: ``answers`` is a dtype that is not floating, or a codec that
-        does not decode to the same bits everywhere or has an `error_feedback`.
+        has an `error_feedback`.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
