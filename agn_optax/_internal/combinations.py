@@ -22,10 +22,7 @@ class Combination(NamedTuple):
 _DISPLACEMENTS = (
     "Give the parent a rule that sends displacements, such as `downpour` or `diloco`"
 )
-_ELEMENTWISE = (
-    "take `robust.median()` or `robust.trimmed_mean()`, which combine each element by "
-    "itself"
-)
+_ELEMENTWISE = "take `robust.median()`, which combines each element by itself"
 
 COMBINATIONS = {
     # Placements.

@@ -70,7 +70,6 @@ COMBINE_METHODS: dict[str, Any] = {
     "sum": "sum",
     "mean": "mean",
     "median": robust.median(),
-    "trimmed_mean": robust.trimmed_mean(),
     "krum": robust.krum(),
     "radial": robust.radial(),
 }

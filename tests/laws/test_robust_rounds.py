@@ -31,7 +31,6 @@ WORKERS, PERIOD, ROUNDS = 8, 2, 2
 INNER = shared.sgd(0.25)
 COMBINATIONS = {
     "median": robust.median(),
-    "trimmed_mean": robust.trimmed_mean(0.25),
     "krum": robust.krum(2),
     "multi-krum": robust.krum(1, keep=3),
     "radial": robust.radial(),
