@@ -42,7 +42,6 @@ CODECS = {
     PLAIN: codecs.identity(),
     **rules.CODECS,
     "int4_alone": codecs.quantize(4),
-    "codebook4": codecs.error_feedback(codecs.quantize(4, format="codebook")),
     "codebook2": codecs.error_feedback(codecs.quantize(2, format="codebook")),
 }
 FRAGMENTS = {

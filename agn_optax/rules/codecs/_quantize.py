@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import statistics
 from typing import Any, Literal
 
 import jax
@@ -29,6 +26,14 @@ PyTree = Any
 Format = Literal["linear", "e3m0", "codebook"]
 
 _SHORT = 7  # mantissa bits; products of two numbers with so few are exact in float32
+
+# The formats that are not linear: their levels in ascending order, and their bits.
+_POWERS = 2.0 ** np.arange(-6, 1, dtype=np.float32)
+_LEVELS = {
+    "e3m0": np.concatenate([-_POWERS[::-1], np.zeros(1, np.float32), _POWERS]),
+    "codebook": np.array([-1.5078125, -0.453125, 0.453125, 1.5078125], np.float32),
+}
+_BITS = {"e3m0": 4, "codebook": 2}
 
 
 def quantize(
@@ -55,9 +60,9 @@ def quantize(
         :math:`\pm 2^0, ..., \pm 2^{-6}`. The scale is :math:`\max |k|`. For 4 bits
         only.
     ``"codebook"``
-        The levels are those of the least mean square error for a normal distribution
-        (Lloyd's and Max's). The scale is the root mean square of :math:`k`. Elements
-        beyond the last level are clipped, so use `error_feedback`.
+        The levels are the four of the least mean square error for a normal distribution
+        (Lloyd's and Max's). For 2 bits only. The scale is the root mean square of
+        :math:`k`. Elements beyond the last level are clipped, so use `error_feedback`.
 
     Scales and levels have few bits, so that decoding is exact: all programs decode a
     message to the same numbers, and the loss of an element is exactly its difference
@@ -102,9 +107,11 @@ def quantize(
         raise errors.InvalidArgumentError(f"bits must be 8, 4 or 2, got {bits!r}")
     block = check.positive_int(block, "block")
     check.one_of(format, "format", ("linear", "e3m0", "codebook"))
-    if format == "e3m0" and bits != 4:
-        raise errors.InvalidArgumentError(f"format 'e3m0' has 4 bits, got bits={bits}")
-    levels = None if format == "linear" else _levels(format, bits)
+    if bits != (own := _BITS.get(format, bits)):
+        raise errors.InvalidArgumentError(
+            f"format {format!r} has {own} bits, got bits={bits}"
+        )
+    levels = _LEVELS.get(format)
     largest = 2 ** (bits - 1) - 1  # the largest level; code 0 stands for -largest
 
     def scales_of(blocks: jax.Array, peaks: jax.Array) -> jax.Array:
@@ -162,28 +169,4 @@ def _nearest(x: jax.Array, levels: np.ndarray) -> jax.Array:
     """Return the index of the nearest of the ascending ``levels``."""
     levels = levels.astype(x.dtype)  # exact: they have few bits
     bounds = (levels[1:] + levels[:-1]) / 2
-    if len(bounds) > 16:
-        return jnp.searchsorted(jnp.asarray(bounds), x)
     return sum((x > bound).astype(jnp.int32) for bound in bounds)
-
-
-@functools.cache
-def _levels(kind: Format, bits: int) -> np.ndarray:
-    """Return the levels of a format in ascending order, as float32 of few bits."""
-    if kind == "e3m0":
-        powers = 2.0 ** np.arange(-6, 1)
-        return np.concatenate([-powers[::-1], [0.0], powers]).astype(np.float32)
-    normal, count = statistics.NormalDist(), 2**bits
-    # Lloyd's iterations. The levels start with the asymptotically best density, that of
-    # a wider normal distribution. Each level then becomes the mean of the part of the
-    # distribution that is nearest to it, until the levels converge.
-    wide = statistics.NormalDist(0.0, math.sqrt(3))
-    levels = np.array([wide.inv_cdf((i + 0.5) / count) for i in range(count)])
-    for _ in range(300):
-        bounds = [-math.inf, *((levels[1:] + levels[:-1]) / 2), math.inf]
-        density = np.array([normal.pdf(b) if math.isfinite(b) else 0.0 for b in bounds])
-        below = np.array([0.0, *map(normal.cdf, bounds[1:-1]), 1.0])
-        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
-    mantissas, exponents = np.frexp(levels)
-    rounded = np.round(mantissas * 2 ** (_SHORT + 1)) / 2 ** (_SHORT + 1)
-    return np.ldexp(rounded, exponents).astype(np.float32)
