@@ -104,18 +104,13 @@ def init_local(
         inner_state=inner.init(trees.copy(params)),
         record=init_record(rule, layout.cut_part(params)),
         anchor=anchor,
-        codec_state=init_codec_state(rule, layout.cut_part(params)),
+        codec_state=rule.codec.init(layout.cut_part(params)),
     )
 
 
 def init_record(rule: Rule, params: PyTree) -> PyTree:
     """Return the record before the first step of a round."""
     return rule.record.init(params)
-
-
-def init_codec_state(rule: Rule, params: PyTree) -> PyTree:
-    """Return the codec's state before the first message."""
-    return rule.codec.init(params)
 
 
 def init_center_state(rule: Rule, center: PyTree) -> PyTree:
@@ -229,14 +224,7 @@ def contribute(
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
-    return encode(rule, contribution, state.codec_state)
-
-
-def encode(
-    rule: Rule, contribution: PyTree, codec_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Encode a contribution: return it as it is sent, and the codec's next state."""
-    return rule.codec.encode(contribution, codec_state)
+    return rule.codec.encode(contribution, state.codec_state)
 
 
 def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:

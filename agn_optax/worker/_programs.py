@@ -49,13 +49,6 @@ class Adoption(NamedTuple):
 AT_ONCE = Adoption()
 
 
-class InnerState(NamedTuple):
-    """States of the inner optimizer and of the transformation of the gradients."""
-
-    gradients: PyTree
-    inner: PyTree
-
-
 class StreamingState(NamedTuple):
     """State of the local phase of a worker that exchanges by fragments."""
 
@@ -67,15 +60,14 @@ class StreamingState(NamedTuple):
 def programs(
     rule: Rule,
     inner: optax.GradientTransformation,
-    gradients: optax.GradientTransformation | None = None,
     adoption: Adoption = AT_ONCE,
 ) -> SimpleNamespace:
-    """Return the programs of all workers with the same rule and transformations.
+    """Return the programs of all workers with the same rule and inner optimizer.
 
     A program is compiled at its first call.
 
     Raises:
-      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
+      InvalidTypeError: ``inner`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
@@ -102,7 +94,7 @@ def programs(
     ) -> tuple[PyTree, LocalState]:
         return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
 
-    tx = local_phase(init, update, gradients)
+    tx = local_phase(init, update)
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(
@@ -215,22 +207,16 @@ def programs(
 
 
 def local_phase(
-    init: Callable[[PyTree], Any],
-    step: Callable[..., tuple[PyTree, Any]],
-    gradients: optax.GradientTransformation | None,
+    init: Callable[[PyTree], Any], step: Callable[..., tuple[PyTree, Any]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a local phase that transforms the gradients before its step.
-
-    ``inner_state`` also contains the state of this transformation.
+    """Return a local phase as an optax transformation that checks its arguments.
 
     Args:
       init: parameters -> state with an ``inner_state``.
       step: updates, state, parameters and extra arguments -> updates and state.
-      gradients: the transformation; None for none.
     """
-    transform = None if gradients is None else check.optimizer(gradients, "gradients")
 
-    def init_both(params: PyTree) -> Any:
+    def init_fn(params: PyTree) -> Any:
         state = init(params)
         if trees.nodes(state.inner_state, rounds.ExchangeState):
             combinations.reject(
@@ -238,27 +224,15 @@ def local_phase(
                 "an inner optimizer that exchanges with a center of its own",
                 "an inner state with an ExchangeState",
             )
-        if transform is None:
-            return state
-        gradient_state = transform.init(trees.copy(params))
-        return state._replace(inner_state=InnerState(gradient_state, state.inner_state))
+        return state
 
-    def update(
+    def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         rounds.check_step(updates, params, "worker.tx")
-        if transform is None:
-            return step(updates, state, params, extra_args)
-        gradient_state, inner_state = state.inner_state
-        updates, gradient_state = transform.update(
-            updates, gradient_state, params, **extra_args
-        )
-        state = state._replace(inner_state=inner_state)
-        updates, state = step(updates, state, params, extra_args)
-        inner_state = InnerState(gradient_state, state.inner_state)
-        return updates, state._replace(inner_state=inner_state)
+        return step(updates, state, params, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_both, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def replace_if_not_finite(state: PyTree, fresh: PyTree) -> PyTree:

@@ -59,14 +59,11 @@ class Worker:
 
     Args:
       center: the center: a `LocalCenter`, or any other object with its protocol.
-      inner: the inner optimizer.
+      inner: the inner optimizer. It does not change the gradients that a rule records:
+        clip these before ``tx.update``.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the next round; or
         `dynamic_period`, which follows the worker's speed.
-      gradients: transformation of the gradients before anything else, such as
-        ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
-        which is sent to the center, get its output. As a part of ``inner`` it would
-        change the local steps only. None for none.
       name: the worker's name, unique among the workers of the center; None generates a
         name.
       overlap: send in the background while local steps go on. When the answer arrives,
@@ -134,8 +131,7 @@ class Worker:
         or ``give_up`` is negative; or the center does not have one shard for each of
         the ``fragments``; or the fragments cannot be used with this rule, or have a
         delay together with ``overlap``.
-      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center`` is
-        not a center.
+      InvalidTypeError: ``inner`` is not an optimizer, or ``center`` is not a center.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -157,7 +153,6 @@ class Worker:
         *,
         period: Any,
         fragments: Fragments | None = None,
-        gradients: optax.GradientTransformation | None = None,
         name: str | None = None,
         overlap: bool = False,
         patience: int | None = None,
@@ -188,7 +183,7 @@ class Worker:
         self._model: WholeModel | FragmentedModel
         if fragments is None:
             only = fragment_worker(
-                center, inner, gradients, period=period, callbacks=tuple(callbacks)
+                center, inner, period=period, callbacks=tuple(callbacks)
             )
             self._workers = [only]  # one for each fragment
             self._model = WholeModel(only)
@@ -204,7 +199,7 @@ class Worker:
                 )
                 for f, shard in enumerate(divided.centers)
             ]
-            self._model = FragmentedModel(fragments, self._workers, inner, gradients)
+            self._model = FragmentedModel(fragments, self._workers, inner)
         self.tx: optax.GradientTransformationExtraArgs = self._model.tx
         self._last_sender = self._workers[0]  # its answer has the newest numbers
         self._turn = 0  # fragment that comes first if several are due
