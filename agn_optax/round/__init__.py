@@ -1,6 +1,7 @@
 """Rounds inside a program: the steps of an exchange, and three forms to run them.
 
-- `_round`: the steps of a round, and the only place that knows their order.
+- `_round`: the steps of a round, and the only place that knows their order; `steps`
+  for the layers above.
 - `_forms`: the three forms that keep the center in the optimizer state, and the
   functions that find the center in that state.
 - `_optimizers`: the drop-in optimizers.
@@ -20,6 +21,7 @@ The public names are in `agn_optax`. The names here are for the layers above.
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
+from agn_optax.round import _round as steps
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
@@ -43,39 +45,11 @@ from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import LocalState as LocalState
-from agn_optax.round._round import MovedCenter as MovedCenter
 from agn_optax.round._round import add_to_record as add_to_record
-from agn_optax.round._round import adopt as adopt
-from agn_optax.round._round import adopt_late as adopt_late
-from agn_optax.round._round import answer_of as answer_of
-from agn_optax.round._round import apply as apply
-from agn_optax.round._round import apply_delta as apply_delta
-from agn_optax.round._round import begin_round as begin_round
-from agn_optax.round._round import center_state_like as center_state_like
-from agn_optax.round._round import check_step as check_step
-from agn_optax.round._round import combine_messages as combine_messages
-from agn_optax.round._round import contribute as contribute
 from agn_optax.round._round import contribution_like as contribution_like
 from agn_optax.round._round import decode as decode
-from agn_optax.round._round import delta_like as delta_like
-from agn_optax.round._round import descend as descend
-from agn_optax.round._round import empty_record as empty_record
-from agn_optax.round._round import has_residual as has_residual
-from agn_optax.round._round import init_broadcast as init_broadcast
-from agn_optax.round._round import init_center_state as init_center_state
-from agn_optax.round._round import init_local as init_local
 from agn_optax.round._round import init_record as init_record
-from agn_optax.round._round import local_step as local_step
-from agn_optax.round._round import message_of as message_of
-from agn_optax.round._round import move_anchor as move_anchor
-from agn_optax.round._round import overwrite as overwrite
-from agn_optax.round._round import publish as publish
-from agn_optax.round._round import receive as receive
-from agn_optax.round._round import recover as recover
-from agn_optax.round._round import recovers as recovers
-from agn_optax.round._round import restore_residual as restore_residual
 from agn_optax.round._round import weigh_and_apply as weigh_and_apply
-from agn_optax.round._round import weighed_message as weighed_message
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
@@ -85,4 +59,4 @@ from agn_optax.round.placements import Placement as Placement
 from agn_optax.round.placements import as_stored as as_stored
 from agn_optax.round.placements import piece_length as piece_length
 
-__all__ = ["collectives", "elementwise", "parts"]
+__all__ = ["collectives", "elementwise", "parts", "steps"]

@@ -469,7 +469,6 @@ class FragmentWorker:
                 dtype = self.center.rule.codec.answer_dtype
                 received = trees.nbytes(answer.params, dtype)
             message.metrics["bytes_received"] = received
-            message.metrics["distance"] = programs.distance(params, center)
         if answer.rejected:
             _log.warning(
                 "worker %r continues from the center. Its message was rejected: %s",

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -193,7 +193,6 @@ def programs(
         holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(contribute),
-        distance=jax.jit(_distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
         # None if the codec keeps no residual.
@@ -252,15 +251,3 @@ def replace_if_not_finite(state: PyTree, fresh: PyTree) -> PyTree:
 
 def _all_true(conditions: Iterable[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.array(True), *(c.all() for c in conditions)]).all()
-
-
-def _distance(params: PyTree, center: PyTree) -> jax.Array:
-    r"""Return :math:`\|x - c\|`, in the wider of their dtypes and float32."""
-
-    def square(x: jax.Array, c: jax.Array) -> jax.Array:
-        wide = trees.wider(x.dtype, c.dtype, jnp.float32)
-        difference = x.astype(wide) - c.astype(wide)
-        return jnp.vdot(difference, difference)
-
-    squares = jax.tree.leaves(jax.tree.map(square, params, center))
-    return jnp.sqrt(sum(squares, start=jnp.zeros(())))

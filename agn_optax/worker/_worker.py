@@ -95,11 +95,10 @@ class Worker:
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
         ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
-        1). ``distance``: norm of the difference between worker and center before the
-        adoption. ``version``: version of the center. ``seconds``: time from sending to
+        1). ``version``: version of the center. ``seconds``: time from sending to
         the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
-        numbers given to `report` are included. Callbacks cost a pass over the
-        parameters per exchange, and wait for the device. An exception in a callback is
+        numbers given to `report` are included. Callbacks wait for the
+        device. An exception in a callback is
         logged and not raised, because the exchange has been made. `agn_optax.sinks` has
         ready-made callbacks.
 

@@ -26,8 +26,8 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax.center import Limits
+from agn_optax.round import steps as rounds
 
 
 def test_chief_initializes_and_others_wait_and_adopt():

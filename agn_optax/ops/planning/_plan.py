@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors, rules
-from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.ops.planning import _times
 from agn_optax.ops.planning._cluster import Cluster
@@ -23,6 +22,7 @@ from agn_optax.ops.planning._cost import (
     WorkerMemory,
 )
 from agn_optax.ops.planning._times import Times, Work
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, check_rule, codecs
 
 PyTree = Any
