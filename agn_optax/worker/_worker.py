@@ -95,12 +95,11 @@ class Worker:
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
         ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
-        1). ``version``: version of the center. ``seconds``: time from sending to
-        the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
-        numbers given to `report` are included. Callbacks wait for the
-        device. An exception in a callback is
-        logged and not raised, because the exchange has been made. `agn_optax.sinks` has
-        ready-made callbacks.
+        1). ``version``: version of the center. ``seconds``: time from sending to the
+        answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The numbers
+        given to `report` are included. Callbacks wait for the device. An exception in a
+        callback is logged and not raised, because the exchange has been made.
+        `agn_optax.sinks` has ready-made callbacks.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
