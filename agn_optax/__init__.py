@@ -35,7 +35,6 @@ from agn_optax.rules import (
     normalize,
     robust,
     scale_by_staleness,
-    scale_by_steps,
     scale_by_turnaround,
     scale_by_weight,
 )
@@ -98,7 +97,6 @@ __all__ = [
     "robust",
     "rules",
     "scale_by_staleness",
-    "scale_by_steps",
     "scale_by_turnaround",
     "scale_by_weight",
     "scan_round",

@@ -25,12 +25,9 @@ CODECS = [
     codecs.cast("bfloat16"),
     *(codecs.quantize(bits) for bits in (8, 4)),
     codecs.quantize(4, format="e3m0"),
-    codecs.quantize(4, format="codebook"),
-    codecs.quantize(4, rounding="stochastic"),
     codecs.sign(),
     codecs.top_k(64),
     codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
-    codecs.low_rank(4),
     codecs.error_feedback(codecs.quantize(8)),
 ]
 

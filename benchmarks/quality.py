@@ -42,16 +42,13 @@ CODECS = {
     PLAIN: codecs.identity(),
     **rules.CODECS,
     "int4_alone": codecs.quantize(4),
-    "codebook4": codecs.error_feedback(codecs.quantize(4, format="codebook")),
     "codebook2": codecs.error_feedback(codecs.quantize(2, format="codebook")),
 }
 FRAGMENTS = {
     "4_fragments": Fragments(4),
     "4_delay_5": Fragments(4, delay=5),
     "4_delay_5_mixing": Fragments(4, delay=5, mixing=0.5),
-    "4_delay_5_eager": Fragments(4, delay=5, eager=True),
     "1_delay_18": Fragments(1, delay=18),
-    "1_delay_18_eager": Fragments(1, delay=18, eager=True),
 }
 # Codecs, and settings of `agn_optax.phases`.
 METHODS: dict[str, tuple[codecs.Codec, Row]] = {

@@ -29,8 +29,7 @@ RUNS = (
     *("size --sizes 4e8 --leaves 1 10 100 1000 10000", "quality --only digits text"),
     (
         "quality --only halves --rule nesterov --rounds 20 --period 20 --methods "
-        "4_fragments 4_delay_5 4_delay_5_mixing 4_delay_5_eager 1_delay_18 "
-        "1_delay_18_eager"
+        "4_fragments 4_delay_5 4_delay_5_mixing 1_delay_18"
     ),
 )
 

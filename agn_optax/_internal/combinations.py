@@ -22,10 +22,7 @@ class Combination(NamedTuple):
 _DISPLACEMENTS = (
     "Give the parent a rule that sends displacements, such as `downpour` or `diloco`"
 )
-_ELEMENTWISE = (
-    "take `robust.median()` or `robust.trimmed_mean()`, which combine each element by "
-    "itself"
-)
+_ELEMENTWISE = "take `robust.median()`, which combines each element by itself"
 
 COMBINATIONS = {
     # Placements.
@@ -77,24 +74,6 @@ COMBINATIONS = {
         "the force on the worker alone",
         "Leave `mixing` out",
     ),
-    ("eager updates", "mixing"): Combination(
-        "eager updates keep all local steps, so they leave nothing to mix",
-    ),
-    ("eager updates", "a rule with an adoption of its own"): Combination(
-        "eager updates adopt the whole center",
-        "Leave `eager` out",
-    ),
-    ("eager updates", "a robust combine"): Combination(
-        "eager updates adopt a worker's own share of a message, and a robust combine "
-        "has no such shares",
-        "Leave `eager` out, or combine by `'sum'` or `'mean'`",
-    ),
-    ("eager updates", "a `Worker`"): Combination(
-        "eager updates move the center by the worker's own share, and a worker outside "
-        "its program has no center optimizer",
-        "Give `overlap=True`: the worker makes local steps while a message is in "
-        "flight, and keeps them all",
-    ),
     ("`dynamic_period`", "fragments"): Combination(
         "the turns of fragments need the length of a period before it begins",
         "Give `dynamic_period` to a worker that exchanges all at once",
@@ -117,11 +96,6 @@ COMBINATIONS = {
     ("`error_feedback`", "answers of a codec"): Combination(
         "each difference is taken from the exact center and contains earlier losses",
         "Give the codec without `error_feedback`",
-    ),
-    ("a codec that is not exact", "answers of a codec"): Combination(
-        "two programs decode it equally only up to rounding, and the broadcast "
-        "parameters must be equal bit for bit at all workers",
-        "Take another codec than `low_rank`",
     ),
     ("a codec with answers", "answers of a codec"): Combination(
         "an answer travels one way, and nothing answers it",

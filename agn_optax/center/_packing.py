@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax import round as rounds
 from agn_optax._internal import attempt, layout, trees
 from agn_optax.round import contribution_like, elementwise
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any

@@ -21,12 +21,12 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import _reach
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Broadcast
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, downpour, robust
 
 PyTree = Any

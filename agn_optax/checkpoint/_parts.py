@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, difference, fingerprint
 from agn_optax.towers import Towers, common_leaves, unreplicate, with_cut_of
 from agn_optax.worker import FragmentState, Worker, WorkerState

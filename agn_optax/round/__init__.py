@@ -1,6 +1,7 @@
 """Rounds inside a program: the steps of an exchange, and three forms to run them.
 
-- `_round`: the steps of a round, and the only place that knows their order.
+- `_round`: the steps of a round, and the only place that knows their order; `steps`
+  for the layers above.
 - `_forms`: the three forms that keep the center in the optimizer state, and the
   functions that find the center in that state.
 - `_optimizers`: the drop-in optimizers.
@@ -8,12 +9,10 @@
 - `placements`: where the center lives on a mesh.
 - `_collectives`: collectives over mesh axes.
 - `_reading`: the axes over which traced programs have collectives.
-- `_messages`: sums and stacks of several workers' messages.
 - `_parts`: division of a tree into parts.
 - `_fragments`: which part is exchanged when.
 - `_elementwise`: checks that a rule may work on parts.
 - `_leafwise`: exchanges of a few leaves at a time, to save memory.
-- `_measure`: numbers that a worker reports about an exchange.
 - `_slots`: the names of the arrays that a state keeps for each parameter.
 
 The public names are in `agn_optax`. The names here are for the layers above.
@@ -22,17 +21,16 @@ The public names are in `agn_optax`. The names here are for the layers above.
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
+from agn_optax.round import _round as steps
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._fragments import Fragments as Fragments
-from agn_optax.round._fragments import FragmentsState as FragmentsState
 from agn_optax.round._fragments import (
     local_step_of_fragments as local_step_of_fragments,
 )
-from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window
 from agn_optax.round._optimizers import average as average
@@ -46,41 +44,12 @@ from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
-from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
-from agn_optax.round._round import MovedCenter as MovedCenter
 from agn_optax.round._round import add_to_record as add_to_record
-from agn_optax.round._round import adopt as adopt
-from agn_optax.round._round import adopt_late as adopt_late
-from agn_optax.round._round import answer_of as answer_of
-from agn_optax.round._round import apply as apply
-from agn_optax.round._round import apply_delta as apply_delta
-from agn_optax.round._round import begin_round as begin_round
-from agn_optax.round._round import center_state_like as center_state_like
-from agn_optax.round._round import check_step as check_step
-from agn_optax.round._round import combine_messages as combine_messages
-from agn_optax.round._round import contribute as contribute
 from agn_optax.round._round import contribution_like as contribution_like
 from agn_optax.round._round import decode as decode
-from agn_optax.round._round import delta_like as delta_like
-from agn_optax.round._round import descend as descend
-from agn_optax.round._round import empty_record as empty_record
-from agn_optax.round._round import has_residual as has_residual
-from agn_optax.round._round import init_broadcast as init_broadcast
-from agn_optax.round._round import init_center_state as init_center_state
-from agn_optax.round._round import init_local as init_local
 from agn_optax.round._round import init_record as init_record
-from agn_optax.round._round import local_step as local_step
-from agn_optax.round._round import message_of as message_of
-from agn_optax.round._round import move_anchor as move_anchor
-from agn_optax.round._round import overwrite as overwrite
-from agn_optax.round._round import publish as publish
-from agn_optax.round._round import receive as receive
-from agn_optax.round._round import recover as recover
-from agn_optax.round._round import recovers as recovers
-from agn_optax.round._round import restore_residual as restore_residual
 from agn_optax.round._round import weigh_and_apply as weigh_and_apply
-from agn_optax.round._round import weighed_message as weighed_message
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
@@ -90,4 +59,4 @@ from agn_optax.round.placements import Placement as Placement
 from agn_optax.round.placements import as_stored as as_stored
 from agn_optax.round.placements import piece_length as piece_length
 
-__all__ = ["collectives", "elementwise", "parts"]
+__all__ = ["collectives", "elementwise", "parts", "steps"]

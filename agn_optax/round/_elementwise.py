@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from agn_optax._internal import combinations, trees
+from agn_optax._internal import combinations
 from agn_optax.round import _round
-from agn_optax.rules import Reads, Rule, codecs, parts_of, widest
+from agn_optax.rules import Reads, Rule, parts_of, widest
 
 PyTree = Any
 
@@ -70,20 +70,12 @@ def keeps_shapes(rule: Rule, center: PyTree) -> bool:
     return _shapes(before) == _shapes(after)
 
 
-def is_leafwise(rule: Rule, params: PyTree) -> bool:
-    """Return whether ``rule`` moves each leaf of ``params`` by itself."""
+def is_leafwise(rule: Rule) -> bool:
+    """Return whether ``rule`` moves each leaf by itself."""
     if unfit := _wider(rule, "leaf"):
         _log.debug("not done: an exchange by groups of leaves, because of %s", unfit)
         return False
-    # Random numbers of a codec depend on the index of the leaf.
-    states = jax.eval_shape(
-        lambda params: (
-            _round.init_codec_state(rule, params),
-            _round.init_broadcast(rule, params),
-        ),
-        params,
-    )
-    return rule.combines_elements and not trees.nodes(states, codecs.StochasticState)
+    return rule.combines_elements
 
 
 def is_uniform(rule: Rule, params: PyTree) -> bool:

@@ -170,7 +170,7 @@ def phases(
         )
         in_flight = None
         if fragments is not None and fragments.delay:
-            in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)
+            in_flight = _round.nothing_in_flight(piece)
         center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
@@ -186,7 +186,7 @@ def phases(
         check.float_leaves(params, "params")
         if axis_name is not None:
             _collectives.check_same_params(params, axis_name)
-        layout.memory.check()
+        layout.check_memory()
         layout.check_bound_for_steps()
         state: State
         if fragments is None:
@@ -267,7 +267,7 @@ def phases(
                 (params, state),
                 params,
                 state.exchanges,
-                functools.partial(_elementwise.is_leafwise, rule, params),
+                functools.partial(_elementwise.is_leafwise, rule),
             )
         return exchange(params, state)
 
@@ -387,7 +387,6 @@ def exchange_every(
     if fragments is not None and not check.is_traced(first := period_of(0)):
         fragments.check_period(int(first))
     mixing = 0.0 if fragments is None else fragments.mixing
-    is_eager = fragments is not None and fragments.eager
 
     layout = layout_of(axis_name, placement)
     # If the exchange reads the state only, and the adopted parameters are in the new
@@ -398,11 +397,10 @@ def exchange_every(
         and rule.adopts == "after"
         and layout.is_default
         and not mixing
-        and not is_eager
     )
     # Likewise, the loop that sends a message need not carry the updates. (If it read
     # updates outside the loop, XLA would compute the message before it, at every step.)
-    sends_from_state = not rule.needs_params and rule.adopts == "after" and not is_eager
+    sends_from_state = not rule.needs_params and rule.adopts == "after"
 
     def exchange_state_only(
         due: jax.Array,
@@ -437,7 +435,7 @@ def exchange_every(
                 (updates, state),
                 params,
                 state.exchanges,
-                functools.partial(_elementwise.is_leafwise, rule, params),
+                functools.partial(_elementwise.is_leafwise, rule),
             )
         act = functools.partial(act, params=params)
         return exchange_state_only(due, act, updates, state, params)

@@ -54,13 +54,7 @@ class Fragments:
 
     With a ``delay``, workers make further local steps between sending a message and
     adopting the center that it moves. The share :math:`1 - \alpha` of the progress in
-    these steps is lost. With ``eager`` updates nothing is lost: the worker at once
-    adopts the center moved by its own share of the message; and when all messages have
-    moved the center, it adopts that center plus the local progress made meanwhile,
-
-    .. math::
-        x_p \leftarrow \tilde c_p = c_p + \text{center}(m_{p, \text{own}}); \qquad
-        \tau \text{ steps later: } x_p \leftarrow c_p' + (x_p - \tilde c_p)
+    these steps is lost.
 
     Rules that adopt the center as it was before their message (``easgd``) do not wait
     for the message: with a delay, only the center moves later.
@@ -74,11 +68,9 @@ class Fragments:
         spreads them evenly over the period, the last one at its end.
       delay: :math:`\tau`, in local steps, less than the period.
       mixing: :math:`\alpha` in [0, 1): share of its own parameters that a worker keeps.
-      eager: whether workers adopt their own share of a message at once; needs a delay,
-        and replaces ``mixing``.
 
     Raises:
-      InvalidArgumentError: an argument is out of range, or two cannot be combined.
+      InvalidArgumentError: an argument is out of range.
       InvalidTypeError: ``parts`` is neither a number nor a sequence of strings.
 
     Example:
@@ -101,8 +93,6 @@ class Fragments:
     References:
       Arthur Douillard et al., *Streaming DiLoCo with Overlapping Communication: Towards
       a Distributed Free Lunch*, 2025.
-      Satyen Kale, Arthur Douillard, Yanislav Donchev, *Eager Updates for Overlapped
-      Communication and Computation in DiLoCo*, 2025.
     """
 
     parts: int | Sequence[str]
@@ -110,7 +100,6 @@ class Fragments:
     _: dataclasses.KW_ONLY
     delay: int = 0
     mixing: float = 0.0
-    eager: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, str | bytes) or not isinstance(
@@ -141,10 +130,6 @@ class Fragments:
                 "mixing must be below 1, or workers would never adopt anything, got "
                 f"{mixing!r}"
             )
-        if self.eager and mixing:
-            combinations.reject("eager updates", "mixing", f"mixing={mixing!r}")
-        if self.eager and not self.delay:
-            raise errors.InvalidArgumentError("eager updates need a delay, got delay=0")
 
     def __len__(self) -> int:
         """The number of fragments."""
@@ -223,15 +208,9 @@ class Fragments:
                 "a rule that adopts the center before its message",
                 f"{got}, mixing={self.mixing}",
             )
-        if self.eager and (rule.adopts == "before" or rule.adopt is not None):
-            combinations.reject(
-                "eager updates", "a rule with an adoption of its own", got
-            )
         got = f"{got} with {rule.combine}"
         if not rule.combines_elements:
             combinations.reject("fragments", "a combine of whole messages", got)
-        if self.eager and not rule.is_summed:
-            combinations.reject("eager updates", "a robust combine", got)
 
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule

@@ -58,7 +58,6 @@ class InFlight(NamedTuple):
     steps: jax.Array  # int32 scalar: local steps of the message's round
     weight: jax.Array  # float scalar: the mean weight of the workers' rounds
     message: PyTree  # the combined message of all workers, like the center
-    adopted: PyTree  # the parameters adopted at sending; None without eager updates
 
 
 class ExchangeState(NamedTuple):
@@ -105,18 +104,13 @@ def init_local(
         inner_state=inner.init(trees.copy(params)),
         record=init_record(rule, layout.cut_part(params)),
         anchor=anchor,
-        codec_state=init_codec_state(rule, layout.cut_part(params)),
+        codec_state=rule.codec.init(layout.cut_part(params)),
     )
 
 
 def init_record(rule: Rule, params: PyTree) -> PyTree:
     """Return the record before the first step of a round."""
     return rule.record.init(params)
-
-
-def init_codec_state(rule: Rule, params: PyTree) -> PyTree:
-    """Return the codec's state before the first message."""
-    return rule.codec.init(params)
 
 
 def init_center_state(rule: Rule, center: PyTree) -> PyTree:
@@ -230,14 +224,7 @@ def contribute(
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
-    return encode(rule, contribution, state.codec_state)
-
-
-def encode(
-    rule: Rule, contribution: PyTree, codec_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Encode a contribution: return it as it is sent, and the codec's next state."""
-    return rule.codec.encode(contribution, codec_state)
+    return rule.codec.encode(contribution, state.codec_state)
 
 
 def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:
@@ -624,34 +611,17 @@ def send(
 ) -> tuple[PyTree, ExchangeState]:
     """Send a message, which `receive_late` receives, and begin the next round.
 
-    No local step needs the message meanwhile. With eager updates
-    (``state.in_flight.adopted`` is not None) each worker now adopts the center moved by
-    its own share of the message.
-
-    Arguments and results are those of `exchange`; the center is whole.
+    No local step needs the message meanwhile. Arguments and results are those of
+    `exchange`; the center is whole.
     """
     params, state, sent = _send(rule, layout, params, state, extra_args)
-    assert state.in_flight is not None
     message = optax.tree.cast_like(sent.message, state.center)
-    adopted = None
-    if state.in_flight.adopted is not None:
-        own_message = message_of(rule, sent.contribution, state.center)
-        if rule.combine == "mean":
-            weight = jnp.asarray(1.0 if sent.weight is None else sent.weight)
-            own_message = trees.scaled(
-                own_message, weight / sent.center_args["workers"]
-            )
-        moved = weigh_and_apply(
-            rule, own_message, state.center, state.center_state, None, sent.center_args
-        )
-        params = adopted = overwrite(params, answer_of(rule, moved.center))
     mean_weight = sent.center_args.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
         steps=state.local.local_steps,
         weight=jnp.asarray(1.0 if mean_weight is None else mean_weight, float),
         message=message,
-        adopted=adopted,
     )
     local = empty_record(rule, state.local, params, message, layout)
     return params, state._replace(local=local, in_flight=in_flight)
@@ -682,8 +652,6 @@ def receive_late(
     moved, state = _receive(
         rule, layout, params, state, in_flight.message, center_args, mixing
     )
-    if in_flight.adopted is not None:
-        moved = with_progress(moved, params, in_flight.adopted)
     # Reset the message to zeros that formally depend on the center. If the loop left
     # the message unchanged, XLA would hoist what it can compute from the message out of
     # the loop, and compute it at every step.
@@ -760,14 +728,13 @@ def _adopt_part(
     return adopted, state._replace(local=move_anchor(local, answer))
 
 
-def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFlight:
+def nothing_in_flight(center: PyTree) -> InFlight:
     """Return an `InFlight` without a message, for states with a delay."""
     return InFlight(
         is_sent=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
         weight=jnp.ones((), float),
         message=optax.tree.zeros_like(center),
-        adopted=optax.tree.zeros_like(params) if eager else None,
     )
 
 
@@ -777,8 +744,6 @@ class _CombinedMessage(NamedTuple):
     message: PyTree  # this tower's piece
     center_args: dict[str, Any]  # extra arguments of the center optimizer
     codec_state: PyTree  # the codec's next state
-    contribution: PyTree  # this worker's, encoded
-    weight: jax.Array | None  # this worker's, in a mean; None if all count alike
 
 
 def _combined_message(
@@ -840,9 +805,7 @@ def _combined_message(
         message = layout.combine_encoded(
             contribution, decode_piece, combine, params, relative_weight
         )
-    return _CombinedMessage(
-        message, center_args, codec_state, contribution, relative_weight
-    )
+    return _CombinedMessage(message, center_args, codec_state)
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import optax
 from jax.tree_util import (
     DictKey,
     GetAttrKey,
-    SequenceKey,
     keystr,
     tree_flatten_with_path,
 )
@@ -55,8 +53,8 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
 
     Labels of ``multi_transform`` and names of ``named_chain`` come before this prefix
     (``"decoder/inner/mu"``). Wrappers that only contain another state add nothing to
-    the name. If two slots would have the same name, both names also get their positions
-    (``"0/trace"`` and ``"2/trace"``), so that no slot hides another. The slots of
+    the name. If two slots would have the same name, both are named by their paths
+    (``"[0].trace"`` and ``"[2].trace"``), so that no slot hides another. The slots of
     fragments are joined to whole trees.
 
     Args:
@@ -71,11 +69,8 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
       A dictionary from names to trees, in the order of the state. The arrays are those
       of the state itself: copy them if you donate it. Masked leaves are
       ``optax.MaskedNode()``. The slots of a sharded center, and of its optimizer, are
-      this tower's pieces. Floating arrays outside of such trees, such as those of a
-      factored moment, have an entry each. Counts, keys and hyperparameters are left
-      out: integers outside of such trees, and scalars. (If the parameters are one
-      scalar, floating scalars cannot be distinguished from slots, and all of them are
-      returned.)
+      this tower's pieces. (If the parameters are one array, all floating arrays are
+      returned, and if they are one scalar, floating scalars too.)
 
     Raises:
       MissingArgumentError: ``params`` is None, and the state has no complete tree like
@@ -96,7 +91,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
       mu nu
     """
     opt_state = trees.map_nodes(_join_fragments, opt_state, FragmentsState)
-    known_trees = list(_params_like_trees(opt_state))
+    known_trees = _known_trees(opt_state)
     like = _structure_of(known_trees) if params is None else params
     for tree in known_trees:
         if not _is_like(tree, like):
@@ -105,20 +100,23 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
                 f"{jax.tree.structure(like)}, expected {jax.tree.structure(tree)}"
             )
     is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
-    min_ndim = 0 if is_bare and not jnp.shape(like) else 1  # of a slot
-
-    def is_tree(node: PyTree) -> bool:
-        return not is_bare and bool(jax.tree.leaves(node)) and _is_like(node, like)
+    min_ndim = min(jnp.ndim(like), 1) if is_bare else 0  # of a slot
 
     def is_slot(node: PyTree) -> bool:
+        if not is_bare:
+            return bool(jax.tree.leaves(node)) and _is_like(node, like)
         dtype = getattr(node, "dtype", type(node))
-        return is_tree(node) or (
-            jnp.issubdtype(dtype, jnp.inexact) and jnp.ndim(node) >= min_ndim
-        )
+        return jnp.issubdtype(dtype, jnp.inexact) and jnp.ndim(node) >= min_ndim
 
     named = trees.map_nodes(_by_part, opt_state, ExchangeState | LocalState)
+    is_tree = None if is_bare else is_slot
     nodes = tree_flatten_with_path(named, is_leaf=is_tree)[0]
-    return _named([(path, node) for path, node in nodes if is_slot(node)])
+    found = [(path, node) for path, node in nodes if is_slot(node)]
+    names = [_name(path) for path, _ in found]
+    return {
+        name if names.count(name) == 1 else keystr(path): node
+        for name, (path, node) in zip(names, found, strict=True)
+    }
 
 
 def _join_fragments(state: FragmentsState) -> ExchangeState:
@@ -139,15 +137,13 @@ def _join_fragments(state: FragmentsState) -> ExchangeState:
     return whole._replace(local=whole.local._replace(inner_state=state.inner_state))
 
 
-def _params_like_trees(opt_state: PyTree) -> Iterator[PyTree]:
-    """Yield the trees in a state that are like the parameters, except for masks."""
-    for _, state in trees.nodes(opt_state, ExchangeState):
-        yield center_arrays(state.center)
-    for _, local in trees.nodes(opt_state, LocalState):
-        if local.anchor is not None:
-            yield local.anchor
-    for _, record in trees.nodes(opt_state, AccumulateState):
-        yield record.sum
+def _known_trees(opt_state: PyTree) -> list[PyTree]:
+    """Return the trees in a state that are like the parameters, except for masks."""
+    centers = [node.center for _, node in trees.nodes(opt_state, ExchangeState)]
+    anchors = [node.anchor for _, node in trees.nodes(opt_state, LocalState)]
+    sums = [record.sum for _, record in trees.nodes(opt_state, AccumulateState)]
+    found = [*map(center_arrays, centers), *anchors, *sums]
+    return [tree for tree in found if tree is not None]
 
 
 def _structure_of(known_trees: list[PyTree]) -> PyTree:
@@ -199,8 +195,8 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
     return collections.OrderedDict((_PartName(k), v) for k, v in fields.items())
 
 
-def _name(path: _Path, kinds: tuple[type, ...]) -> str:
-    """Join the keys of these kinds, the last field, and all keys after it."""
+def _name(path: _Path) -> str:
+    """Join the labels of a path, its last field, and all keys after that."""
     fields = [
         i
         for i, key in enumerate(path)
@@ -208,26 +204,5 @@ def _name(path: _Path, kinds: tuple[type, ...]) -> str:
         or isinstance(getattr(key, "key", None), _PartName)
     ]
     last = max(fields, default=0)
-    kept = [key for i, key in enumerate(path) if i >= last or isinstance(key, kinds)]
+    kept = [key for i, key in enumerate(path) if i >= last or isinstance(key, DictKey)]
     return keystr(tuple(kept), simple=True, separator="/")
-
-
-# From the shortest name to the whole path, which is unique in a tree.
-_FORMS = (
-    lambda path: _name(path, (DictKey,)),
-    lambda path: _name(path, (DictKey, SequenceKey)),
-    keystr,
-)
-
-
-def _named(slots: list[tuple[_Path, PyTree]]) -> dict[str, PyTree]:
-    """Give each slot the shortest name that is unique."""
-    chosen = [0] * len(slots)
-    while True:
-        names = [_FORMS[n](path) for n, (path, _) in zip(chosen, slots, strict=True)]
-        count = collections.Counter(names)
-        if len(count) == len(names):
-            return {name: tree for name, (_, tree) in zip(names, slots, strict=True)}
-        for i, name in enumerate(names):
-            if count[name] > 1:
-                chosen[i] = min(chosen[i] + 1, len(_FORMS) - 1)

@@ -6,7 +6,7 @@
 - `codecs`: encodings of contributions for transmission
 - `robust`: combinations of a round's messages if some are not trusted
 - `center_optimizers`: center optimizers that optax lacks
-- `_weights`: transformations that scale a message by its weight, steps or speed
+- `_weights`: transformations that scale a message by its weight or speed
 - `_schedules`: center optimizers whose schedules count local steps
 - `_fingerprint`: the comparison of two rules
 - `_named`: rules, codecs and center optimizers by their names and settings
@@ -56,7 +56,6 @@ from agn_optax.rules._schedules import by_local_steps as by_local_steps
 from agn_optax.rules._schedules import check_outside as check_outside
 from agn_optax.rules._schedules import counts_exchanges as counts_exchanges
 from agn_optax.rules._weights import WeightState as WeightState
-from agn_optax.rules._weights import scale_by_steps as scale_by_steps
 from agn_optax.rules._weights import scale_by_turnaround as scale_by_turnaround
 from agn_optax.rules._weights import scale_by_weight as scale_by_weight
 from agn_optax.rules.center_optimizers import delayed_nesterov as delayed_nesterov

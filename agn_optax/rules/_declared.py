@@ -85,7 +85,6 @@ TABLE: dict[str, Declaration] = {
     ),
     "agn_optax.by_local_steps": Declaration(inner="optimizer"),
     "agn_optax.elementwise": Declaration(inner="optimizer", at_corners=True),
-    "agn_optax.primal_averaging": Declaration(inner="optimizer"),
     "agn_optax.restart_momentum": Declaration(inner="optimizer"),
     "agn_optax.stateless": Declaration(inner="update", at_corners=True),
     # Transformations of each element.
@@ -96,7 +95,6 @@ TABLE: dict[str, Declaration] = {
     "agn_optax.normalize": _ELEMENT,
     "agn_optax.ordered_momentum": _ELEMENT,
     "agn_optax.scale_by_staleness": _CORNERS,
-    "agn_optax.scale_by_steps": _ELEMENT,
     "agn_optax.scale_by_turnaround": _ELEMENT,
     "agn_optax.scale_by_weight": _ELEMENT,
     "optax.add_decayed_weights": _CORNERS,

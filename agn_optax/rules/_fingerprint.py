@@ -35,19 +35,13 @@ def fingerprint(rule: Rule) -> Fingerprint:
     the tree of one model, is left out and not compared; the log has the reason.
     """
     prints: dict[str, Any] = {name: str(getattr(rule, name)) for name in SETTINGS}
-    parts = (_contribution, _encoding, _answers, _message, _adopt, _penalty, _center)
-    for part in parts:
-        name = part.__name__[1:]
+    for name, run in _PARTS.items():
         what = f"comparison of the {name} of rule {rule.name!r}"
-        numbers = attempt(what, functools.partial(_numbers, part, rule))
-        if numbers is not None:
-            prints[name] = numbers
+        values = attempt(what, jax.jit(functools.partial(run, rule)))
+        if values is not None:
+            leaves = map(np.ravel, jax.tree.leaves(values))
+            prints[name] = [float(x) for leaf in leaves for x in leaf]
     return prints
-
-
-def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
-    values = jax.jit(functools.partial(part, rule))()
-    return [float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)]
 
 
 def difference(other: Fingerprint, rule: Rule) -> str | None:
@@ -115,16 +109,9 @@ def _contribution(rule: Rule) -> PyTree:
     )
 
 
-def _encoding(rule: Rule) -> PyTree:
-    return _encoded(rule.codec)
-
-
-def _answers(rule: Rule) -> PyTree:
-    codec = rule.codec.answer_codec
-    return () if codec is None else _encoded(codec)
-
-
-def _encoded(codec: Codec) -> PyTree:
+def _encoded(codec: Codec | None) -> PyTree:
+    if codec is None:
+        return ()
     state = codec.init(_probe(2.0))
     sent = []
     for seed in (1.0, 2.0):
@@ -133,12 +120,8 @@ def _encoded(codec: Codec) -> PyTree:
     return sent
 
 
-def _message(rule: Rule) -> PyTree:
-    return rule.message(_probe(1.0), _probe(2.0)) if rule.message else ()
-
-
-def _adopt(rule: Rule) -> PyTree:
-    return rule.adopt(_probe(1.0), _probe(2.0)) if rule.adopt else ()
+def _called(function: Callable[[PyTree, PyTree], PyTree] | None) -> PyTree:
+    return function(_probe(1.0), _probe(2.0)) if function else ()
 
 
 def _penalty(rule: Rule) -> PyTree:
@@ -162,3 +145,15 @@ def _center(rule: Rule) -> PyTree:
         center = optax.apply_updates(center, updates)
         results.append(updates)
     return results
+
+
+# Each part of a rule, as a function that runs it on the probe.
+_PARTS: Mapping[str, Callable[[Rule], PyTree]] = {
+    "contribution": _contribution,
+    "encoding": lambda rule: _encoded(rule.codec),
+    "answers": lambda rule: _encoded(rule.codec.answer_codec),
+    "message": lambda rule: _called(rule.message),
+    "adopt": lambda rule: _called(rule.adopt),
+    "penalty": _penalty,
+    "center": _center,
+}

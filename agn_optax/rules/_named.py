@@ -60,7 +60,6 @@ _LOSSY = {
 CODECS = {
     **{name: codecs.cast(name) for name in _DTYPES},
     **{name: codecs.error_feedback(codec) for name, codec in _LOSSY.items()},
-    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
     "top_k": codecs.error_feedback(_LOSSY["top_k"], decay=0.95),
 }
 # With these codecs, training with momentum at the center learns far less:
@@ -71,7 +70,6 @@ COMBINE_METHODS: dict[str, Any] = {
     "sum": "sum",
     "mean": "mean",
     "median": robust.median(),
-    "trimmed_mean": robust.trimmed_mean(),
     "krum": robust.krum(),
     "radial": robust.radial(),
 }

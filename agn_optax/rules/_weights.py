@@ -1,4 +1,4 @@
-"""Transformations that scale a message by its weight, steps or worker's speed."""
+"""Transformations that scale a message by its weight or its worker's speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def scale_by_weight(
     Args:
       measure: ``(weight, steps) -> weight``, the weight to use instead; ``steps`` is
         the extra argument of ``update``. None uses the weight unchanged. Decoupled
-        DiLoCo has ``lambda tokens, steps: tokens**2 / steps``.
+        DiLoCo has ``lambda tokens, steps: tokens**2 / steps``. With a reference of 1,
+        ``lambda weight, steps: 10 / steps`` counts each displacement by its mean step,
+        as FedNova does.
       reference: :math:`\bar w`, positive; None is the mean.
 
     Returns:
@@ -92,52 +94,6 @@ def scale_by_weight(
         return trees.scaled(updates, weight / mean), WeightState(mean, seen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def scale_by_steps(
-    reference: float, *, exponent: float = 1.0
-) -> optax.GradientTransformationExtraArgs:
-    r"""Multiply the updates by a power of the local steps that they were made of.
-
-    .. math:: u \leftarrow (\text{steps} / H)^a \, u
-
-    ``steps`` is an extra argument of ``update``. If workers make different numbers of
-    steps, a worker with more steps also has a longer displacement. With :math:`a = -1`
-    each displacement counts by its mean step, as in FedNova; with :math:`a = 1/2`,
-    longer displacements, which have relatively less noise, count even more.
-    (`normalize` divides by the steps.)
-
-    Args:
-      reference: :math:`H`, the number of steps whose updates stay unchanged, positive.
-      exponent: :math:`a`.
-
-    Returns:
-      A stateless transformation that keeps the dtypes of its updates.
-
-    Raises:
-      InvalidArgumentError: ``reference`` is not a positive number.
-      MissingArgumentError: ``update`` is called without ``steps``.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> tx = optax.chain(scale_by_steps(10, exponent=-1), optax.sgd(1.0))
-      >>> print(tx.update(jnp.ones(1), tx.init(jnp.zeros(1)), steps=40)[0])
-      [-0.25]
-
-    References:
-      Jianyu Wang, Qinghua Liu, Hao Liang, Gauri Joshi, H. Vincent Poor, *Tackling the
-      Objective Inconsistency Problem in Heterogeneous Federated Optimization*, 2020.
-    """
-    check.rate(reference, "reference", low=0.0, high=math.inf, low_open=True)
-    check.rate(exponent, "exponent", low=-math.inf, high=math.inf)
-
-    def scaled(
-        updates: PyTree, params: PyTree, *, steps: Any = None, **extra_args: Any
-    ) -> PyTree:
-        steps = jnp.maximum(_extra_argument(steps, "steps", "scale_by_steps"), 1)
-        return trees.scaled(updates, (steps / reference) ** exponent)
-
-    return stateless(scaled)
 
 
 def scale_by_turnaround(

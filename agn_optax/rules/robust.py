@@ -9,7 +9,6 @@ Each returns a value for the ``combine`` of a `Rule`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from agn_optax._internal import check, trees
 PyTree = Any
 Total = Callable[[PyTree], jax.Array]  # partial sums, one for each leaf -> their sum
 
-__all__ = ["Combine", "krum", "median", "radial", "trimmed_mean"]
+__all__ = ["Combine", "krum", "median", "radial"]
 
 # The most messages that a sorting network sorts. For more, XLA's sort is no slower and
 # compiles faster.
@@ -120,57 +119,6 @@ def median() -> Combine:
     return Combine(
         lambda messages, total: jax.tree.map(of_leaf, messages), name="median"
     )
-
-
-def trimmed_mean(fraction: float = 0.25) -> Combine:
-    r"""Combine messages by the mean of each element without its extreme values.
-
-    .. math:: m^j = \frac1{n - 2b} \sum_{i=b+1}^{n-b} m_{(i)}^j, \qquad
-        b = \lceil \beta n \rceil
-
-    where :math:`m_{(i)}^j` are the values of each element in ascending order. If no
-    more than :math:`b` messages are bad, each element lies between the elements of good
-    messages. The paper does not define the rounding of :math:`\beta n`; it is rounded
-    up here, so that one bad message is left out of a round of any size.
-
-    Args:
-      fraction: :math:`\beta`, the fraction of messages left out at either end, in
-        (0, 0.5).
-
-    Returns:
-      A value for the ``combine`` of a `Rule`. Three messages are enough for a
-      fraction of a third or less.
-
-    Raises:
-      InvalidArgumentError: ``fraction`` is out of range; or, when called, no message of
-        the round would be left.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from agn_optax import robust
-      >>> messages = jnp.array([1.0, 2.0, 6.0, -jnp.inf])
-      >>> print(robust.trimmed_mean(0.25).function(messages, None))
-      1.5
-
-    References:
-      Dong Yin, Yudong Chen, Kannan Ramchandran, Peter Bartlett, *Byzantine-Robust
-      Distributed Learning: Towards Optimal Statistical Rates*, 2018.
-    """
-    check.rate(fraction, "fraction", low=0.0, high=0.5, low_open=True, high_open=True)
-    name = f"trimmed_mean({fraction:g})"
-
-    def of_leaf(messages: jax.Array) -> jax.Array:
-        count = messages.shape[0]
-        left_out = math.ceil(fraction * count - 1e-9)
-        if 2 * left_out >= count:
-            raise errors.InvalidArgumentError(
-                f"{name} leaves out {left_out} of {count} messages at either end, and "
-                "none is left: it needs a round of more workers"
-            )
-        middle = _sorted_rows(messages)[left_out : count - left_out]
-        return sum(middle[1:], start=middle[0]) / len(middle)
-
-    return Combine(lambda messages, total: jax.tree.map(of_leaf, messages), name=name)
 
 
 def krum(faulty: int = 1, *, keep: int = 1) -> Combine:

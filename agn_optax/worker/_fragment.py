@@ -65,7 +65,6 @@ class FragmentWorker:
     Args:
       center: the center of this fragment.
       inner: the inner optimizer of this fragment.
-      gradients: transformation of the gradients, applied before ``inner``.
       adoption: how answers are adopted.
       name: name of the worker.
 
@@ -84,7 +83,6 @@ class FragmentWorker:
         self,
         center: Center,
         inner: optax.GradientTransformation,
-        gradients: optax.GradientTransformation | None = None,
         adoption: Adoption = AT_ONCE,
         *,
         name: str,
@@ -96,7 +94,7 @@ class FragmentWorker:
     ) -> None:
         self.center = center
         self.name = name
-        self.programs = programs(center.rule, inner, gradients, adoption)
+        self.programs = programs(center.rule, inner, adoption)
         self.machine = ExchangeMachine(
             overlap=overlap, delay=adoption.delay, patience=patience
         )
@@ -471,7 +469,6 @@ class FragmentWorker:
                 dtype = self.center.rule.codec.answer_dtype
                 received = trees.nbytes(answer.params, dtype)
             message.metrics["bytes_received"] = received
-            message.metrics["distance"] = programs.distance(params, center)
         if answer.rejected:
             _log.warning(
                 "worker %r continues from the center. Its message was rejected: %s",
@@ -595,8 +592,8 @@ class FragmentWorker:
             raise not_its_state(
                 self.name,
                 state,
-                ". Local steps are made with worker.tx itself, and gradient "
-                "transformations are passed to Worker(..., gradients=...)",
+                ". Local steps are made with worker.tx itself: transform gradients "
+                "before worker.tx.update",
             )
         check.same_tree(state, expected_state, "state", "this worker's state")
         check.float_leaves(params, "params")

@@ -71,7 +71,6 @@ class FragmentedModel:
       fragments: the fragments.
       workers: one for each fragment.
       inner: the inner optimizer, for the whole tree.
-      gradients: transformation of the gradients, applied before ``inner``, or None.
     """
 
     def __init__(
@@ -79,12 +78,11 @@ class FragmentedModel:
         fragments: Fragments,
         workers: Sequence[FragmentWorker],
         inner: optax.GradientTransformation,
-        gradients: optax.GradientTransformation | None,
     ) -> None:
         self._fragments, self._workers = fragments, workers
         self._name, self._rule = workers[0].name, workers[0].center.rule
         self._inner = check.optimizer(inner, "inner")
-        self.tx = local_phase(self._init, self._step, gradients)
+        self.tx = local_phase(self._init, self._step)
         self._init_inner = jax.jit(lambda params: self.tx.init(params).inner_state)
         self._repair_inner = jax.jit(
             lambda state, params: replace_if_not_finite(

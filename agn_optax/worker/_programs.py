@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, trees
 from agn_optax.round import LocalState
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -49,13 +49,6 @@ class Adoption(NamedTuple):
 AT_ONCE = Adoption()
 
 
-class InnerState(NamedTuple):
-    """States of the inner optimizer and of the transformation of the gradients."""
-
-    gradients: PyTree
-    inner: PyTree
-
-
 class StreamingState(NamedTuple):
     """State of the local phase of a worker that exchanges by fragments."""
 
@@ -67,15 +60,14 @@ class StreamingState(NamedTuple):
 def programs(
     rule: Rule,
     inner: optax.GradientTransformation,
-    gradients: optax.GradientTransformation | None = None,
     adoption: Adoption = AT_ONCE,
 ) -> SimpleNamespace:
-    """Return the programs of all workers with the same rule and transformations.
+    """Return the programs of all workers with the same rule and inner optimizer.
 
     A program is compiled at its first call.
 
     Raises:
-      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
+      InvalidTypeError: ``inner`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
@@ -102,7 +94,7 @@ def programs(
     ) -> tuple[PyTree, LocalState]:
         return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
 
-    tx = local_phase(init, update, gradients)
+    tx = local_phase(init, update)
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(
@@ -201,7 +193,6 @@ def programs(
         holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(contribute),
-        distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         reset=jax.jit(reset, donate_argnums=(0, 1), static_argnames="residual"),
         # None if the codec keeps no residual.
@@ -215,22 +206,16 @@ def programs(
 
 
 def local_phase(
-    init: Callable[[PyTree], Any],
-    step: Callable[..., tuple[PyTree, Any]],
-    gradients: optax.GradientTransformation | None,
+    init: Callable[[PyTree], Any], step: Callable[..., tuple[PyTree, Any]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a local phase that transforms the gradients before its step.
-
-    ``inner_state`` also contains the state of this transformation.
+    """Return a local phase as an optax transformation that checks its arguments.
 
     Args:
       init: parameters -> state with an ``inner_state``.
       step: updates, state, parameters and extra arguments -> updates and state.
-      gradients: the transformation; None for none.
     """
-    transform = None if gradients is None else check.optimizer(gradients, "gradients")
 
-    def init_both(params: PyTree) -> Any:
+    def init_fn(params: PyTree) -> Any:
         state = init(params)
         if trees.nodes(state.inner_state, rounds.ExchangeState):
             combinations.reject(
@@ -238,27 +223,15 @@ def local_phase(
                 "an inner optimizer that exchanges with a center of its own",
                 "an inner state with an ExchangeState",
             )
-        if transform is None:
-            return state
-        gradient_state = transform.init(trees.copy(params))
-        return state._replace(inner_state=InnerState(gradient_state, state.inner_state))
+        return state
 
-    def update(
+    def update_fn(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         rounds.check_step(updates, params, "worker.tx")
-        if transform is None:
-            return step(updates, state, params, extra_args)
-        gradient_state, inner_state = state.inner_state
-        updates, gradient_state = transform.update(
-            updates, gradient_state, params, **extra_args
-        )
-        state = state._replace(inner_state=inner_state)
-        updates, state = step(updates, state, params, extra_args)
-        inner_state = InnerState(gradient_state, state.inner_state)
-        return updates, state._replace(inner_state=inner_state)
+        return step(updates, state, params, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_both, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def replace_if_not_finite(state: PyTree, fresh: PyTree) -> PyTree:

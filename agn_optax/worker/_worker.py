@@ -59,14 +59,11 @@ class Worker:
 
     Args:
       center: the center: a `LocalCenter`, or any other object with its protocol.
-      inner: the inner optimizer.
+      inner: the inner optimizer. It does not change the gradients that a rule records:
+        clip these before ``tx.update``.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the next round; or
         `dynamic_period`, which follows the worker's speed.
-      gradients: transformation of the gradients before anything else, such as
-        ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
-        which is sent to the center, get its output. As a part of ``inner`` it would
-        change the local steps only. None for none.
       name: the worker's name, unique among the workers of the center; None generates a
         name.
       overlap: send in the background while local steps go on. When the answer arrives,
@@ -98,13 +95,11 @@ class Worker:
         with the number of the exchange, and a dictionary of floats. ``steps``: local
         steps of the round. ``message_norm`` and ``staleness``: of the message.
         ``applied`` and ``rejected``: whether the message was applied or rejected (0 or
-        1). ``distance``: norm of the difference between worker and center before the
-        adoption. ``version``: version of the center. ``seconds``: time from sending to
-        the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
-        numbers given to `report` are included. Callbacks cost a pass over the
-        parameters per exchange, and wait for the device. An exception in a callback is
-        logged and not raised, because the exchange has been made. `agn_optax.sinks` has
-        ready-made callbacks.
+        1). ``version``: version of the center. ``seconds``: time from sending to the
+        answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The numbers
+        given to `report` are included. Callbacks wait for the device. An exception in a
+        callback is logged and not raised, because the exchange has been made.
+        `agn_optax.sinks` has ready-made callbacks.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
@@ -132,10 +127,9 @@ class Worker:
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
         or ``give_up`` is negative; or the center does not have one shard for each of
-        the ``fragments``; or the fragments cannot be used with this rule, are eager, or
-        have a delay together with ``overlap``.
-      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center`` is
-        not a center.
+        the ``fragments``; or the fragments cannot be used with this rule, or have a
+        delay together with ``overlap``.
+      InvalidTypeError: ``inner`` is not an optimizer, or ``center`` is not a center.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -157,7 +151,6 @@ class Worker:
         *,
         period: Any,
         fragments: Fragments | None = None,
-        gradients: optax.GradientTransformation | None = None,
         name: str | None = None,
         overlap: bool = False,
         patience: int | None = None,
@@ -188,7 +181,7 @@ class Worker:
         self._model: WholeModel | FragmentedModel
         if fragments is None:
             only = fragment_worker(
-                center, inner, gradients, period=period, callbacks=tuple(callbacks)
+                center, inner, period=period, callbacks=tuple(callbacks)
             )
             self._workers = [only]  # one for each fragment
             self._model = WholeModel(only)
@@ -204,7 +197,7 @@ class Worker:
                 )
                 for f, shard in enumerate(divided.centers)
             ]
-            self._model = FragmentedModel(fragments, self._workers, inner, gradients)
+            self._model = FragmentedModel(fragments, self._workers, inner)
         self.tx: optax.GradientTransformationExtraArgs = self._model.tx
         self._last_sender = self._workers[0]  # its answer has the newest numbers
         self._turn = 0  # fragment that comes first if several are due
@@ -774,8 +767,6 @@ def _divided(
             f"got {len(fragments)} fragments, and shards: {len(center.centers)}"
         )
     fragments.check(center.rule)
-    if fragments.eager:
-        combinations.reject("eager updates", "a Worker", f"{fragments}")
     if fragments.delay and overlap:
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)

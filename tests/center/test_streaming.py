@@ -426,21 +426,6 @@ def test_rejected_message_resets_a_non_finite_inner_state():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 
-def test_gradients_are_transformed_before_they_are_divided():
-    """The norm is that of the whole tree; records get the clipped fragments."""
-    center = shards(shared.agn(shared.sgd(0.1)))
-    worker = worker_of(center, inner=shared.sgd(0.1), gradients=NORM)
-    params, state = worker.start()
-    _, state = worker.tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, params)
-    share = 1 / np.sqrt(12)
-    for own in state.fragments:
-        for leaf in jax.tree.leaves(own.record.sum):
-            np.testing.assert_allclose(leaf, share, rtol=1e-6)
-
-
-NORM = optax.clip_by_global_norm(1.0)
-
-
 def test_invalid_fragment_settings_and_calls_are_rejected():
     whole = agn_optax.LocalCenter(shared.downpour(), PARAMS)
     for center, message in [
@@ -451,11 +436,6 @@ def test_invalid_fragment_settings_and_calls_are_rejected():
             worker_of(
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )
-    eager = agn_optax.Fragments(2, delay=1, eager=True)
-    with pytest.raises(
-        errors.InvalidArgumentError, match="overlap=True: the worker makes local"
-    ):
-        worker_of(shards(), fragments=eager)
     with pytest.raises(errors.InvalidArgumentError, match="delay=1, overlap=True"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
     with pytest.raises(errors.InvalidArgumentError, match="must be complete before"):

@@ -26,8 +26,8 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax.center import Limits
+from agn_optax.round import steps as rounds
 
 
 def test_chief_initializes_and_others_wait_and_adopt():
@@ -362,62 +362,23 @@ def test_flush_does_not_ask_the_period_schedule(overlap):
     assert worker.due
 
 
-def clip():
-    """Return a transformation with a state, which is saved with the worker's."""
-    return optax.chain(optax.clip_by_global_norm(0.5), optax.trace(0.3))
-
-
-@pytest.mark.parametrize("rule", ["agn", "downpour", "easgd_rho"])
-def test_gradients_are_transformed_before_the_record(rule):
-    """The result equals a chain before a drop-in; its state is saved with the rest."""
-    params, period = tree(), 3
-    targets = feeds(params, 2 * period)
-    inner, make = shared.sgd(0.1, 0.9), RULES[rule]
-
-    center = agn_optax.LocalCenter(make(), params)
-    worker = agn_optax.Worker(center, inner, period=period, gradients=clip())
-    ends = run_worker(worker, *worker.start(), targets)
-
-    other = agn_optax.LocalCenter(make(), params)
-    by_hand = agn_optax.Worker(other, inner, period=period)
-    clipped = optax.chain(clip(), by_hand.tx)
-    loop, own = by_hand.start()
-    state = (clip().init(params), own)
-    jitted = jax.jit(functools.partial(step, clipped))
-    for i in range(2 * period):
-        loop, state = jitted(loop, state, jax.tree.map(lambda x, i=i: x[i], targets))
-        loop, own = by_hand.exchange(loop, state[1])
-        state = (state[0], own)
-    assert_identical(ends[0], loop)
-    assert_identical(center.pull().params, other.pull().params)
-
-    saved = worker.save(*ends)
-    again = agn_optax.Worker(center, inner, period=period, gradients=clip())
-    assert_identical(again.restore(saved)[1], ends[1])
-    without = agn_optax.Worker(center, inner, period=period)
-    with pytest.raises(errors.TreeMismatchError):
-        without.restore(saved)
-
-
-def test_gradient_transformation_also_applies_to_the_center():
-    """If only the inner optimizer clips, the record has the original gradients."""
-    agn = agn_optax.rules.agn(optax.sgd(1.0))
-    for settings, moved in (
-        ({"inner": optax.sgd(1.0), "gradients": optax.clip(1.0)}, 1.0),
-        ({"inner": optax.chain(optax.clip(1.0), optax.sgd(1.0))}, 100.0),
-    ):
+def test_inner_optimizer_does_not_change_the_recorded_gradients():
+    """Clipping before ``tx.update`` does."""
+    inner = optax.chain(optax.clip(1.0), optax.sgd(1.0))
+    for gradient, moved in ((jnp.full(4, 100.0), 100.0), (jnp.ones(4), 1.0)):
+        agn = agn_optax.rules.agn(optax.sgd(1.0))
         center = agn_optax.LocalCenter(agn, jnp.zeros(4))
-        worker = agn_optax.Worker(center, **settings, period=1)
+        worker = agn_optax.Worker(center, inner, period=1)
         params, state = worker.start()
-        updates, state = worker.tx.update(jnp.full(4, 100.0), state, params)
+        updates, state = worker.tx.update(gradient, state, params)
         worker.exchange(optax.apply_updates(params, updates), state)
         assert center.pull().params[0] == -moved
 
 
-def test_rejected_message_resets_the_gradient_transformation(caplog):
+def test_rejected_message_resets_the_inner_optimizer():
     center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.zeros(2))
-    trace = optax.trace(1.0)
-    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, gradients=trace)
+    inner = optax.chain(optax.trace(1.0), optax.sgd(1.0))
+    worker = agn_optax.Worker(center, inner, period=1)
     params, state = worker.start()
     for gradient, expected in ((jnp.nan, 0.0), (1.0, -1.0)):
         updates, state = worker.tx.update(jnp.full(2, gradient), state, params)
@@ -437,8 +398,6 @@ def test_drop_in_as_inner_optimizer_is_rejected():
         with pytest.raises(errors.InvalidArgumentError, match="local steps alone"):
             worker.start()
     assert not center.workers
-    with pytest.raises(errors.InvalidTypeError, match="gradients"):
-        agn_optax.Worker(center, shared.sgd(0.1), period=2, gradients=1.0)
 
 
 @pytest.mark.parametrize("period", [1, 3])

@@ -281,10 +281,7 @@ CODECS = {
     "top_k": lambda: codecs.error_feedback(
         codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(2))
     ),
-    "random_k": lambda: codecs.error_feedback(codecs.random_k(2, block=4)),
     "sign": lambda: codecs.error_feedback(codecs.sign(block=4)),
-    "stochastic": lambda: codecs.quantize(4, block=5, rounding="stochastic"),
-    "low_rank": lambda: codecs.error_feedback(codecs.low_rank(1)),
     "two_way": lambda: two_way(codecs.quantize(4, block=5)),
 }
 
@@ -300,8 +297,6 @@ OBSERVED = {
     "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
     "top_k": shared.downpour,
     "two_way": functools.partial(shared.diloco, shared.sgd(0.5, momentum=0.5)),
-    "stochastic": shared.downpour,
-    "random_k": functools.partial(shared.agn, shared.sgd(0.5)),
 }
 
 
@@ -318,7 +313,7 @@ def trained(place, codec):
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", OBSERVED)
 def test_12_encoded_messages_are_equal_in_every_placement(codec):
-    """Equal contributions draw equal random numbers and give equal bits.
+    """Equal contributions give equal bits.
 
     This is shown for one worker, and for several with different contributions.
     """
@@ -361,7 +356,6 @@ def test_13_sent_plus_residual_is_what_was_contributed(place):
         *(codecs.quantize(bits, block=5) for bits in (2, 4, 8)),
         codecs.quantize(4, block=5, format="e3m0"),
         codecs.top_k(2, block=5),
-        codecs.random_k(2, block=5),
     ],
     ids=str,
 )
@@ -400,11 +394,9 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
     ("codec", "is_exact"),
     [
         *((codecs.quantize(bits, block=5), True) for bits in (2, 4, 8)),
-        (codecs.quantize(4, block=5, format="codebook"), False),
+        (codecs.quantize(2, block=5, format="codebook"), False),
         (codecs.sign(block=5), False),
         (codecs.top_k(2, block=5), False),
-        (codecs.random_k(2, block=5), False),
-        (codecs.low_rank(1), False),
     ],
     ids=str,
 )
@@ -445,7 +437,7 @@ def test_13_narrow_center_rounds_decoded_messages_once(codec, is_exact, dtype):
 ANSWERS = {
     "easgd": lambda: codecs.quantize(8, block=3),
     "agn": lambda: codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(4)),
-    "agn_window": lambda: codecs.random_k(3, block=8),
+    "agn_window": lambda: codecs.top_k(3, block=8),
 }
 
 
@@ -584,7 +576,7 @@ class HalfReachableSession:
         return self._session.exchange(submission)
 
 
-@pytest.mark.parametrize("codec", ["error_feedback", "stochastic", "random_k"])
+@pytest.mark.parametrize("codec", ["error_feedback", "top_k"])
 def test_repeated_message_is_encoded_once(codec):
     rule = shared.downpour(codec=CODECS[codec]())
     center = HalfReachableCenter(rule, PARAMS)
@@ -714,7 +706,6 @@ def test_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
         (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
-        (lambda: two_way(codecs.low_rank(2)), "equally only up to rounding"),
         (lambda: two_way(two_way(codecs.sign())), "Give the codec without error_fee"),
         (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
         (lambda: two_way("int8"), "must be a floating dtype, got int8"),

@@ -53,7 +53,6 @@ RULES = {
             "heloco": outer.heloco(0.8, 0.5),
             "lookahead": outer.momentum_lookahead(0.8, 0.5),
             "ordered": outer.ordered_momentum(0.5, 0.5, messages=2),
-            "primal": outer.primal_averaging(shared.sgd(1.0), averaging=0.5),
             "restarts": outer.restart_momentum(MOMENTUM, 5),
         }.items()
     },
@@ -67,7 +66,6 @@ CODECS = {
     "identity": codecs.identity(),
     "cast": codecs.cast("bfloat16"),
     "quantize": codecs.quantize(8, block=4),
-    "stochastic": codecs.quantize(8, block=4, rounding="stochastic"),
     "feedback": codecs.error_feedback(codecs.quantize(4, block=4)),
     "e3m0": codecs.error_feedback(codecs.quantize(4, block=4, format="e3m0")),
     "top_k": codecs.error_feedback(
@@ -76,9 +74,7 @@ CODECS = {
         ),
         decay=0.95,
     ),
-    "random_k": codecs.error_feedback(codecs.random_k(3, block=4)),
     "sign": codecs.error_feedback(codecs.sign(block=4)),
-    "low_rank": codecs.error_feedback(codecs.low_rank(1)),
     "two_way": codecs.two_way(
         codecs.error_feedback(codecs.quantize(8, block=4)),
         answers=codecs.quantize(4, block=4),
@@ -89,7 +85,6 @@ FRAGMENTS = {
     "whole": None,
     "fragments": agn_optax.Fragments(2),
     "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
-    "eager": agn_optax.Fragments(2, delay=1, eager=True),
 }
 # The largest distance to the minimum after this many rounds.
 ROUNDS = 50
@@ -401,17 +396,13 @@ def rejection(rule, codec, place, dtype, fragments):
         return "must send all elements"
     if rule == "median" and place in outside:
         return "one by one"
-    if fragments in ("delayed", "eager"):
+    if fragments == "delayed":
         if place in ("shards of towers", "in pairs"):
             return "a message in flight needs one center"
         if rule.startswith("easgd"):
-            return "mixing would reduce|eager updates adopt"
-        if place in outside and fragments == "eager":
-            return "outside its program has no center optimizer"
+            return "mixing would reduce"
         if place == "overlapping":
             return "an answer is adopted when it arrives"
-    if fragments == "eager" and rule == "median":
-        return "eager"
     # A fragment has whole leaves. A shard may have a part of a leaf, unless answers are
     # encoded; heloco reads whole leaves.
     has_whole_leaves = rule == "heloco" and codec == "e3m0"

@@ -107,8 +107,6 @@ EVERY = {
     "agn late": LATE,
     "diloco late": LATE,
     "easgd_rho late": dataclasses.replace(LATE, mixing=0.0),
-    "diloco eager": agn_optax.Fragments(2, delay=3, eager=True),
-    "agn eager": agn_optax.Fragments(2, delay=1, eager=True),
     "average mixed": agn_optax.Fragments(2, mixing=0.25),
 }
 
@@ -271,9 +269,7 @@ def over_vmap(tx):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["agn", "diloco", "easgd_rho", "diloco late", "diloco eager", "agn eager"]
-)
+@pytest.mark.parametrize("name", ["agn", "diloco", "easgd_rho", "diloco late"])
 def test_6_vmap_and_shard_map_agree(name):
     rule, fragments = name.split()[0], EVERY[name]
     tx = drop_in(rule, fragments, axis_name="workers")
@@ -282,7 +278,7 @@ def test_6_vmap_and_shard_map_agree(name):
     expected = over_vmap(tx)(params, targets)
     actual = over_shard_map(tx)(params, targets)
     assert_close(actual, expected)
-    _, center = actual  # one center for all workers, also with eager updates
+    _, center = actual  # one center for all workers
     for leaf in jax.tree.leaves(center):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
@@ -297,7 +293,7 @@ def test_6_fragments_at_once_equal_no_fragments_with_several_workers():
     assert_close(actual, expected, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", ["agn", "diloco", "diloco late", "diloco eager"])
+@pytest.mark.parametrize("name", ["agn", "diloco", "diloco late"])
 def test_9_restored_state_continues_bit_for_bit(name):
     rule, fragments = name.split()[0], EVERY[name]
     tx, params = drop_in(rule, fragments), tree()
@@ -315,7 +311,7 @@ def test_9_restored_state_continues_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("fragments", [AT_ONCE, TURNS])
-@pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.low_rank(1)])
+@pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.sign()])
 def test_13_fragment_residual_is_what_its_codec_lost(codec, fragments):
     rule = shared.downpour(codec=codecs.error_feedback(codec))
     tx = agn_optax.phases(shared.sgd(0.25), rule, fragments=fragments)
@@ -349,7 +345,7 @@ def test_11_lossless_codec_changes_nothing():
     assert_close(train(tx)(params, targets), plain, tolerance=1e-6)
 
 
-# Delay, mixing and eager updates.
+# Delay and mixing.
 
 
 def quadratic(fragments, targets, *, rule=None, inner=0.1, workers=1):
@@ -384,47 +380,6 @@ def test_delay_and_mixing_match_the_equation_of_streaming_diloco(mixing):
             sent = c - x
         expected.append((x, c))
     np.testing.assert_allclose(quadratic(fragments, targets), expected, rtol=1e-5)
-
-
-def test_eager_update_applies_own_message_first_and_others_later():
-    """There are two workers with a period of 3, an offset of 2 and a delay of 1."""
-    fragments = agn_optax.Fragments(1, offsets=(2,), delay=1, eager=True)
-    tx = agn_optax.phases(
-        shared.sgd(0.1),
-        shared.diloco(shared.sgd(0.5)),
-        axis_name="workers",
-        fragments=fragments,
-    )
-    local = jax.vmap(functools.partial(step, tx))
-    targets = np.random.default_rng(0).normal(size=(6, 2)).astype("f")
-    params = jnp.ones(2)
-    state = jax.vmap(tx.init)(params)
-    x, c, sent, own = np.ones(2), 1.0, np.zeros(2), np.zeros(2)
-    for t, target in enumerate(targets, start=1):
-        params, state = local(params, state, target)
-        for which in fragments.due(t, 3):
-            exchange = functools.partial(tx.exchange, **which)
-            params, state = jax.vmap(exchange, axis_name="workers")(params, state)
-        x -= 0.1 * 0.7 * (x - target)
-        if t % 3 == 0:
-            moved = c - 0.5 * sent.mean()
-            x, c = moved + (x - own), moved
-        if t % 3 == 2:
-            sent = c - x
-            x = c - 0.5 * sent / 2
-            own = x.copy()
-        np.testing.assert_allclose(params, x, rtol=1e-5)
-        np.testing.assert_allclose(agn_optax.center_params(state), [c, c], rtol=1e-5)
-
-
-def test_eager_updates_of_a_single_worker_have_no_delay():
-    """A single worker adopts its own message at once, and there are no others."""
-    params = tree()
-    targets = steps_of(params, 2 * PERIOD + 2)
-    now = train(drop_in("diloco", TURNS))(params, targets)
-    eager = agn_optax.Fragments(2, delay=2, eager=True)
-    later = train(drop_in("diloco", eager))(params, targets)
-    assert_close(later[2], now[2], tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -552,7 +507,6 @@ def test_compiled_round_sends_one_fragment_at_a_time():
         (lambda: agn_optax.Fragments(2, (0, 1)), "each of offsets must be a positive"),
         (lambda: agn_optax.Fragments(2, delay=-1), "delay must be a whole number"),
         (lambda: agn_optax.Fragments(2, mixing=1.0), "mixing must be below 1"),
-        (lambda: agn_optax.Fragments(2, eager=True), "eager updates need a delay"),
         (lambda: agn_optax.Fragments(2, delay=4).due(1, 4), "delay=4.* period of 4"),
         (lambda: agn_optax.Fragments(2, (1, 9)).due(1, 4), r"\(1, 9\) and a period"),
         (lambda: agn_optax.Fragments(9).divide(tree()), "3 leaves, too few for 9"),
@@ -578,11 +532,6 @@ def test_settings_that_fragments_do_not_support_are_rejected():
     rejected = pytest.raises
     with rejected(errors.InvalidArgumentError, match="'easgd', mixing=0.5: the rule"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, mixing=0.5))
-    with rejected(errors.InvalidArgumentError, match="'easgd': eager updates adopt"):
-        make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
-    median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
-    with rejected(errors.InvalidArgumentError, match="'average' with median: "):
-        make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
     with rejected(
         errors.InvalidArgumentError, match="one center, whole on every device"
     ):

@@ -32,15 +32,11 @@ ALL = {
     "buffered": lambda: outer.buffered(shared.adam(0.1), 2),
     "buffered radial": lambda: outer.buffered(shared.sgd(0.1), 2, combine="radial"),
     "restart_momentum": lambda: outer.restart_momentum(shared.adam(0.1), 2),
-    "primal_averaging": lambda: outer.primal_averaging(shared.adam(0.1)),
     "scale_by_drift": lambda: optax.chain(
         outer.scale_by_drift(0.1, history=2), shared.sgd(0.5)
     ),
     "scale_by_weight": lambda: optax.chain(
         agn_optax.scale_by_weight(), shared.sgd(0.5)
-    ),
-    "scale_by_steps": lambda: optax.chain(
-        agn_optax.scale_by_steps(4.0, exponent=0.5), shared.sgd(0.5)
     ),
     "scale_by_turnaround": lambda: optax.chain(
         agn_optax.scale_by_turnaround(4), shared.sgd(0.5)
@@ -486,33 +482,6 @@ def test_restarts_damp_the_oscillation_of_momentum():
     assert distance(outer.restart_momentum(sgd, 20)) < 0.1 * distance(sgd)
 
 
-def test_primal_averaging_has_inner_and_nesterov_as_special_cases():
-    for inner in (optax.adam(0.1), optax.sgd(0.5, 0.9)):
-        ours, _ = trained(outer.primal_averaging(inner, averaging=0.0), GRADS)
-        np.testing.assert_allclose(ours, trained(inner, GRADS)[0], rtol=1e-4)
-    ours, _ = trained(
-        outer.primal_averaging(optax.sgd(2.0), averaging=0.75, interpolation=0.75),
-        GRADS,
-    )
-    nesterov, _ = trained(optax.sgd(0.5, 0.75, nesterov=True), GRADS)
-    np.testing.assert_allclose(ours, nesterov, rtol=1e-4)
-
-
-def test_primal_averaging_matches_its_equations():
-    tx = outer.primal_averaging(optax.sgd(0.5), averaging=0.8, interpolation=0.6)
-    center = x = z = np.ones(3, np.float32)
-    state = tx.init(jnp.ones(3))
-    for g in map(np.asarray, GRADS):
-        updates, state = tx.update(g, state, center)
-        center = center + updates
-        z = z - 0.5 * g
-        x = 0.8 * x + 0.2 * z
-        np.testing.assert_allclose(center, 0.6 * x + 0.4 * z, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(
-            outer.evaluated(state, center), x, rtol=1e-4, atol=1e-5
-        )
-
-
 def test_schedule_free_works_as_center_optimizer():
     """Workers begin at the center; its average is the point to evaluate."""
     free = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.9)
@@ -651,7 +620,7 @@ def test_float64_center_computes_nothing_in_float32(name):
         assert jnp.dtype("float32") not in kinds
 
 
-@pytest.mark.parametrize("name", ["momentum_lookahead", "heloco", "primal_averaging"])
+@pytest.mark.parametrize("name", ["momentum_lookahead", "heloco"])
 def test_point_to_evaluate_is_as_exact_as_the_center(name):
     """It matches the equations to float64 precision."""
     with jax.enable_x64(True):
@@ -660,11 +629,7 @@ def test_point_to_evaluate_is_as_exact_as_the_center(name):
         found = np.asarray(outer.evaluated(state, center))
         assert found.dtype == np.float64
         center = np.asarray(center)
-        if name == "primal_averaging":
-            z = np.asarray(state.z)
-            expected = z + (center - z) / 0.7
-        else:
-            expected = center + 0.7 * 0.9 * np.asarray(state.momentum)
+        expected = center + 0.7 * 0.9 * np.asarray(state.momentum)
         np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
@@ -744,9 +709,11 @@ def test_worker_passes_weight_and_steps_to_the_center():
 
 
 @pytest.mark.parametrize(("exponent", "wanted"), [(1.0, 4.0), (-1.0, 0.25), (0.5, 2.0)])
-def test_scale_by_steps_uses_a_power(exponent, wanted):
-    tx = agn_optax.scale_by_steps(10, exponent=exponent)
-    scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), steps=jnp.int32(40))
+def test_scale_by_weight_scales_by_a_power_of_the_steps(exponent, wanted):
+    tx = agn_optax.scale_by_weight(
+        lambda weight, steps: (steps / 10) ** exponent, reference=1.0
+    )
+    scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), weight=1.0, steps=40)
     np.testing.assert_allclose(scaled, np.full(2, wanted), rtol=1e-6)
 
 
@@ -781,10 +748,8 @@ def test_scale_by_turnaround_balances_fast_and_slow_workers():
         (outer.ordered_momentum(messages=2), "staleness"),
         (outer.scale_by_drift(history=2), "params"),
         (outer.restart_momentum(optax.sgd(0.1), 2), "params"),
-        (outer.primal_averaging(optax.sgd(0.1)), "params"),
         (agn_optax.scale_by_weight(), "weight"),
         (agn_optax.scale_by_weight(lambda w, s: w / s), "weight"),
-        (agn_optax.scale_by_steps(10.0), "steps"),
         (agn_optax.scale_by_turnaround(2), "staleness"),
         (agn_optax.scale_by_turnaround(), "workers"),
     ],
@@ -809,15 +774,9 @@ def test_missing_argument_is_named_in_the_error(tx, named):
         (lambda: outer.buffered(optax.sgd(0.1), 0), "size must be"),
         (lambda: outer.buffered(optax.sgd(0.1), 2, combine="sum"), "combine must be"),
         (lambda: outer.restart_momentum(optax.sgd(0.1), 0), "every must be"),
-        (lambda: outer.primal_averaging(optax.sgd(1.0), averaging=2.0), "averaging"),
-        (
-            lambda: outer.primal_averaging(optax.sgd(1.0), interpolation=0.0),
-            "interpolation must be",
-        ),
         (lambda: outer.scale_by_drift(0.0, history=2), "gamma must be"),
         (lambda: outer.scale_by_drift(history=0), "history must be"),
         (lambda: agn_optax.scale_by_weight(reference=0.0), "reference must be"),
-        (lambda: agn_optax.scale_by_steps(-1.0), "reference must be"),
         (lambda: agn_optax.scale_by_turnaround(0), "workers must be"),
         (lambda: agn_optax.delayed_nesterov(delay=0), "delay must be"),
         (lambda: agn_optax.delayed_nesterov(delay=4, spread=0.3), "spread must be"),

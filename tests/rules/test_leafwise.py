@@ -9,7 +9,6 @@ import pytest
 from helpers import leaf_groups, support
 
 import agn_optax
-from agn_optax import codecs
 
 # AGN's message needs no parameters, so its updates are never kept in memory.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
@@ -60,16 +59,6 @@ def test_center_optimizer_with_a_random_key_exchanges():
     )
     _, center = trained(agn_optax.diloco(optax.sgd(0.1), 3, center=noisy))
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(center))
-
-
-def test_random_numbers_of_answers_do_not_depend_on_groups(groups, monkeypatch):
-    answers = codecs.quantize(4, rounding="stochastic")
-    codec = codecs.two_way(codecs.identity(), answers)
-    tx = agn_optax.downpour(optax.sgd(0.1), 3, codec=codec)
-    found = trained(tx)
-    assert not groups
-    leaf_groups.forbid(monkeypatch)
-    support.assert_identical(found, trained(tx))
 
 
 def test_injected_moving_rate_exchanges_by_groups(groups):

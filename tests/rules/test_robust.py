@@ -11,12 +11,8 @@ from helpers.support import assert_close
 
 from agn_optax import center_optimizers, errors, robust, rules
 
-ELEMENTWISE = {
-    "median": robust.median(),
-    "trimmed_mean": robust.trimmed_mean(0.2),
-}
 ALL = {
-    **ELEMENTWISE,
+    "median": robust.median(),
     "krum": robust.krum(1),
     "multi-krum": robust.krum(1, keep=3),
 }
@@ -60,11 +56,6 @@ def test_robust_functions_match_their_equations(count):
     tree = messages(count)
     expected = jax.tree.map(lambda x: np.median(x, axis=0), tree)
     assert_close(combined(robust.median(), tree), expected, tolerance=1e-6)
-    b = int(np.ceil(0.2 * count))
-    expected = jax.tree.map(
-        lambda x: np.sort(x, axis=0)[b : count - b].mean(axis=0), tree
-    )
-    assert_close(combined(robust.trimmed_mean(0.2), tree), expected, tolerance=1e-6)
     assert_close(
         combined(robust.krum(1), tree), krum_reference(tree, 1, 1), tolerance=1e-6
     )
@@ -139,7 +130,6 @@ def test_equal_messages_combine_to_that_message(name):
             5,
             r"krum\(1, keep=3\) needs a round of at least 6 messages, got 5",
         ),
-        ("trimmed_mean", 2, r"trimmed_mean\(0\.2\) leaves out 1 of 2"),
     ],
 )
 def test_too_few_messages_are_rejected(name, count, message):
@@ -150,8 +140,6 @@ def test_too_few_messages_are_rejected(name, count, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: robust.trimmed_mean(0.5), r"fraction must be a number in \(0, 0\.5\)"),
-        (lambda: robust.trimmed_mean(0), "fraction must be a number in"),
         (lambda: robust.krum(0), "faulty must be a positive int"),
         (lambda: robust.krum(1, keep=0), "keep must be a positive int"),
         (

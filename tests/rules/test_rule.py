@@ -20,7 +20,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import codecs, rules
-from agn_optax import round as rounds
+from agn_optax.round import steps as rounds
 
 DTYPES = ["float32", "bfloat16", "float16"]
 

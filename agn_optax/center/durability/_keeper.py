@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
@@ -38,6 +37,7 @@ from agn_optax.center.durability._files import (
 )
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, difference, fingerprint
 
 PyTree = Any

@@ -35,8 +35,7 @@ class RuleOptions:
         dtype rounds the center; any other codec sends differences.
       combine NAME: How to combine the messages of a round, if not as the rule does:
         {combinations}. All but the first two need --mode synchronous. Bad messages are
-        tolerated by median, trimmed_mean (which drops a quarter at either end) and
-        krum (one bad message).
+        tolerated by median and krum (one bad message).
 
     Center optimizer:
       center_optimizer NAME: For agn and diloco: one of {optimizers}.

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors, rules
-from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.ops.planning._cluster import Cluster
 from agn_optax.ops.planning._cost import CenterMemory, Cost, WorkerMemory
 from agn_optax.ops.planning._times import Work, exchange_times
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, check_rule, codecs
 
 PyTree = Any

@@ -1,4 +1,4 @@
-"""Memory of a center between exchanges: the device's, or pinned memory of the host."""
+"""Centers in pinned memory of the host between exchanges."""
 
 from __future__ import annotations
 
@@ -16,47 +16,24 @@ from agn_optax.round.placements._stored import StoredCenter, as_stored
 PyTree = Any
 
 
-class DeviceMemory:
-    """The device's memory, in which trees are stored as they are."""
+def check_host_memory() -> None:
+    """Check that the device has pinned memory of the host, and that JAX supports it.
 
-    is_readable_in_step: ClassVar[bool] = True
-
-    def check(self) -> None:
-        """Check that the device has this memory, and that JAX supports it.
-
-        Raises:
-          InvalidArgumentError: the device has none, or this JAX does not support it.
-        """
-
-    def store(self, *trees: PyTree) -> Any:
-        """Move trees to this memory, and convert them to the form that is stored."""
-        return trees
-
-
-class HostMemory(DeviceMemory):
-    """Pinned memory of the host."""
-
-    is_readable_in_step: ClassVar[bool] = False
-
-    def check(self) -> None:
-        device = jax.local_devices()[0]
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if "pinned_host" not in kinds:
-            raise errors.InvalidArgumentError(
-                f"memory='host' needs a device with pinned_host memory; {device} has "
-                f"{', '.join(kinds)}"
-            )
-        if not _stays_on_host():
-            raise errors.InvalidArgumentError(
-                f"memory='host' needs a newer JAX: {jax.__version__} moves the outputs "
-                "of a program from the host to the device"
-            )
-
-    def store(self, *trees: PyTree) -> Any:
-        return to_host(tuple(OnHost(for_host(tree)) for tree in trees))
-
-
-MEMORIES = {"device": DeviceMemory(), "host": HostMemory()}
+    Raises:
+      InvalidArgumentError: the device has none, or this JAX does not support it.
+    """
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise errors.InvalidArgumentError(
+            f"memory='host' needs a device with pinned_host memory; {device} has "
+            f"{', '.join(kinds)}"
+        )
+    if not _stays_on_host():
+        raise errors.InvalidArgumentError(
+            f"memory='host' needs a newer JAX: {jax.__version__} moves the outputs "
+            "of a program from the host to the device"
+        )
 
 
 # JAX gives the buffer of a donated argument to the first output with the same shape and

@@ -27,11 +27,18 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 
 from agn_optax import errors
 from agn_optax._internal import check, combinations, trees
-from agn_optax.round import _collectives, _messages
-from agn_optax.round.placements._host import MEMORIES, DeviceMemory, to_device
+from agn_optax.round import _collectives
+from agn_optax.round.placements._host import (
+    OnHost,
+    check_host_memory,
+    for_host,
+    to_device,
+    to_host,
+)
 from agn_optax.round.placements._placement import Placement
 from agn_optax.round.placements._stored import as_stored, center_arrays
 from agn_optax.rules import Rule
@@ -57,9 +64,9 @@ class Layout(abc.ABC):
         return _collectives.names(self.axis_name)
 
     @property
-    def memory(self) -> DeviceMemory:
-        """The memory of the center between exchanges."""
-        return MEMORIES[self.placement.memory]
+    def is_on_host(self) -> bool:
+        """True if the center is in the host's memory between exchanges."""
+        return self.placement.memory == "host"
 
     @property
     def place(self) -> str:
@@ -74,7 +81,7 @@ class Layout(abc.ABC):
     @property
     def is_readable_in_step(self) -> bool:
         """True if a local step can read the whole center in the state."""
-        return self.memory.is_readable_in_step
+        return not self.is_on_host
 
     def check_rule(self, rule: Rule) -> None:
         """Check that a rule can be used with this placement.
@@ -88,6 +95,15 @@ class Layout(abc.ABC):
                 "a placement",
                 f"{rule.codec}, {self.placement}",
             )
+
+    def check_memory(self) -> None:
+        """Check that the device has the memory of the center.
+
+        Raises:
+          InvalidArgumentError: the device does not have it.
+        """
+        if self.is_on_host:
+            check_host_memory()
 
     def check_bound(self) -> None:
         """Check that every axis of this layout is bound while tracing."""
@@ -235,14 +251,14 @@ class Layout(abc.ABC):
             return trees.scaled(jax.tree.map(trees.widened, message), weights[worker])
 
         if not isinstance(method, str):
-            pieces = _messages.stacked(
+            pieces = _stacked(
                 lambda worker: jax.tree.map(
                     self._elements_to_combine, message_of(worker)
                 ),
                 count,
             )
             return self._combine_gathered(pieces, method, like)
-        total = _messages.summed(message_of, count)
+        total = _summed(message_of, count)
         return jax.tree.map(lambda t: t / count, total) if method == "mean" else total
 
     def _gather(self, part: jax.Array) -> jax.Array:
@@ -289,7 +305,10 @@ class Layout(abc.ABC):
 
         ``like`` gives the shapes: a whole center, or a stored one.
         """
-        return self.memory.store(self._wrap(center, like), center_state)
+        stored = self._wrap(center, like), center_state
+        if not self.is_on_host:
+            return stored
+        return to_host(tuple(OnHost(for_host(tree)) for tree in stored))
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """Undo `store`: return the center and its optimizer's state, on the device."""
@@ -311,3 +330,29 @@ class Layout(abc.ABC):
 def shaped(flat: jax.Array, like: Any) -> jax.Array:
     """Reshape a flat array, without its padding, to the shape of ``like``."""
     return flat[: math.prod(like.shape)].reshape(like.shape)
+
+
+def _summed(message: Callable[[Any], PyTree], count: int) -> PyTree:
+    """Return ``message(0) + ... + message(count - 1)``, in float32 or wider.
+
+    The sum is taken in the order of the indices, so every device that adds the same
+    messages gets the same bits.
+    """
+    total = jax.tree.map(trees.widened, message(0))
+    if count == 1:
+        return total
+    return jax.lax.fori_loop(
+        1,
+        count,
+        lambda i, total: jax.tree.map(
+            lambda t, m: t + trees.widened(m), total, message(i)
+        ),
+        total,
+    )
+
+
+def _stacked(message: Callable[[Any], PyTree], count: int) -> PyTree:
+    """Stack messages 0 to ``count - 1`` as [count, ...], in float32 or wider."""
+    return jax.lax.map(
+        lambda i: jax.tree.map(trees.widened, message(i)), jnp.arange(count)
+    )

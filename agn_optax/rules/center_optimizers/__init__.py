@@ -5,7 +5,7 @@ place of parameters, and the extra argument ``staleness``.
 
 - `_delayed_nesterov`, `_lookahead`, `_ordered_momentum`: momentum for asynchronous
   workers
-- `_primal_averaging`, `_restart_momentum`: for any center
+- `_restart_momentum`: for any center
 - `_buffered`: combine several messages into one
 - `_drift`: scale late messages by how far the center has moved
 - `_evaluated`: the point to evaluate, if it is not the center
@@ -27,10 +27,6 @@ from agn_optax.rules.center_optimizers._ordered_momentum import (
     OrderedMomentumState,
     ordered_momentum,
 )
-from agn_optax.rules.center_optimizers._primal_averaging import (
-    PrimalAveragingState,
-    primal_averaging,
-)
 from agn_optax.rules.center_optimizers._restart_momentum import (
     RestartState,
     restart_momentum,
@@ -42,7 +38,6 @@ __all__ = [
     "DriftState",
     "LookaheadState",
     "OrderedMomentumState",
-    "PrimalAveragingState",
     "RestartState",
     "buffered",
     "delayed_nesterov",
@@ -50,7 +45,6 @@ __all__ = [
     "heloco",
     "momentum_lookahead",
     "ordered_momentum",
-    "primal_averaging",
     "restart_momentum",
     "scale_by_drift",
 ]

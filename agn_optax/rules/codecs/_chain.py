@@ -60,7 +60,6 @@ def chain_codecs(*codecs: Codec) -> Codec:
         name=f"chain_codecs({', '.join(map(str, codecs))})",
         answers=answers[0] if answers else None,
         of_differences=any(codec.of_differences for codec in codecs),
-        is_exact=all(codec.is_exact for codec in codecs),
         reads=widest(*(codec.reads for codec in codecs)),
     )
 

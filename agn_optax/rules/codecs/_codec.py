@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,17 +50,15 @@ class Codec:
       of_differences: whether the codec may leave out most elements. That is valid for
         gradients and displacements only: parameters that are left out would look like
         zeros. Rules that send parameters reject such a codec.
-      is_exact: whether all programs decode a message to the same bits.
       reads: what an element of the decoded contribution depends on: that ``"element"``
-        of the contribution alone, its ``"leaf"`` (and the number of the leaf, for
-        random numbers), or the whole ``"tree"``. A center in shards needs one of the
-        first two. If ``answers`` is a codec, the wider ``reads`` of both codecs counts.
+        of the contribution alone, its ``"leaf"``, or the whole ``"tree"``. A center in
+        shards needs one of the first two. If ``answers`` is a codec, the wider
+        ``reads`` of both codecs counts.
 
     Raises:
       InvalidTypeError: ``answers`` is neither a codec nor a dtype.
       InvalidArgumentError: ``reads`` is not one of these; ``answers`` is not a floating
-        dtype, or it is a codec with which the broadcast would differ between workers,
-        or would count losses twice.
+        dtype, or it is a codec with which the broadcast would count losses twice.
 
     Example:
       A codec that sends the signs of a leaf's elements and their mean absolute value:
@@ -94,11 +92,10 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
-    # Only the author of a codec knows these three: they are about the numbers that its
+    # Only the author of a codec knows these two: they are about the numbers that its
     # functions compute. All other properties are derived: `is_identity` from the
     # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
-    is_exact: bool = True
     reads: Reads = "tree"
 
     def __post_init__(self) -> None:
@@ -135,8 +132,6 @@ def _check_answers(codec: Codec, argument: str) -> None:
     got = f"{codec} for {argument}"
     if codec.returned is not None:
         combinations.reject("error_feedback", "answers of a codec", got)
-    if not codec.is_exact:
-        combinations.reject("a codec that is not exact", "answers of a codec", got)
     if codec.answer_codec is not None:
         combinations.reject("a codec with answers", "answers of a codec", got)
 
@@ -256,7 +251,8 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     Args:
       codec: codec of the contributions.
       answers: codec of the differences, such as `quantize`; it must not be an
-        `error_feedback`. Or a floating dtype, to which the adopted center is rounded;
+        `error_feedback`, and all programs must decode its messages to the same bits. Or
+        a floating dtype, to which the adopted center is rounded;
         or None for the exact center.
 
     Returns:
@@ -269,7 +265,7 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
       InvalidTypeError: ``codec`` is not a codec, or ``answers`` is neither a codec nor
         a dtype.
       InvalidArgumentError: ``answers`` is a dtype that is not floating, or a codec that
-        does not decode to the same bits everywhere or has an `error_feedback`.
+        has an `error_feedback`.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -318,45 +314,6 @@ def of_leaves(
         reads=reads,
         **fields,
     )
-
-
-class StochasticState(NamedTuple):
-    """State of a codec that draws random numbers."""
-
-    encoded: jax.Array  # int32 scalar: number of encoded contributions
-
-
-def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
-    """Return a codec that encodes each leaf separately, with its own random key."""
-
-    def encode_all(
-        contribution: PyTree, state: StochasticState
-    ) -> tuple[PyTree, StochasticState]:
-        leaves, treedef = jax.tree.flatten(contribution)
-        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
-        # The key depends on the contribution, so that each worker draws different
-        # numbers. A key by worker would differ between placements: docs/notes.md.
-        encoded = [
-            encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
-            for i, leaf in enumerate(leaves)
-        ]
-        state = StochasticState(optax.safe_increment(state.encoded))
-        return jax.tree.unflatten(treedef, encoded), state
-
-    return Codec(
-        lambda params: StochasticState(jnp.zeros((), jnp.int32)),
-        encode_all,
-        _leafwise(decode),
-        name=name,
-        reads="leaf",
-        **fields,
-    )
-
-
-def _digest(leaf: Any) -> jax.Array:
-    """Return a number that depends on the bits of all elements, not on their order."""
-    bits = jax.lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.uint32)
-    return bits.sum(dtype=jnp.uint32)
 
 
 def _leafwise(decode: Callable[[PyTree, Any], jax.Array]) -> Callable[..., PyTree]:

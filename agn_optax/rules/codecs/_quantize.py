@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import statistics
 from typing import Any, Literal
 
 import jax
@@ -13,7 +10,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
+from agn_optax.rules.codecs._codec import Codec, of_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     block_length,
@@ -26,17 +23,23 @@ from agn_optax.rules.codecs._packing import (
 )
 
 PyTree = Any
-Rounding = Literal["nearest", "stochastic"]
 Format = Literal["linear", "e3m0", "codebook"]
 
 _SHORT = 7  # mantissa bits; products of two numbers with so few are exact in float32
+
+# The formats that are not linear: their levels in ascending order, and their bits.
+_POWERS = 2.0 ** np.arange(-6, 1, dtype=np.float32)
+_LEVELS = {
+    "e3m0": np.concatenate([-_POWERS[::-1], np.zeros(1, np.float32), _POWERS]),
+    "codebook": np.array([-1.5078125, -0.453125, 0.453125, 1.5078125], np.float32),
+}
+_BITS = {"e3m0": 4, "codebook": 2}
 
 
 def quantize(
     bits: int = 8,
     *,
     block: int = 4096,
-    rounding: Rounding = "nearest",
     format: Format = "linear",  # noqa: A002 the usual word
 ) -> Codec:
     r"""Round each element to one of a few levels, with a scale for each block.
@@ -45,9 +48,8 @@ def quantize(
         s = \text{scale}(k); \qquad
         m = (s, \text{round}_L(k / s)); \qquad \hat k = s \, \text{round}_L(k / s)
 
-    for each block of a leaf, where :math:`\text{round}_L` rounds to the nearest level,
-    or randomly to one of the two nearest levels such that the mean is the element
-    itself. The formats have these levels :math:`L` and scales :math:`s`:
+    for each block of a leaf, where :math:`\text{round}_L` rounds to the nearest level.
+    The formats have these levels :math:`L` and scales :math:`s`:
 
     ``"linear"``
         The levels are the whole numbers from :math:`-n` to
@@ -58,19 +60,13 @@ def quantize(
         :math:`\pm 2^0, ..., \pm 2^{-6}`. The scale is :math:`\max |k|`. For 4 bits
         only.
     ``"codebook"``
-        The levels are those of the least mean square error for a normal distribution
-        (Lloyd's and Max's). The scale is the root mean square of :math:`k`. Elements
-        beyond the last level are clipped, so use `error_feedback`.
+        The levels are the four of the least mean square error for a normal distribution
+        (Lloyd's and Max's). For 2 bits only. The scale is the root mean square of
+        :math:`k`. Elements beyond the last level are clipped, so use `error_feedback`.
 
     Scales and levels have few bits, so that decoding is exact: all programs decode a
     message to the same numbers, and the loss of an element is exactly its difference
-    from the decoded one. The same contribution and state always give the same bits: the
-    random numbers are determined by the bits of the contribution, the number of the
-    message and the leaf. Therefore workers, whose contributions differ, draw different
-    random numbers, and if one element of a leaf changes in its last place, all random
-    numbers of the leaf change.
-
-    Rounding to the nearest level loses the remainder, so small elements of a block may
+    from the decoded one. Rounding loses the remainder, so small elements of a block may
     never be sent: wrap the codec in `error_feedback`.
 
     Args:
@@ -78,15 +74,13 @@ def quantize(
       block: elements that share a scale, a positive int; blocks do not span leaves. In
         a leaf whose size is not a multiple of ``block``, blocks have the largest length
         below ``block`` that divides the size, if it is more than half of ``block``.
-      rounding: ``"nearest"``, or ``"stochastic"``, which draws new random numbers for
-        every message.
       format: ``"linear"``, ``"e3m0"`` or ``"codebook"``.
 
     Returns:
-      A codec, with `StochasticState` for stochastic rounding and without state
-      otherwise. For each leaf it sends ``codes`` (uint8 [blocks, bytes], ``8 // bits``
-      elements in each) and their ``scales`` (float32 [blocks]), and both again as
-      ``rest`` for a shorter last block. If a block is not finite, neither is its scale.
+      A codec without state. For each leaf it sends ``codes`` (uint8 [blocks, bytes],
+      ``8 // bits`` elements in each) and their ``scales`` (float32 [blocks]), and both
+      again as ``rest`` for a shorter last block. If a block is not finite, neither is
+      its scale.
 
     Raises:
       InvalidArgumentError: an argument is not one of these, or ``block`` is not
@@ -112,11 +106,12 @@ def quantize(
     if bits not in (2, 4, 8):
         raise errors.InvalidArgumentError(f"bits must be 8, 4 or 2, got {bits!r}")
     block = check.positive_int(block, "block")
-    check.one_of(rounding, "rounding", ("nearest", "stochastic"))
     check.one_of(format, "format", ("linear", "e3m0", "codebook"))
-    if format == "e3m0" and bits != 4:
-        raise errors.InvalidArgumentError(f"format 'e3m0' has 4 bits, got bits={bits}")
-    levels = None if format == "linear" else _levels(format, bits)
+    if bits != (own := _BITS.get(format, bits)):
+        raise errors.InvalidArgumentError(
+            f"format {format!r} has {own} bits, got bits={bits}"
+        )
+    levels = _LEVELS.get(format)
     largest = 2 ** (bits - 1) - 1  # the largest level; code 0 stands for -largest
 
     def scales_of(blocks: jax.Array, peaks: jax.Array) -> jax.Array:
@@ -129,33 +124,24 @@ def quantize(
         return jnp.maximum(short(peaks * jnp.sqrt(squares), _SHORT), TINY)
 
     # Each block stays a row, so that XLA reads its scale once for the whole row.
-    def encode_blocks(blocks: jax.Array, key: Any) -> PyTree:
+    def encode_blocks(blocks: jax.Array) -> PyTree:
         peaks = peaks_of(blocks)  # [blocks]
         finite = jnp.isfinite(peaks)
         scales = scales_of(blocks, peaks)
         x = blocks * (1 / scales)[:, None]
-        noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        if levels is None:
-            # No rounded |x| exceeds the largest level: the scale ensures it.
-            if noise is None:
-                rounded = jnp.round(x)
-            else:
-                rounded = jnp.floor(x + noise).clip(-largest, largest)
-            codes = rounded + largest
-        else:
-            codes = _nearest(x, levels, noise)
+        # No rounded |x| exceeds the largest level: the scale ensures it.
+        codes = jnp.round(x) + largest if levels is None else _nearest(x, levels)
         codes = jnp.where(finite[:, None], codes, 0).astype(jnp.uint8)
         return {
             "codes": packed(codes, bits),  # [blocks, bytes]
             "scales": jnp.where(finite, scales, peaks).astype(jnp.float32),
         }
 
-    def encode(leaf: Any, key: Any = None) -> PyTree:
+    def encode(leaf: Any) -> PyTree:
         first, *rest = whole_blocks(trees.widened(leaf), block)
-        sent = encode_blocks(first, key)
+        sent = encode_blocks(first)
         if rest:
-            rest_key = None if key is None else jax.random.fold_in(key, 1)
-            sent["rest"] = encode_blocks(rest[0], rest_key)
+            sent["rest"] = encode_blocks(rest[0])
         return sent
 
     def decode_blocks(sent: PyTree, length: int) -> jax.Array:
@@ -176,51 +162,11 @@ def quantize(
 
     name = f"quantize({bits}, block={block}"
     name += "" if format == "linear" else f", format={format}"
-    if rounding == "nearest":
-        return of_leaves(f"{name})", encode, decode)
-    return of_random_leaves(f"{name}, rounding=stochastic)", encode, decode)
+    return of_leaves(f"{name})", encode, decode)
 
 
-def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
-    """Return the index of the nearest level, or of one of the two nearest at random.
-
-    Args:
-      x: elements, divided by their scales.
-      levels: the levels in ascending order.
-      noise: random numbers in [0, 1), which choose the level; None for the nearest.
-    """
+def _nearest(x: jax.Array, levels: np.ndarray) -> jax.Array:
+    """Return the index of the nearest of the ascending ``levels``."""
     levels = levels.astype(x.dtype)  # exact: they have few bits
-    if noise is None:
-        return _count_below(x, (levels[1:] + levels[:-1]) / 2)
-    low = _count_below(x, levels[1:-1])
-    bottom, top = jnp.asarray(levels[:-1])[low], jnp.asarray(levels[1:])[low]
-    return low + (noise * (top - bottom) < x - bottom).astype(low.dtype)
-
-
-def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
-    """Return for each element how many of the ascending ``bounds`` are below it."""
-    if len(bounds) > 16:
-        return jnp.searchsorted(jnp.asarray(bounds), x)
+    bounds = (levels[1:] + levels[:-1]) / 2
     return sum((x > bound).astype(jnp.int32) for bound in bounds)
-
-
-@functools.cache
-def _levels(kind: Format, bits: int) -> np.ndarray:
-    """Return the levels of a format in ascending order, as float32 of few bits."""
-    if kind == "e3m0":
-        powers = 2.0 ** np.arange(-6, 1)
-        return np.concatenate([-powers[::-1], [0.0], powers]).astype(np.float32)
-    normal, count = statistics.NormalDist(), 2**bits
-    # Lloyd's iterations. The levels start with the asymptotically best density, that of
-    # a wider normal distribution. Each level then becomes the mean of the part of the
-    # distribution that is nearest to it, until the levels converge.
-    wide = statistics.NormalDist(0.0, math.sqrt(3))
-    levels = np.array([wide.inv_cdf((i + 0.5) / count) for i in range(count)])
-    for _ in range(300):
-        bounds = [-math.inf, *((levels[1:] + levels[:-1]) / 2), math.inf]
-        density = np.array([normal.pdf(b) if math.isfinite(b) else 0.0 for b in bounds])
-        below = np.array([0.0, *map(normal.cdf, bounds[1:-1]), 1.0])
-        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
-    mantissas, exponents = np.frexp(levels)
-    rounded = np.round(mantissas * 2 ** (_SHORT + 1)) / 2 ** (_SHORT + 1)
-    return np.ldexp(rounded, exponents).astype(np.float32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax._internal import check, trees
-from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
+from agn_optax.rules.codecs._codec import Codec, of_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     blocks_of,
@@ -82,67 +82,6 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
 
     name = f"top_k({k}, block={block})"
     return of_leaves(name, encode, decode, of_differences=True)
-
-
-def random_k(k: int = 64, *, block: int = 4096) -> Codec:
-    r"""Send random elements of each block, with new positions for every message.
-
-    .. math:: I = K \text{ positions of a block, at random}; \qquad m = (I, k_I); \qquad
-        \hat k_i = k_i \text{ for } i \in I \text{, else } 0
-
-    where :math:`k` is a block of the contribution, and :math:`K` the argument ``k``.
-    All blocks of a leaf share the same positions, so the positions take very few bytes,
-    and no elements are compared or sorted. All other elements are lost, so wrap the
-    codec in `error_feedback`.
-
-    Args:
-      k: number of elements to send of each block, a positive int.
-      block: elements of a block, a positive int; blocks do not span leaves.
-
-    Returns:
-      A codec with `StochasticState`. For each leaf it sends the ``positions``
-      (:math:`\lceil \log_2 \text{block} \rceil` bits each, packed into uint8) and the
-      ``values`` (in the leaf's dtype).
-
-    Raises:
-      InvalidArgumentError: an argument is not a positive int.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from agn_optax import codecs
-      >>> codec = codecs.error_feedback(codecs.random_k(1, block=2))
-      >>> like, received = jnp.zeros(4), 0
-      >>> state = codec.init(like)
-      >>> for _ in range(30):
-      ...     sent, state = codec.encode(jnp.ones(4), state)
-      ...     received = received + codec.decode(sent, like)
-      >>> print(received + state.residual)
-      [30. 30. 30. 30.]
-
-    References:
-      Sebastian U. Stich, Jean-Baptiste Cordonnier, Martin Jaggi, *Sparsified SGD with
-      Memory*, 2018.
-    """
-    k, block = check.positive_int(k, "k"), check.positive_int(block, "block")
-
-    def encode(leaf: Any, key: Any) -> PyTree:
-        blocks = blocks_of(jnp.asarray(leaf), block)
-        length = blocks.shape[1]
-        positions = jax.random.choice(key, length, (min(k, length),), replace=False)
-        return {
-            "positions": packed(positions, _bits(length)),
-            "values": blocks[:, positions].reshape(-1),
-        }
-
-    def decode(sent: PyTree, like: Any) -> jax.Array:
-        count, length, kept = _sizes(like.size, block, k)
-        positions = unpacked(sent["positions"], _bits(length), kept).astype(jnp.int32)
-        values = sent["values"].reshape(count, kept).astype(like.dtype)
-        blocks = jnp.zeros((count, length), like.dtype).at[:, positions].set(values)
-        return unblocked(blocks, like)
-
-    name = f"random_k({k}, block={block})"
-    return of_random_leaves(name, encode, decode, of_differences=True)
 
 
 def sign(*, block: int = 4096) -> Codec:

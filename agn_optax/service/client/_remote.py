@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import Submission
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax import round as rounds
 from agn_optax._internal import Leaf, description
+from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire._schema import Schema
