@@ -74,14 +74,12 @@ from agn_optax.round._round import local_step as local_step
 from agn_optax.round._round import message_of as message_of
 from agn_optax.round._round import move_anchor as move_anchor
 from agn_optax.round._round import overwrite as overwrite
-from agn_optax.round._round import publish as publish
 from agn_optax.round._round import receive as receive
 from agn_optax.round._round import recover as recover
 from agn_optax.round._round import recovers as recovers
 from agn_optax.round._round import restore_residual as restore_residual
 from agn_optax.round._round import weigh_and_apply as weigh_and_apply
 from agn_optax.round._round import weighed_message as weighed_message
-from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
 from agn_optax.round.placements import OnHost as OnHost

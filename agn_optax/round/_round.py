@@ -523,10 +523,10 @@ def adopt_late(
     ``sent`` are the parameters when the message was sent. The local progress made since
     then is kept, and becomes part of the next message.
     """
-    return with_progress(adopt(rule, sent, center, mixing), params, sent)
+    return _with_progress(adopt(rule, sent, center, mixing), params, sent)
 
 
-def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
+def _with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
     """Add the progress from ``sent`` to ``now`` to ``adopted``.
 
     Progress that is not finite counts as zero, so that such parameters can recover.
@@ -683,7 +683,7 @@ def receive_late(
         rule, layout, params, state, in_flight.message, center_args, mixing
     )
     if in_flight.adopted is not None:
-        moved = with_progress(moved, params, in_flight.adopted)
+        moved = _with_progress(moved, params, in_flight.adopted)
     # Reset the message to zeros that formally depend on the center. If the loop left
     # the message unchanged, XLA would hoist what it can compute from the message out of
     # the loop, and compute it at every step.

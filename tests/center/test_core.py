@@ -322,14 +322,6 @@ class Exchanges(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.clock.now += seconds
 
-    @precondition(lambda self: not self.journals)  # a site of a tree has no journal
-    @rule()
-    def shift(self):
-        with self.core.reading() as version:
-            sent = jnp.copy(version.params)
-        self.versions.append(self.versions[-1] + (5, 0))
-        self.core.rebase(sent + jnp.array([5.0, 0.0]), sent)
-
     @precondition(lambda self: self.journals)
     @rule(kills=st.booleans())
     def restart(self, kills):

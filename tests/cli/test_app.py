@@ -28,7 +28,7 @@ def test_version_and_list_of_commands_are_printed():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("serve", ["--rule-from", "--quorum", "--tls-client-ca", "--parent-period"]),
+        ("serve", ["--rule-from", "--quorum", "--tls-client-ca"]),
         ("drain", ["ADDRESS", "--tls-ca", "--token-file"]),
         ("save", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),

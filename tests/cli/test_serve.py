@@ -252,7 +252,6 @@ def test_message_limits_are_made_from_options(served):
 
 DEFAULTS = {
     "page": None,
-    "parent": None,
     "mode": Asynchronous(),
     "durability": None,
     "limits": service.Limits(messages=MessageLimits()),
@@ -404,8 +403,6 @@ def test_serve_combines_a_round_with_krum(address):
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
-        (["--parent-period=3"], "--parent-period needs --parent"),
-        (["--parent-name=a"], "--parent-name needs --parent"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
         (["--tokens=no such file"], "cannot read no such file"),
         ([f"--tokens={__file__}"], "line 1 of "),
@@ -488,35 +485,6 @@ def test_serve_imports_its_rule_and_prints_json(training, address):
         "page": None,
         "page_token": None,
     }
-
-
-def test_serve_connects_to_its_parent(monkeypatch, address):
-    """Only the arguments of `serve` are tested here, not what a parent does."""
-    given = {}
-    real = service.serve
-
-    def serve_without_parent(rule, *, parent, **settings):
-        given.update(status=parent.center.status(), period=parent.period)
-        return real(rule, **settings)
-
-    monkeypatch.setattr(service, "serve", serve_without_parent)
-    rule = rules.downpour()
-    with real(rule) as parent:
-        serve(
-            address,
-            rule,
-            "--rule=downpour",
-            f"--parent={parent.address}",
-            "--parent-period=5",
-        )
-    assert given["period"] == 5
-    assert given["status"]["rule"] == "downpour"
-
-
-def test_parent_with_another_rule_is_rejected():
-    with service.serve(rules.dynsgd()) as parent:
-        output = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
-    assert "runs another rule" in output
 
 
 @pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.slow)])

@@ -18,19 +18,6 @@ def shown(output):
     return re.findall(r"^│ ( *[^ │]+)", output, re.MULTILINE)
 
 
-def test_status_of_a_site_names_its_parent():
-    with (
-        service.serve(RULE, jnp.zeros(2)) as root,
-        service.connect(root.address, RULE) as parent,
-        service.serve(RULE, parent=service.Parent(parent, name="site")) as site,
-    ):
-        assert site.uplink.ready.wait(30)
-        output = succeeds("status", f"{root.address},{site.address}")
-        assert shown(output) == [root.address, "  site", site.address]
-        found = json.loads(succeeds("status", site.address, "--json"))
-        assert found["parent"] == root.address
-
-
 def test_status_and_watch_show_all_shards():
     with service.serve(RULE) as one, service.serve(RULE) as other:
         both = f"{one.address}, {other.address}"

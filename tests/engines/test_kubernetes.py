@@ -413,7 +413,6 @@ def test_arguments_of_commands_are_not_expanded():
         (run("address = '0.0.0.0:1'"), "address of the center is set by"),
         (run("address-file = 'it'"), "address-file of the center is set by"),
         (run("open = true"), "needs insecure = true"),
-        (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
         (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
         (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
         (run(kubernetes="environment-secrets = {A = 'b'}"), "'b' for A"),

@@ -16,7 +16,7 @@ from agn_optax.service.security import _call_limits
 from agn_optax.service.security import _files as _secrets
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
-from agn_optax.worker import _processes, _tree
+from agn_optax.worker import _processes
 from helpers.waiting import wait_until
 
 
@@ -104,13 +104,6 @@ def set_file_checks(monkeypatch, seconds):
 def set_file_patience(monkeypatch, seconds):
     """Set for how long the last content of an unreadable file stays in use."""
     monkeypatch.setattr(_secrets, "MAX_AGE", seconds)
-
-
-def set_parent_pauses(monkeypatch, first, longest=None):
-    """Set the first and the longest pause of a site that has lost its parent."""
-    monkeypatch.setattr(_tree, "_POLL", first)
-    if longest is not None:
-        monkeypatch.setattr(_tree, "_MAX_PAUSE", longest)
 
 
 def set_broadcast_pause(monkeypatch, seconds):

@@ -314,12 +314,3 @@ def test_failed_server_releases_its_directory(tmp_path):
     ):
         service.serve(RULE, address=other.address, durability=kept)
     service.serve(RULE, durability=kept).stop()
-
-
-def test_center_with_a_parent_cannot_have_a_journal(tmp_path):
-    parent = agn_optax.LocalCenter(RULE)
-    with pytest.raises(errors.InvalidArgumentError, match="a center with a parent"):
-        service.serve(
-            RULE, parent=service.Parent(parent), durability=Journal(tmp_path / "a")
-        )
-    assert not list(tmp_path.iterdir())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 from agn_optax import errors, service
@@ -22,7 +20,6 @@ from agn_optax.center import (
 )
 from agn_optax.ops.cli import _options
 from agn_optax.ops.cli._options import Group
-from agn_optax.rules import Rule
 
 _SERVED = Group(
     service.ServerSettings,
@@ -63,7 +60,6 @@ _TLS = Group(
 _SECURITY = Group(service.Security)
 _LIMITS = Group(service.Limits)
 _MESSAGES = Group(MessageLimits, prefix="reject_")
-_PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--parent")
 
 
 @_options.record(
@@ -76,7 +72,6 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
         "security": _SECURITY,
         "limits": _LIMITS,
         "messages": _MESSAGES,
-        "parent": _PARENT,
     },
     everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
@@ -127,12 +122,6 @@ class CenterOptions:
 
     Message limits:
       *messages
-
-    Parent:
-      parent HOST:PORT|unix:PATH: Address of a center that this one joins as a worker.
-      *parent
-      parent_token_file FILE: File with the token to present to the parent.
-      parent_tls_ca FILE.pem: CA certificates to verify the parent with.
     """
 
     address_file: pathlib.Path | None = None
@@ -144,13 +133,10 @@ class CenterOptions:
     page: bool | None = None
     page_address: str | None = None
     signal_exit_code: int | None = None
-    parent: str | None = None
-    parent_token_file: pathlib.Path | None = None
-    parent_tls_ca: pathlib.Path | None = None
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
-    """Return the arguments of `agn_optax.service.serve`, without rule and parent.
+    """Return the arguments of `agn_optax.service.serve`, without the rule.
 
     `access` returns the part of ``security`` that names the callers.
 
@@ -183,31 +169,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     if options.direct is False:
         arguments["direct_address"] = False
     return arguments
-
-
-@contextlib.contextmanager
-def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None]:
-    """Connect to the center's parent, and yield it; None without a parent.
-
-    Raises:
-      InvalidArgumentError: an option needs another one.
-      CenterError: the parent does not answer, or runs another rule.
-    """
-    if options.parent is None:
-        others = [*_PARENT.names.values(), "parent_token_file", "parent_tls_ca"]
-        _options.reject(options, "needs --parent", only=others)
-        yield None
-        return
-    # A center that has a certificate presents it to its parent.
-    tls, ca = _TLS.given(options), options.parent_tls_ca
-    with service.connect(
-        options.parent,
-        rule,
-        tls=None if ca is None else service.Tls(**{**tls, "ca": ca}),
-        insecure=_SECURITY.given(options).get("insecure", False),
-        token=options.parent_token_file,
-    ) as center:
-        yield _PARENT.build(options, center=center)
 
 
 def access(

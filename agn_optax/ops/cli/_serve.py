@@ -63,8 +63,6 @@ def serve(
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
     with handled(_SIGNALS, on_signal), contextlib.ExitStack() as stack:
-        parent = _center_options.parent(center, center_rule)
-        settings["parent"] = stack.enter_context(parent)
         if token and is_fixed:
             _store_token(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(center_rule, **settings))

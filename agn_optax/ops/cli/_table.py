@@ -210,13 +210,12 @@ def _title(centers: list[_Status], count: int, is_single: bool) -> str:
         rules = ", ".join(dict.fromkeys(center["rule"] for center in centers))
         return f"{rules}: {len(centers)} of {count} centers, {workers} workers"
     (center,) = centers
-    version, parent = center["version"], center["parent"]
+    version = center["version"]
     holds = "no parameters yet"
     if version is not None:
         size = units.in_bytes(center["parameter_bytes"])
         holds = f"version {version}, {center['parameters']} parameters ({size})"
-    parent = f", parent {parent}" if parent else ""
-    return f"{center['rule']} at {center['address']}: {holds}, {center['mode']}{parent}"
+    return f"{center['rule']} at {center['address']}: {holds}, {center['mode']}"
 
 
 def _caption(center: _Status) -> str:

@@ -220,7 +220,7 @@ class Checks:
 
     def _check_disk(self) -> _Outcome:
         status = self._center.status()
-        degraded = "" if status["parent"] else status["degraded"]
+        degraded = status["degraded"]
         free, needed = status["disk_free"], status["disk_needed"]
         if free is None or needed is None:  # not known, or nothing is kept on disk
             text = degraded or "the center stores everything that it is set to store"
@@ -238,15 +238,6 @@ class Checks:
         if free < 2 * needed:
             return "warning", f"{space}: make room before a second snapshot"
         return "ok", space
-
-    def _check_parent(self) -> _Outcome:
-        """Check that a site of a tree is connected to its parent."""
-        status = self._center.status()
-        if not status["parent"]:
-            return "ok", "the center has no parent"
-        if degraded := status["degraded"]:
-            return "warning", degraded
-        return "ok", f"the center is a site of {status['parent']}, connected to it"
 
     def _check_rates(self) -> _Outcome:
         """Measure each transport, up and down, over the connections of exchanges."""

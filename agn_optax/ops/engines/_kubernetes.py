@@ -201,11 +201,6 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
                 f"{name.replace('_', '-')} of the center is set by the manifests, got "
                 f"{str(run.serve[name])!r}"
             )
-    if run.serve.get("parent") is not None:
-        reject(
-            "a center with a parent cannot outlive its pod, as one on Kubernetes must, "
-            f"got parent = {run.serve['parent']!r}"
-        )
     if run.serve.get("open") and not run.is_insecure:
         reject("an open center needs insecure = true, in a network that you trust")
     for name in ("token_file", "tls_ca"):

@@ -83,12 +83,12 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         return metric
 
     info = InfoMetricFamily("agn_optax_center", "Settings of the center")
-    settings = ("release", "rule", "mode", "parent")
+    settings = ("release", "rule", "mode")
     info.add_metric([], {name: view[name] for name in settings})
     yield info
     for name, key, text in _CENTER:
         yield family(name, text, [(view[key],)])
-    text = "1 if updates are missing on disk or at the parent, else 0"
+    text = "1 if updates are missing on disk, else 0"
     yield family("degraded", text, [(bool(view["degraded"]),)])
     text = "Rejected messages, by the exceeded limit"
     yield family("rejected_total", text, sorted(view["rejected"].items()), "by")

@@ -33,7 +33,7 @@ _MAX_TEXT = 500  # characters of an event's text
 # Fields of the status that the view copies, of the center and of a worker.
 _TRAFFIC = ("bytes_received", "bytes_sent")
 _CENTER_FIELDS = (
-    *("rule", "mode", "parameters", "parameter_bytes", "parent", "direct_address"),
+    *("rule", "mode", "parameters", "parameter_bytes", "direct_address"),
     *("degraded", *_TRAFFIC),
 )
 _WORKER_FIELDS = (
