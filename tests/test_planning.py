@@ -18,7 +18,7 @@ from helpers.support import RULES, step, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.ops import planning
-from agn_optax.ops.planning import Cluster, Disk, Machine, Tree
+from agn_optax.ops.planning import Cluster, Disk, Machine
 from agn_optax.rules import codecs
 
 PATIENCE = 60.0  # s
@@ -183,80 +183,8 @@ def test_plan_of_shards_matches_hand_calculation():
     ends = (0.25 + 2 / 4) / 2
     assert cost.exchange == pytest.approx(there_and_back + 5 * ends + 4 / 8)
     assert cost.service == pytest.approx(max(1, ends + 4 / 8))
-    assert cost.hosts == 4
-    (level,) = cost.levels
-    assert level.received == pytest.approx(
-        level.exchanges * 4e6
-    )  # of all shards together
     two = plan(cluster=dataclasses.replace(many, shards=2, machine=FREE))
     assert two.exchange == pytest.approx(8 / 2)  # limited by the links of two shards
-
-
-def test_tree_with_one_level_equals_a_center():
-    alone = dataclasses.replace(LINK, workers=8, machine=SLOW)
-    same = dataclasses.replace(alone, tree=Tree(levels=1))
-    assert plan(cluster=same) == plan(cluster=alone)
-    disk = Disk(bandwidth=1e6)
-    kept = dataclasses.replace(same, disk=disk)
-    assert plan(cluster=kept) == plan(cluster=dataclasses.replace(alone, disk=disk))
-
-
-@pytest.mark.parametrize(
-    ("tree", "workers", "centers"),
-    [
-        (Tree(levels=3), 27, [(9, 3), (3, 3), (1, 3)]),
-        (Tree(levels=3), 28, [(7, 4), (2, 4), (1, 2)]),
-        (Tree(fan_out=3), 28, [(10, 3), (4, 3), (2, 2), (1, 2)]),
-        (Tree(fan_out=100), 10_000, [(100, 100), (1, 100)]),
-        (Tree(fan_out=100), 7, [(1, 7)]),
-        (Tree(levels=4), 10_000, [(1000, 10), (100, 10), (10, 10), (1, 10)]),
-        (Tree(levels=2), 10**15, [(31622777, 31622777), (1, 31622777)]),
-        (Tree(levels=9), 1, [(1, 1)]),
-    ],
-)
-def test_tree_centers_per_level(tree, workers, centers):
-    assert tree.centers(workers) == centers
-
-
-def test_plan_of_a_tree_matches_hand_calculation():
-    """There are 3 levels and 27 workers; the upper links are half as fast."""
-    tree = Tree(levels=3, period=8, bandwidth=0.5e6, latency=1.0)
-    cost = plan(
-        cluster=dataclasses.replace(LINK, workers=27, latency=0.1, tree=tree), period=40
-    )
-    assert cost.hosts == 13
-    assert cost.center.messages == 3 * cost.message
-    sites, middle, root = cost.levels
-    assert [(level.centers, level.children) for level in cost.levels] == [
-        (9, 3),
-        (3, 3),
-        (1, 3),
-    ]
-    assert sites.exchange == pytest.approx(8.1)
-    assert (sites.period, sites.interval) == (40, pytest.approx(20))  # 3 x 4 < 20
-    assert sites.exchanges == pytest.approx(3 / 20)
-    assert sites.load == pytest.approx(3 * 4 / 20)
-    # Eight exchanges of a site take longer than three sites at one parent.
-    assert middle.exchange == pytest.approx(17)
-    assert (middle.period, middle.interval) == (8, pytest.approx(8 * 20 / 3))
-    # Eight exchanges of those take longer than three more.
-    assert root.interval == pytest.approx(8 * middle.interval / 3)
-    assert root.received == pytest.approx(3 / root.interval * 4e6)
-    assert {level.bottleneck for level in cost.levels} == {"nothing"}
-
-
-def test_slow_parent_gets_the_longest_period_it_needs():
-    tree = Tree(levels=2, period=1, bandwidth=0.01e6)
-    lan = dataclasses.replace(LINK, workers=4, tree=tree)
-    cost = plan(cluster=lan, period=20)
-    sites, root = cost.levels
-    assert root.bottleneck == "worker link"
-    # 400 s in each direction; two sites take turns in the same time.
-    assert root.period == 160  # exchanges of a site with its workers, 5 s each
-    assert root.interval == pytest.approx(800)
-    assert cost.utilization_overlapping == 1.0  # the workers do not wait for it
-    free = dataclasses.replace(lan, tree=dataclasses.replace(tree, period=None))
-    assert plan(cluster=free, period=20).levels == (sites, root)
 
 
 def test_plan_of_a_journal_matches_hand_calculation():
@@ -281,17 +209,6 @@ def test_plan_of_a_journal_matches_hand_calculation():
     cost = plan(cluster=slow)
     assert cost.service == pytest.approx(5 / 0.5)
     assert cost.bottleneck == "journal"
-
-
-def test_only_the_root_of_a_tree_keeps_a_journal():
-    disk, tree = Disk(bandwidth=1e6), Tree(levels=2)
-    kept = plan(cluster=dataclasses.replace(LINK, workers=9, tree=tree, disk=disk))
-    free = plan(cluster=dataclasses.replace(LINK, workers=9, tree=tree))
-    assert kept.levels[0] == free.levels[0]
-    assert kept.levels[1].exchange == pytest.approx(free.levels[1].exchange + 4)
-    assert kept.journal.written == pytest.approx(
-        kept.levels[1].exchanges * 4e6 * (1 + 4e6 / 2**30)
-    )
 
 
 def test_planned_journal_size_is_that_of_the_journal():
@@ -328,7 +245,7 @@ def test_planned_journal_size_is_that_of_the_journal():
 def test_bottleneck_is_named(settings, bottleneck):
     cluster = dataclasses.replace(LINK, **settings)
     cost = plan(cluster=cluster)
-    assert cost.bottleneck == cost.levels[0].bottleneck == bottleneck
+    assert cost.bottleneck == bottleneck
     if bottleneck != "nothing":
         assert bottleneck in NAMES
         assert (
@@ -358,22 +275,19 @@ def test_remedies_are_the_smallest_that_help(machine, disk):
     def busy(**change):
         """Return the fraction of time for which a center is occupied."""
         changed = dataclasses.replace(crowd, **change)
-        return plan(cluster=changed, period=period).levels[0].load
+        return plan(cluster=changed, period=period).load.fraction
 
     assert busy(shards=help_.shards) <= 1
     assert busy(shards=help_.shards - 1) == pytest.approx(1)
-    if disk is None:  # a center with a parent has no disk
-        assert busy(tree=Tree(levels=help_.levels)) <= 1
-        assert busy(tree=Tree(levels=help_.levels - 1)) == pytest.approx(1)
 
 
 def test_remedies_are_none_if_nothing_helps():
     """Every shard has the same overhead for each exchange, even an empty one."""
     slow = dataclasses.replace(LINK, workers=9, machine=SLOW)
     help_ = plan(cluster=slow, period=1).remedies
-    assert (help_.shards, help_.levels) == (None, None)
+    assert help_.shards is None
     done = plan(cluster=LINK, period=100).remedies
-    assert (done.period, done.shards, done.levels) == (16, 1, 1)
+    assert (done.period, done.shards) == (16, 1)
 
 
 def test_total_memory_of_worker_and_center():
@@ -496,13 +410,6 @@ def test_leaves_of_large_models_stay_within_array_limits():
             "center_bandwidth must be a number in",
         ),
         (lambda: dataclasses.replace(LINK, shards=0), "shards must be a positive int"),
-        (Tree, "a tree needs one of fan_out and levels"),
-        (lambda: Tree(fan_out=3, levels=3), "needs one of fan_out and levels, got"),
-        (lambda: Tree(fan_out=1), "fan_out must be a whole number >= 2, got 1"),
-        (lambda: Tree(levels=0), "levels must be a positive int, got 0"),
-        (lambda: Tree(levels=2, period=0), "parent_period must be a positive int"),
-        (lambda: Tree(levels=2, bandwidth=0), "parent_bandwidth must be a number in"),
-        (lambda: Tree(levels=2, latency=-1), "parent_latency must be a number in"),
         (lambda: Disk(bandwidth=0), "bandwidth must be a number in"),
         (lambda: Disk(bandwidth=1, sync=-1), "sync must be a number in"),
         (lambda: Disk(bandwidth=1, size=0), "size must be a number in"),

@@ -1,7 +1,7 @@
 """Plan large runs: print the tables of docs/scale.md, computed by the planner.
 
 For every number of parameters and of workers, the tables have the load of one center on
-one host, the shards or the tree of centers needed instead, and the cost of a journal.
+one host, the shards needed instead, and the cost of a journal.
 `agn-optax plan` gives the whole plan of a single run.
 
     python tools/scale.py                  # print the tables
@@ -22,7 +22,7 @@ import optax
 
 from agn_optax import rules
 from agn_optax.ops import planning
-from agn_optax.ops.planning import Cluster, Cost, Disk, Machine, Tree
+from agn_optax.ops.planning import Cluster, Cost, Disk, Machine
 from agn_optax.ops.units import rate
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
@@ -108,59 +108,43 @@ def one_center(runs: Runs) -> list[str]:
                 number(help_.period),
                 number(help_.bfloat16),
                 number(help_.shards),
-                number(help_.levels),
                 size(cost.center.total),
             ]
         )
     head = (
         "parameters, workers, message, exchange, center traffic, center time, "
         "center load, busy, bottleneck, shortest period, with bfloat16, shards, "
-        "levels, memory"
+        "memory"
     )
     return table(head.split(", "), rows)
 
 
 def enough(runs: Runs) -> list[str]:
-    """Tabulate the shards needed, for one center and for each center of a tree."""
+    """Tabulate the shards needed."""
     rows = []
-    fan_out = Tree(fan_out=runs.args.fan_out)
     for parameters, workers in runs:
         period, shards = runs.enough(parameters, workers)
         one = runs.cost(parameters, workers, period, shards=shards)
-        _, each = runs.enough(parameters, workers, tree=fan_out)
-        tree = runs.cost(parameters, workers, period, shards=each, tree=fan_out)
-        above = tree.levels[1:]
         rows.append(
             [
                 f"{parameters:.0e}".replace("e+", "e"),
                 f"{workers:,}",
                 number(period),
                 f"{one.utilization:.0%}",
-                number(one.hosts),
+                number(shards),
                 size(one.center.total / shards),
                 size(spread(one) / shards),
-                " + ".join(f"{level.centers:,}" for level in tree.levels),
-                number(tree.hosts),
-                size(tree.center.total / each),
-                seconds(sum(level.interval + level.exchange for level in above))
-                if above
-                else "-",
-                above[-1].bottleneck if above else "-",
             ]
         )
-    head = (
-        "parameters, workers, period, busy, shards, memory per shard, if spread, "
-        "tree of centers, hosts of the tree, memory per shard of it, "
-        "delay to the root, "
-        "bottleneck at the root"
-    )
+    head = "parameters, workers, period, busy, shards, memory per shard, if spread"
     return table(head.split(", "), rows)
 
 
 def spread(cost: Cost) -> float:
     """Return the bytes of a center if its workers' exchanges are evenly spread."""
-    lowest, center = cost.levels[0], cost.center
-    there = min(1.0, lowest.exchange / lowest.interval)
+    load, center = cost.load, cost.center
+    assert load is not None
+    there = min(1.0, cost.exchange / load.interval)
     return center.total - center.messages * (1 - there)
 
 
@@ -281,7 +265,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bandwidth", default="10Gbit", help="rate of each worker's link")
     add("--center-bandwidth", default="10Gbit", help="rate of a center host's link")
     add("--latency", type=float, default=0.001, help="seconds of a round trip")
-    add("--fan-out", type=int, default=32, help="children of each center in a tree")
     add("--overhead", type=float, default=0.002, help="seconds of an empty exchange")
     add(
         "--endpoint-rate",

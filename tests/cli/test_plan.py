@@ -52,20 +52,17 @@ def test_json_equals_the_plan_of_the_library():
     assert reduced["rule"] == "all_reduce"
 
 
-def test_plan_covers_shards_tree_and_journal():
-    options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
-    upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
+def test_plan_covers_shards_and_journal():
+    options = ["--workers=27", "--rule=downpour", "--shards=2"]
     journal = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
-    reply = json.loads(succeeds(*PLAN, *options, *upwards, *journal, "--json"))
+    reply = json.loads(succeeds(*PLAN, *options, *journal, "--json"))
     cluster = planning.Cluster(
         step_time=0.8,
         bandwidth=125e6,
         workers=27,
         shards=2,
-        tree=planning.Tree(levels=3, period=5, bandwidth=125e6, latency=0.1),
         disk=planning.Disk(bandwidth=1e9, sync=0.01, size=2e10),
     )
-    assert reply["tree"] == vars(cluster.tree)
     assert reply["disk"] == vars(cluster.disk)
     cost = planning.plan(
         rules.downpour(),
@@ -75,17 +72,16 @@ def test_plan_covers_shards_tree_and_journal():
     )
     assert reply["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
     assert reply["rules"][0]["journal"]["restart"] == cost.journal.restart
-    output = succeeds(*PLAN, *options, *upwards, *journal)
+    output = succeeds(*PLAN, *options, *journal)
     assert "at each of the center's 2 shards" in output
-    assert "Levels of centers, from the workers' level up" in output
-    assert output.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
-    assert "The journal of the root" in output
+    assert output.count("\u2502 downpour ") == 1 + 1 + 1 + 1
+    assert "The journal of the center" in output
 
 
 def test_plan_names_the_bottleneck_and_its_remedies():
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco")
     assert re.search(r"diloco .* center link ", output)
-    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", output)
+    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 ", output)
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--period=500")
     assert re.search(r"diloco .* nothing ", output)
     output = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--codec=bfloat16")
@@ -124,16 +120,15 @@ def test_headings_and_cells_are_complete_at_any_width(monkeypatch, width):
     file = io.StringIO()
     console = rich.console.Console(file=file, width=width)
     monkeypatch.setattr(_plan._table, "console", lambda: console)
-    succeeds(*PLAN, "--workers=8", "--levels=2", "--disk=1GB", "--codec=int8")
+    succeeds(*PLAN, "--workers=8", "--disk=1GB", "--codec=int8")
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "\u2026" not in file.getvalue()
     heads = [head.strip() for line in lines for head in line.split("\u2503")]
     titles = [
         *("message", "answer", "exchange", "hidden", "period", "busy", "overlap"),
-        *("bottleneck", "with bfloat16", "shards", "levels"),
+        *("bottleneck", "with bfloat16", "shards"),
         *("contribution", "encode", "decode", "pays below"),
-        *("centers", "children", "interval", "exchanges/s", "received", "sent", "load"),
         *("written", "snapshot", "journal", "read", "replay", "rejoin", "restart"),
         *("model and optimizer", "record, anchor", "worker", "center"),
     ]
@@ -174,13 +169,6 @@ def test_plan_of_a_user_defined_rule(tmp_path, monkeypatch):
         (["--codec=int3"], "--codec must be one of bfloat16, .*, got 'int3'"),
         (["--moving-rate=0.5"], "--moving-rate needs --rule"),
         (["--shards=0"], "shards must be a positive int, got 0"),
-        (["--fan-out=3", "--levels=3"], "a tree needs one of fan_out and levels"),
-        (["--parent-period=5"], "--parent-period needs --fan-out or --levels"),
-        (["--parent-bandwidth=5Gb"], "--parent-bandwidth needs --fan-out or --levels"),
-        (
-            ["--levels=2", "--parent-bandwidth=5"],
-            "--parent-bandwidth must be a positive",
-        ),
         (["--disk=fast"], "--disk must be a positive rate"),
         (["--sync=1"], "--sync needs --disk"),
         (["--journal-size=1e9"], "--journal-size needs --disk"),

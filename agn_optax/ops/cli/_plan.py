@@ -19,10 +19,8 @@ from agn_optax.ops.planning import (
     Cost,
     Disk,
     JournalCost,
-    Level,
     Machine,
     Remedies,
-    Tree,
 )
 from agn_optax.rules import codecs
 
@@ -34,12 +32,6 @@ _CLUSTER = Group(
     *("workers", "latency", "center_bandwidth", "shards"),
     rates=("center_bandwidth",),
 )
-_TREE = Group(
-    Tree,
-    prefix="parent_",
-    names={"fan_out": "fan_out", "levels": "levels"},
-    rates=("bandwidth",),
-)
 _DISK = Group(
     Disk,
     names={"bandwidth": "disk RATE [no journal]", "size": "journal_size"},
@@ -48,11 +40,9 @@ _DISK = Group(
 )
 
 
-@_options.record(
-    groups={"machine": _MACHINE, "cluster": _CLUSTER, "tree": _TREE, "disk": _DISK}
-)
+@_options.record(groups={"machine": _MACHINE, "cluster": _CLUSTER, "disk": _DISK})
 class PlanOptions:
-    """Options of the model, its workers, their links and the centers.
+    """Options of the model, its workers, their links and the center.
 
     Options:
       parameters: Number of parameters of the model, such as 1.3e9.
@@ -68,9 +58,6 @@ class PlanOptions:
     Machine:
       *machine
       measure: Measure these values on this machine, with a center in another process.
-
-    Tree of centers:
-      *tree
 
     Journal:
       *disk
@@ -100,10 +87,9 @@ def plan(
     the memory of workers and center. Plain data parallelism is the last row. With
     --rule or --rule-from, only that rule is planned.
 
-    With --fan-out or --levels the center is a tree of centers, and each level has a
-    row. With --disk the center keeps a journal, and the rate of its writes and the time
-    of a restart are shown. With --codec the times of encoding and decoding are shown,
-    and the rate of a link below which the codec pays.
+    With --disk the center keeps a journal, and the rate of its writes and the time of a
+    restart are shown. With --codec the times of encoding and decoding are shown, and
+    the rate of a link below which the codec pays.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
@@ -120,7 +106,6 @@ def plan(
         step_time=options.step_time,
         bandwidth=units.rate(options.bandwidth, "--bandwidth"),
         machine=_machine(options, codec if given_rule is None else given_rule.codec),
-        tree=_tree(options),
         disk=_DISK.build_if_given("bandwidth", options),
     )
     if given_rule is None:
@@ -159,14 +144,6 @@ def _machine(options: PlanOptions, codec: codecs.Codec) -> Machine:
     return machine
 
 
-def _tree(options: PlanOptions) -> Tree | None:
-    given = _TREE.given(options)
-    if given.keys() & {"fan_out", "levels"}:
-        return Tree(**given)
-    _TREE.reject(options, "needs --fan-out or --levels")
-    return None
-
-
 def _as_dict(record: Any) -> Any:
     """Return a record of a plan, with its properties, as values for JSON."""
     if not isinstance(record, tuple):
@@ -180,7 +157,7 @@ def _as_dict(record: Any) -> Any:
 
 
 def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
-    machine, shards, tree = cluster.machine, cluster.shards, cluster.tree
+    machine, shards = cluster.machine, cluster.shards
     parts: list[rich.console.RenderableType] = []
 
     def add(text: str, rows: list[_Row]) -> None:
@@ -199,7 +176,7 @@ def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console
     )
     add(
         "Remedies, each by itself: a longer period; the period with 16 bits both ways; "
-        "shards; levels of centers.",
+        "shards.",
         rows("remedies", *Remedies._fields),
     )
     if coded := rows("coding", *Coding._fields):
@@ -209,16 +186,10 @@ def _report(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console
             "to decode;\nand the rate of a link below which the codec pays.",
             coded,
         )
-    if tree is not None:
-        add(
-            "Levels of centers, from the workers' level up to the root. Exchanges "
-            "overlap with local steps; the period is that of each child.",
-            [_row(c, level, *Level._fields) for c in costs for level in c.levels],
-        )
     if cluster.disk is not None:
         add(
-            f"The journal of the {'root' if tree else 'center'}, on each of its hosts, "
-            f"with a disk of {_rate(cluster.disk.bandwidth)}.",
+            "The journal of the center, on each of its hosts, with a disk of "
+            f"{_rate(cluster.disk.bandwidth)}.",
             rows("journal", *JournalCost._fields, "restart"),
         )
     add("Memory, beside activations and gradients.", list(map(_memory, costs)))
@@ -229,7 +200,7 @@ def _tables(rows: list[_Row], width: int) -> Iterator[rich.table.Table]:
     """Return tables with a row for each rule, and a section for all-reduce."""
     names = ["rule", *(cost.rule for cost, _ in rows)]
     columns = [[title, *(row[title] for _, row in rows)] for title in rows[0][1]]
-    alone = [i for i, (cost, _) in enumerate(rows, 1) if not cost.levels]
+    alone = [i for i, (cost, _) in enumerate(rows, 1) if cost.load is None]
     return _table.split([names, *columns], width, alone)
 
 
@@ -263,22 +234,15 @@ _TITLES = {
     "utilization_overlapping": "overlap",
     "bfloat16": "with bfloat16",
     "pays_below": "pays below",
-    "exchanges": "exchanges/s",
     "size": "journal",
 }
 _SIZES = ("message", "answer", "contribution", "snapshot", "size")
-_SECONDS = (
-    *("exchange", "interval", "encode", "decode"),
-    *("read", "replay", "rejoin", "restart"),
-)
+_SECONDS = (*("exchange", "encode", "decode", "read", "replay", "rejoin", "restart"),)
 _FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(_SIZES, units.in_bytes),
     **dict.fromkeys(_SECONDS, _seconds),
-    **dict.fromkeys(("received", "sent", "written"), _rate),
-    **dict.fromkeys(
-        ("utilization", "utilization_overlapping", "load"), "{:.1%}".format
-    ),
-    "exchanges": "{:.3g}".format,
+    **dict.fromkeys(("utilization", "utilization_overlapping"), "{:.1%}".format),
+    "written": _rate,
     "hidden_period": lambda period: str(period or "never"),
     "pays_below": _below,
 }

@@ -54,27 +54,18 @@ upper bound. Workers are assumed to be evenly spread in time: near the center's 
 they collide, and wait longer. Exchanges that arrive while a disk syncs share the next
 sync, so a sync makes exchanges longer and not fewer.
 
-In a tree, `n` is the number of workers at one center of the lowest level, which makes
-`x = n / R` exchanges per second. This center is a worker of its parent. It exchanges
-with the parent after every `P` of its own exchanges, or later, and goes on meanwhile:
-
-    interval             T = max(P / x,  e,  F s)        of F centers at one parent
-
-where `e` and `s` are those of the parent's links, and `F / T` takes the place of `x`
-one level up.
-
 After a restart, a center with a journal reads `S + J` bytes, applies the `J / m`
 messages of the journal, and serves every worker, each of which joins again and sends
 its unanswered message again.
 """
 
-from agn_optax.ops.planning._cluster import Cluster, Disk, Machine, Tree
+from agn_optax.ops.planning._cluster import Cluster, Disk, Machine
 from agn_optax.ops.planning._cost import (
     CenterMemory,
     Coding,
     Cost,
     JournalCost,
-    Level,
+    Load,
     Remedies,
     WorkerMemory,
 )
@@ -87,10 +78,9 @@ __all__ = [
     "Cost",
     "Disk",
     "JournalCost",
-    "Level",
+    "Load",
     "Machine",
     "Remedies",
-    "Tree",
     "WorkerMemory",
     "abstract",
     "all_reduce",

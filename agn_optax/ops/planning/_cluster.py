@@ -1,4 +1,4 @@
-"""The cluster of a plan: workers, machines, links, trees of centers and disks."""
+"""The cluster of a plan: workers, machines, links and disks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-from agn_optax import errors
 from agn_optax._internal import check
 
 
@@ -90,78 +89,6 @@ RECORDS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tree:
-    """A tree of centers, which are workers of other centers, up to one root.
-
-    Args:
-      fan_out: maximum number of workers, or of centers, at one center.
-      levels: number of levels of centers, from those with workers to the root, instead
-        of ``fan_out``.
-      period: minimum number of exchanges at a center between two exchanges with its
-        parent; None for as many as hide an exchange with the parent.
-      bandwidth: bytes per second in either direction of a center's link to its parent,
-        and of the parent's link, which all its centers share. None for the rate of a
-        center's link to its workers.
-      latency: seconds of a round trip between a center and its parent; None for the
-        latency between a worker and its center.
-
-    Raises:
-      InvalidArgumentError: a number is out of range, or not exactly one of ``fan_out``
-        and ``levels`` is given.
-
-    Example:
-      >>> from agn_optax import planning
-      >>> planning.Tree(levels=3).centers(27)
-      [(9, 3), (3, 3), (1, 3)]
-      >>> planning.Tree(fan_out=100).centers(10_000)
-      [(100, 100), (1, 100)]
-    """
-
-    fan_out: int | None = None
-    levels: int | None = None
-    period: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.fan_out is None) == (self.levels is None):
-            raise errors.InvalidArgumentError(
-                "a tree needs one of fan_out and levels, got "
-                f"fan_out={self.fan_out!r}, levels={self.levels!r}"
-            )
-        check.whole_number(self.fan_out, "fan_out", least=2)
-        if self.levels is not None:
-            check.positive_int(self.levels, "levels")
-        if self.period is not None:
-            check.positive_int(self.period, "parent_period")
-        _positive(self, "bandwidth", optional=True, prefix="parent_")
-        if self.latency is not None:
-            check.rate(self.latency, "parent_latency", low=0.0, high=math.inf)
-
-    def centers(self, workers: int) -> list[tuple[int, int]]:
-        """Return (centers, maximum children of a center) of each level, lowest first.
-
-        The children are workers at the lowest level, and centers at the other levels.
-        """
-        fan_out = self.fan_out or _root(workers, self.levels or 1)
-        levels: list[tuple[int, int]] = []
-        below = workers
-        while not levels or below > 1:
-            count = -(-below // fan_out)
-            levels.append((count, -(-below // count)))
-            below = count
-        return levels
-
-
-def _root(number: int, degree: int) -> int:
-    """Return the smallest int >= 2 whose ``degree``-th power is >= ``number``."""
-    near = max(2, int(number ** (1 / degree)) - 1)  # a float may miss it by one
-    while near**degree < number:
-        near += 1
-    return near
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Workers, their step time, and the links between them and the center.
 
@@ -175,9 +102,7 @@ class Cluster:
         of this rate.
       machine: constants of the two ends of an exchange.
       shards: number of hosts that each hold an equal part of the center.
-      tree: tree of centers; None for one center with all workers.
-      disk: disk of a center that keeps a journal (in a tree only the root can keep
-        one); None for no journal.
+      disk: disk of a center that keeps a journal; None for no journal.
 
     Raises:
       InvalidArgumentError: a number is out of range.
@@ -195,7 +120,6 @@ class Cluster:
     center_bandwidth: float | None = None
     machine: Machine = dataclasses.field(default_factory=Machine)
     shards: int = 1
-    tree: Tree | None = None
     disk: Disk | None = None
 
     def __post_init__(self) -> None:
@@ -210,18 +134,10 @@ class Cluster:
         """The bytes per second of the center's link, or of each shard's."""
         return self.center_bandwidth or self.bandwidth
 
-    @property
-    def centers(self) -> list[tuple[int, int]]:
-        """(centers, maximum children of a center) of each level, lowest first."""
-        tree = self.tree
-        return [(1, self.workers)] if tree is None else tree.centers(self.workers)
 
-
-def _positive(
-    record: Any, *fields: str, optional: bool = False, prefix: str = ""
-) -> None:
+def _positive(record: Any, *fields: str, optional: bool = False) -> None:
     """Raise unless fields are positive numbers, or None if they are optional."""
     for field in fields:
         value = getattr(record, field)
         if value is not None or not optional:
-            check.rate(value, prefix + field, low=0.0, high=math.inf, low_open=True)
+            check.rate(value, field, low=0.0, high=math.inf, low_open=True)

@@ -41,19 +41,12 @@ class CenterMemory(NamedTuple):
         return sum(self)
 
 
-class Level(NamedTuple):
-    """The centers of one level, if exchanges overlap with local steps."""
+class Load(NamedTuple):
+    """The load of the center, if exchanges overlap with local steps."""
 
-    centers: int  # number of centers
-    children: int  # largest number of workers, or of centers below, at one center
-    period: int  # local steps, or exchanges, of a child until it exchanges again
-    interval: float  # seconds between two exchanges of a child with its center
-    exchange: float  # seconds of an exchange, if no other one is served meanwhile
-    exchanges: float  # exchanges per second at each center
-    received: float  # bytes per second, by all shards of a center
-    sent: float  # bytes per second, by all shards of a center
-    load: float  # fraction of time for which these exchanges occupy a center
-    bottleneck: str  # part of an exchange that keeps the period from being shorter
+    interval: float  # seconds between two exchanges of a worker
+    exchanges: float  # exchanges per second
+    fraction: float  # of the time, for which these exchanges occupy the center
 
 
 class JournalCost(NamedTuple):
@@ -85,16 +78,15 @@ class Coding(NamedTuple):
 class Remedies(NamedTuple):
     """Changes that would make workers wait less, each by itself.
 
-    The numbers of shards and levels are the smallest for which the center is not the
-    bottleneck: it can serve all workers within the given period, or else within the
-    time of one worker's exchange. None means that no number is enough.
+    The number of shards is the smallest for which the center is not the bottleneck: it
+    can serve all workers within the given period, or else within the time of one
+    worker's exchange. None means that no number is enough.
     """
 
     period: int | None  # the shortest period that hides exchanges
     bfloat16: int | None  # the same with messages and answers in 16 bits, in place of
     # the rule's codec; None if that is not shorter
     shards: int | None  # number of hosts of the center
-    levels: int | None  # levels of a tree of centers; 1 is a single center
 
 
 class Cost(NamedTuple):
@@ -115,8 +107,7 @@ class Cost(NamedTuple):
     bottleneck: str = "nothing"  # part that keeps the period from being shorter, or a
     # given one from hiding exchanges: "latency", "worker link", "center link", "ends",
     # "arithmetic", "codec", "journal", or "nothing"
-    hosts: int = 0  # number of hosts of all centers
-    levels: tuple[Level, ...] = ()  # from the centers with workers to the root
+    load: Load | None = None  # of the center; None without one
     journal: JournalCost | None = None  # for a center that keeps a journal
     remedies: Remedies | None = None  # changes that would help
     coding: Coding | None = None  # for a rule with a codec

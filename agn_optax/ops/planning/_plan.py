@@ -97,34 +97,26 @@ def plan(
     )
     anchors = needs_snapshot + (rule.penalty is not None)
     center = _cast(params, center_dtype)
-    children = cluster.centers[0][1]
-    work = _work(rule, center, params, children)
+    workers = cluster.workers
+    work = _work(rule, center, params, workers)
     message = work.message
-    times = _times.exchange_times(work, cluster, *_times.worker_link(cluster))
-    longest = times.longest(children)
+    times = _times.exchange_times(work, cluster)
+    longest = times.longest(workers)
     hidden = _hiding(times, cluster)
     given_period, period = period, hidden if period is None else period
     steps = period * cluster.step_time
-    limit = _times.bottleneck(times, children, hidden, given_period)
-    place, interval = cluster.centers[0], max(steps, longest)
-    lowest = _times.level(work, times, place, period, interval, limit)
+    load = _times.center_load(times, workers, max(steps, longest))
     # Replaces the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-    narrow = _work(halved, center, params, children)
-    of_root = work
-    if len(cluster.centers) > 1:
-        # A center is a worker of its parent, and has parameters of the center's dtype.
-        children_above = max(sites for _, sites in cluster.centers[1:])
-        of_root = _work(rule, center, center, children_above)
-    levels = _times.tree_levels(lowest, of_root, cluster)
+    narrow = _work(halved, center, params, workers)
     coding = None
     if not rule.codec.is_identity or rule.codec.answers is not None:
-        plain = _work(_plain(rule), center, params, children)
+        plain = _work(_plain(rule), center, params, workers)
         below = _times.codec_pays_below(work, plain, cluster)
         coding = Coding(plain.message, *_times.coding(work, cluster), below)
     journal = None
     if cluster.disk is not None:
-        journal = _times.journal_cost(of_root, cluster, levels[-1], cluster.disk)
+        journal = _times.journal_cost(work, cluster, load, cluster.disk)
     return Cost(
         rule=rule.name,
         message=message,
@@ -134,7 +126,7 @@ def plan(
         applied=work.applied,
         hidden_period=hidden,
         period=period,
-        utilization=steps / max(steps + times.alone, children * times.occupied),
+        utilization=steps / max(steps + times.alone, workers * times.occupied),
         utilization_overlapping=steps / max(steps, longest),
         worker=WorkerMemory(
             params=trees.nbytes(params),
@@ -149,11 +141,10 @@ def plan(
             center=trees.nbytes(center),
             center_state=work.snapshot - trees.nbytes(center),
             version=trees.nbytes(center),
-            messages=children * message,
+            messages=workers * message,
         ),
-        bottleneck=lowest.bottleneck,
-        hosts=cluster.shards * sum(count for count, _ in cluster.centers),
-        levels=levels,
+        bottleneck=_times.bottleneck(times, workers, hidden, given_period),
+        load=load,
         journal=journal,
         remedies=_remedies(work, narrow, times, cluster, given_period),
         coding=coding,
@@ -194,7 +185,7 @@ def _plain(rule: Rule) -> Rule:
 
 def _hiding(times: Times, cluster: Cluster) -> int:
     """Return the number of local steps that hide an exchange."""
-    longest = times.longest(cluster.centers[0][1])
+    longest = times.longest(cluster.workers)
     return max(1, math.ceil(longest / cluster.step_time))
 
 
@@ -203,16 +194,13 @@ def _remedies(
 ) -> Remedies:
     """Return what would help, each by itself; ``narrow`` is the work with 16 bits."""
     hidden = _hiding(times, cluster)
-    half = _hiding(
-        _times.exchange_times(narrow, cluster, *_times.worker_link(cluster)), cluster
-    )
+    half = _hiding(_times.exchange_times(narrow, cluster), cluster)
     alone = times.alone if given_period is None else given_period * cluster.step_time
     target = max(alone, cluster.step_time)
     return Remedies(
         period=hidden,
         bfloat16=half if half < hidden else None,
         shards=_times.shards(work, cluster, target),
-        levels=_times.depth(work, cluster, target),
     )
 
 

@@ -10,8 +10,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from agn_optax.ops.planning._cluster import Cluster, Disk, Tree
-from agn_optax.ops.planning._cost import JournalCost, Level
+from agn_optax.ops.planning._cluster import Cluster, Disk
+from agn_optax.ops.planning._cost import JournalCost, Load
 
 _MOST_SHARDS = 1 << 20
 
@@ -24,14 +24,6 @@ class Work(NamedTuple):
     applied: int  # read and written by the center's arithmetic
     snapshot: int  # of the center with its optimizer's state
     coded: int = 0  # of the contribution before encoding, if that takes time
-
-
-class LinkRates(NamedTuple):
-    """The link between a worker and its center, or a center and its parent."""
-
-    bandwidth: float  # bytes per second of the lower end
-    shared: float  # bytes per second of the upper end, which all below share
-    latency: float  # seconds of a round trip
 
 
 class Times(NamedTuple):
@@ -50,25 +42,23 @@ class Times(NamedTuple):
         """The seconds for which an exchange occupies the center."""
         return max(self.service.values())
 
-    def longest(self, children: int) -> float:
-        """Return the seconds of an exchange if ``children`` take turns."""
-        return max(self.alone, children * self.occupied)
+    def longest(self, workers: int) -> float:
+        """Return the seconds of an exchange if ``workers`` take turns."""
+        return max(self.alone, workers * self.occupied)
 
-    def bottleneck(self, children: int) -> str:
-        """Return the longest part of an exchange if ``children`` take turns."""
-        served = children * self.occupied > self.alone
+    def bottleneck(self, workers: int) -> str:
+        """Return the longest part of an exchange if ``workers`` take turns."""
+        served = workers * self.occupied > self.alone
         parts = self.service if served else self.exchange
         return max(parts, key=lambda name: parts[name])
 
 
-def exchange_times(
-    work: Work, cluster: Cluster, link: LinkRates, disk: Disk | None
-) -> Times:
-    """Return the times of an exchange over a link; ``disk`` is that of a journal."""
-    machine, k = cluster.machine, cluster.shards
+def exchange_times(work: Work, cluster: Cluster) -> Times:
+    """Return the times of an exchange of a worker with the center."""
+    machine, k, disk = cluster.machine, cluster.shards, cluster.disk
     both = work.message + work.answer
-    is_workers = link.bandwidth <= k * link.shared
-    wide = both / min(link.bandwidth, k * link.shared)
+    is_workers = cluster.bandwidth <= k * cluster.shared
+    wide = both / min(cluster.bandwidth, k * cluster.shared)
     center_ends = (machine.overhead + both / (k * machine.endpoint_rate)) / 2
     ends = (1 + k) * center_ends  # the worker's end serves all shards
     arithmetic = work.applied / (k * machine.apply_rate)
@@ -77,14 +67,14 @@ def exchange_times(
     at_center = {"ends": center_ends, "arithmetic": arithmetic, "codec": decoding}
     processor = max(at_center, key=lambda name: at_center[name])
     exchange = {
-        "latency": link.latency,
+        "latency": cluster.latency,
         "worker link" if is_workers else "center link": wide,
         "ends": ends,
         "arithmetic": arithmetic,
         "codec": encoding + decoding,
     }
     service = {
-        "center link": max(work.message, work.answer) / (k * link.shared),
+        "center link": max(work.message, work.answer) / (k * cluster.shared),
         processor: sum(at_center.values()),
     }
     if disk is not None:
@@ -110,7 +100,7 @@ def codec_pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
         return 0.0
 
     def without_links(work: Work) -> float:
-        times = exchange_times(work, cluster, *worker_link(cluster)).exchange
+        times = exchange_times(work, cluster).exchange
         return sum(times[name] for name in times if not name.endswith("link"))
 
     added = without_links(work) - without_links(plain)
@@ -123,72 +113,33 @@ def bytes_written(work: Work, shards: int, disk: Disk) -> float:
     return message * (1 + snapshot / disk.journal_size(snapshot, message))
 
 
-def level(
-    work: Work,
-    times: Times,
-    place: tuple[int, int],
-    period: int,
-    interval: float,
-    limit: str,
-) -> Level:
-    """Return a level of centers, whose children each exchange once in an interval."""
-    centers, children = place
-    rate = children / interval
-    return Level(
-        centers=centers,
-        children=children,
-        period=period,
-        interval=interval,
-        exchange=times.alone,
-        exchanges=rate,
-        received=rate * work.message,
-        sent=rate * work.answer,
-        load=rate * times.occupied,
-        bottleneck=limit,
-    )
+def center_load(times: Times, workers: int, interval: float) -> Load:
+    """Return the load of a center with which each worker exchanges once in a time."""
+    rate = workers / interval
+    return Load(interval=interval, exchanges=rate, fraction=rate * times.occupied)
 
 
 def bottleneck(
-    times: Times, children: int, hidden: int, given_period: int | None
+    times: Times, workers: int, hidden: int, given_period: int | None
 ) -> str:
     """Return the part that limits the period, or that a given period does not hide."""
     is_free = hidden == 1 if given_period is None else given_period >= hidden
-    return "nothing" if is_free else times.bottleneck(children)
+    return "nothing" if is_free else times.bottleneck(workers)
 
 
-def tree_levels(lowest: Level, up: Work, cluster: Cluster) -> tuple[Level, ...]:
-    """Return all levels of a tree, whose upper centers have centers below them."""
-    tree = cluster.tree
-    levels = [lowest]
-    if tree is not None:
-        wide = cluster.shared if tree.bandwidth is None else tree.bandwidth
-        latency = cluster.latency if tree.latency is None else tree.latency
-        link = LinkRates(wide, wide, latency)
-        for place in cluster.centers[1:]:
-            times = exchange_times(
-                up, cluster, link, cluster.disk if place[0] == 1 else None
-            )
-            rate = levels[-1].exchanges  # per second, at each child
-            hidden = max(1, math.ceil(times.longest(place[1]) * rate))
-            period = max(hidden, tree.period or 1)
-            limit = bottleneck(times, place[1], hidden, tree.period)
-            levels.append(level(up, times, place, period, period / rate, limit))
-    return tuple(levels)
-
-
-def journal_cost(work: Work, cluster: Cluster, root: Level, disk: Disk) -> JournalCost:
-    """Return the costs of the root's journal, for each of its hosts."""
+def journal_cost(work: Work, cluster: Cluster, load: Load, disk: Disk) -> JournalCost:
+    """Return the costs of the center's journal, for each of its hosts."""
     k, machine = cluster.shards, cluster.machine
     message, snapshot = work.message / k, work.snapshot / k
     journal = disk.journal_size(snapshot, message)
     apply = (work.applied / machine.apply_rate + work.coded / machine.decode_rate) / k
     return JournalCost(
-        written=root.exchanges * bytes_written(work, k, disk),
+        written=load.exchanges * bytes_written(work, k, disk),
         snapshot=math.ceil(snapshot),
         size=math.ceil(journal),
         read=(snapshot + journal) / disk.bandwidth,
         replay=journal / max(1.0, message) * apply,
-        rejoin=root.children * machine.overhead + root.load * root.interval,
+        rejoin=cluster.workers * machine.overhead + load.fraction * load.interval,
     )
 
 
@@ -199,31 +150,9 @@ def shards(work: Work, cluster: Cluster, target: float) -> int | None:
     """
 
     def fits(count: int) -> bool:
-        return _fits(work, dataclasses.replace(cluster, shards=count), target)
+        sharded = dataclasses.replace(cluster, shards=count)
+        return cluster.workers * exchange_times(work, sharded).occupied <= target
 
     counts = range(1, _MOST_SHARDS + 1)
     found = bisect.bisect_left(counts, True, key=fits)
     return counts[found] if found < len(counts) else None
-
-
-def depth(work: Work, cluster: Cluster, target: float) -> int | None:
-    """Return the levels with which a lowest center serves its workers in ``target`` s.
-
-    None if no number is enough.
-    """
-    for count in range(1, max(1, math.ceil(math.log2(cluster.workers))) + 1):
-        tree = dataclasses.replace(cluster, tree=Tree(levels=count))
-        if _fits(work, tree, target):
-            return count
-    return None
-
-
-def worker_link(cluster: Cluster) -> tuple[LinkRates, Disk | None]:
-    """Return the link between workers and their centers, and these centers' disk."""
-    link = LinkRates(cluster.bandwidth, cluster.shared, cluster.latency)
-    return link, cluster.disk if len(cluster.centers) == 1 else None
-
-
-def _fits(work: Work, cluster: Cluster, target: float) -> bool:
-    occupied = exchange_times(work, cluster, *worker_link(cluster)).occupied
-    return cluster.centers[0][1] * occupied <= target
