@@ -34,7 +34,7 @@ from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
 from agn_optax.center.durability import Durability as Durability
-from agn_optax.center.durability import Journal, Snapshots, backup, read
+from agn_optax.center.durability import Journal, Snapshots
 
 __all__ = [
     "Answer",
@@ -51,6 +51,4 @@ __all__ = [
     "Snapshots",
     "Submission",
     "Synchronous",
-    "backup",
-    "read",
 ]

@@ -112,7 +112,7 @@ def test_reason_for_a_new_id_is_known_only_after_the_replay(tmp_path):
     with LocalCenter(shared.downpour(), jnp.zeros(3), durability=Journal(tmp_path)):
         pass
     files = CenterFiles(tmp_path)
-    replay = files.replay(files.load_center())
+    replay = files.replay(files.load())
     with pytest.raises(RuntimeError, match="must be read to their end first"):
         _ = replay.new_id_reason
     assert not list(replay)

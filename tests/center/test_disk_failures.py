@@ -20,12 +20,12 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import children, commands, sessions, shared, tuning
+from helpers import children, sessions, shared, tuning
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
 from agn_optax import errors
-from agn_optax.center import Journal, LocalCenter, Snapshots, backup
+from agn_optax.center import Journal, LocalCenter, Snapshots
 
 pytestmark = pytest.mark.slow
 
@@ -127,13 +127,13 @@ def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, chi
 
 @pytest.mark.timeout(60 + 60 * KILLS)
 def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
-    """Backups are always consistent; inconsistent copies are rejected by name."""
+    """Inconsistent copies are rejected by name."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     one = child(elements=2000, size=100_000)
     for number in range(COPIES):
         time.sleep(dice.random() * 0.01)
         version, center_id = one.answered
-        copy, backed = tmp_path / f"copy-{number}", tmp_path / f"backup-{number}"
+        copy = tmp_path / f"copy-{number}"
         try:
             shutil.copytree(one.directory, copy)
         except (shutil.Error, FileNotFoundError):
@@ -145,52 +145,10 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
                     seen["same id" if center.center_id == center_id else "another"] += 1
             except errors.DurabilityError as error:
                 seen["rejected" if str(copy) in str(error) else "not by name"] += 1
-        now = backup(one.directory, backed)
-        assert now >= version
-        with found(backed) as center:
-            assert center.version == now
-            assert center.center_id != center_id
-        for each in (copy, backed):
-            shutil.rmtree(each, ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
     assert seen["same id"]
     assert not seen["not by name"]
     print(seen)  # noqa: T201
-
-
-@pytest.mark.parametrize("kind", ["journal", "snapshots"])
-def test_backup_of_a_stopped_center(kind, child, tmp_path):
-    settings = {"seconds": None, "exchanges": 3} if kind == "snapshots" else {}
-    one = child(kind=kind, **settings)
-    version = one.ask("stop")["version"]
-    assert backup(one.directory, tmp_path / "to") == version
-    with found(tmp_path / "to") as center:
-        assert center.version == version
-
-
-def test_backup_errors_are_named(tmp_path):
-    with pytest.raises(errors.DurabilityError, match=r"cannot read .*gone"):
-        backup(tmp_path / "gone", tmp_path / "to")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(errors.DurabilityError, match=r"there is no center in .*empty"):
-        backup(tmp_path / "empty", tmp_path / "to")
-    assert not (tmp_path / "to").exists()
-    center = LocalCenter(RULE, jnp.zeros(2), durability=Journal(tmp_path / "a"))
-    send(center)
-    with pytest.raises(errors.InvalidArgumentError, match="a is not empty"):
-        backup(tmp_path / "a", tmp_path / "a")
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    output = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
-    assert output == f"version 1 is in {tmp_path / 'by command'}\n"
-    center.close()
-    (journal,) = copy.glob("journal-*")
-    with journal.open("r+b") as file:
-        file.seek(70)
-        file.write(b"\xff")
-    # The error cannot locate damage within records that were written together.
-    damaged = r"record 0 (at byte 0 )?is damaged"
-    with pytest.raises(errors.DurabilityError, match=damaged):
-        backup(copy, tmp_path / "to")
-    assert not any((tmp_path / "to").iterdir())
 
 
 @pytest.fixture

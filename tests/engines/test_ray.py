@@ -20,7 +20,8 @@ from helpers import children, waiting
 from helpers.commands import ROOT, command, fails, python, succeeds
 from orbax.checkpoint import v1
 
-from agn_optax import center, errors, rules
+from agn_optax import LocalCenter, errors, rules
+from agn_optax.center import Journal
 from agn_optax.ops.engines import Ray, Resources, Run
 from agn_optax.ops.launch import Outcome
 
@@ -378,7 +379,8 @@ class Progress:
     def check(self, workers):
         """Check that every acknowledged step counts once, and none counts twice."""
         kept = self._folder / "kept" / "journal"
-        params = jnp.asarray(center.read(kept, rules.downpour()).params)
+        with LocalCenter(rules.downpour(), durability=Journal(kept)) as center:
+            params = jnp.asarray(center.pull().params)
         as_saved = jax.ShapeDtypeStruct(
             params.shape, params.dtype, sharding=params.sharding
         )

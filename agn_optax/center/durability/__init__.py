@@ -2,10 +2,9 @@
 
 `_keeper` records what happens to the center and decides what is written, `_writer` is
 the thread that writes the journal, `_directory` manages the files, and `_records` is
-their format. `_files` reads the files of an earlier process, and `_backup` copies them.
+their format. `_files` reads the files of an earlier process.
 """
 
-from agn_optax.center.durability._backup import backup
 from agn_optax.center.durability._directory import DiskSpace
 from agn_optax.center.durability._keeper import (
     Durability,
@@ -13,7 +12,6 @@ from agn_optax.center.durability._keeper import (
     Journal,
     Keeper,
     Snapshots,
-    read,
 )
 
 __all__ = [
@@ -23,6 +21,4 @@ __all__ = [
     "Journal",
     "Keeper",
     "Snapshots",
-    "backup",
-    "read",
 ]

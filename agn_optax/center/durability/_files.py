@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
-import math
 import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
@@ -35,15 +33,12 @@ _RESTORE_OR_REMOVE_LOCK = (
     "again"
 )
 _LOCK_SIZE = 64  # bytes
-_TRIES = 20  # attempts to read files that another process changes meanwhile
-T = TypeVar("T")
 
 # The guarantee for records beyond the number in the lock. "closed": there are none.
 # "journal": a record is on disk before its exchange is answered. "interval": the
 # operating system has the record before its exchange is answered, and the disk has it
-# some time later. "memory": no guarantee. "backup": this is a copy, and the original
-# may have had later records.
-Kind = Literal["closed", "journal", "interval", "memory", "backup"]
+# some time later. "memory": no guarantee.
+Kind = Literal["closed", "journal", "interval", "memory"]
 
 
 class Lock(NamedTuple):
@@ -60,9 +55,7 @@ class Lock(NamedTuple):
 
 
 class CenterFiles:
-    """The files of a center, to which another process may be writing.
-
-    `Directory` also locks and writes them.
+    """The files of a center, which `Directory` also locks and writes.
 
     Args:
       path: path of the directory.
@@ -103,29 +96,9 @@ class CenterFiles:
                 )
         return record
 
-    def load_center(self) -> Record:
-        """Read the newest snapshot of a directory that must have a center.
-
-        Raises:
-          DurabilityError: there is no center, or its snapshot cannot be read.
-        """
-        snapshot = self.load()
-        if snapshot is None:
-            raise errors.DurabilityError(f"there is no center in {self.path}")
-        return snapshot
-
     def replay(self, snapshot: Record) -> Replay:
         """Return the records after a snapshot."""
         return Replay(self, snapshot)
-
-    def replay_on_disk(self, snapshot: Record) -> Replay:
-        """Return the records after a snapshot that were on disk according to the lock.
-
-        Another process may be writing further records.
-        """
-        if self.lock is None or self.lock.boot_id != boot_id():
-            return Replay(self, snapshot)
-        return Replay(self, snapshot, self.lock.num_records)
 
     def newest(self) -> int | None:
         """Return the number of the newest snapshot; None if there is none."""
@@ -152,17 +125,13 @@ class Replay:
     Args:
       files: the files of the center.
       snapshot: the snapshot.
-      limit: number of records, including those of the snapshot, after which the
-        iteration ends.
 
     Raises:
       DurabilityError: a record is missing that was on disk.
     """
 
-    def __init__(
-        self, files: CenterFiles, snapshot: Record, limit: float = math.inf
-    ) -> None:
-        self._files, self._limit = files, limit
+    def __init__(self, files: CenterFiles, snapshot: Record) -> None:
+        self._files = files
         self._number = snapshot.number  # of the next record
         # File and byte at which the records end.
         self._end = f"{files.file('snapshot', self._number)} at byte {snapshot.size}"
@@ -171,11 +140,7 @@ class Replay:
         self._new_id_reason: str | None = None
 
     def __iter__(self) -> Iterator[Record]:
-        if self._number < self._limit:
-            for record in self._read_journals():
-                yield record
-                if self._number >= self._limit:
-                    break
+        yield from self._read_journals()
         self._new_id_reason = self._check_complete()
 
     @property
@@ -247,31 +212,7 @@ class Replay:
             _log.warning("%s: these bytes are ignored", self._incomplete)
         if kind == "memory":
             return "it was not closed, and its last changes were in memory only"
-        if kind == "backup":
-            return "it is a backup, and the original may have had later records"
         return ""
-
-
-def retry_if_changed(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
-    """Call ``read``; if it fails while another process changes the files, try again."""
-    for tries in itertools.count(1):
-        before = _state(directory)
-        try:
-            return read()
-        except errors.DurabilityError:
-            # Another process may have replaced the files meanwhile.
-            if tries == _TRIES or _state(directory) == before:
-                raise
-    raise AssertionError
-
-
-def _state(directory: str | os.PathLike[str]) -> object:
-    """Return a value that changes whenever the files do."""
-    try:
-        files = CenterFiles(directory)
-        return files.newest(), files.lock
-    except errors.DurabilityError as error:  # the lock is being written
-        return str(error)
 
 
 def _read_lock(path: pathlib.Path) -> Lock | None:

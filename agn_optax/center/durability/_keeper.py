@@ -30,12 +30,7 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import (
-    CenterFiles,
-    Kind,
-    disk_errors,
-    retry_if_changed,
-)
+from agn_optax.center.durability._files import Kind, disk_errors
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -589,66 +584,6 @@ def _state(
         )
     center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"], broadcast)
-
-
-def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:
-    """Read the center in a directory, which another process may be using.
-
-    Args:
-      directory: directory of a `Journal` or of `Snapshots`, which is not changed.
-      rule: rule of the center, to apply the exchanges since the last snapshot again.
-        None requires that there are no such exchanges, as after
-        `LocalCenter.write_snapshot`; the result then has no optimizer state.
-
-    Returns:
-      The center's state, with parameters in dicts, lists and tuples.
-
-    Raises:
-      DurabilityError: there is no center, or it cannot be read.
-      RuleMismatchError: the center has another rule.
-      InvalidArgumentError: there are exchanges since the last snapshot, and no rule.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, agn_optax
-      >>> rule = agn_optax.rules.downpour()
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     durability = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
-      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
-      ...     _ = center.join("w").exchange(sent)
-      ...     print(agn_optax.center.read(folder, rule).params)
-      ...     center.close()
-      [0. 0.]
-    """
-    return retry_if_changed(directory, lambda: _read(directory, rule))
-
-
-def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
-    files = CenterFiles(directory)
-    snapshot = files.load_center()
-    where = f"the center in {files.path}"
-    if rule is None:
-        described = _described(snapshot)
-        if described.structure is None:
-            raise errors.DurabilityError(
-                f"{where} has parameters in containers other than dicts, lists and "
-                "tuples, which only its own program can rebuild"
-            )
-        params = description.rebuild(described.structure, iter(snapshot.arrays))
-        for record in files.replay_on_disk(snapshot):
-            if record.about["messages"]:
-                raise errors.InvalidArgumentError(
-                    f"{where} has exchanges since its last snapshot, which must be "
-                    "applied again: give the rule, or have a snapshot written first "
-                    "(`agn-optax save`)"
-                )
-        return CenterState(params, None, snapshot.about["version"])
-    _check_rule(snapshot, rule, where)
-    state = _state(snapshot, rule, None, None, where)
-    store = Store.restore(rule, state, None)
-    for record in files.replay_on_disk(snapshot):
-        _apply_record(record, store)
-    return store.save()
 
 
 def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from agn_optax import errors, service
 from agn_optax._signals import handled
-from agn_optax.ops.cli import _center_options, _export, _options, _rules
+from agn_optax.ops.cli import _center_options, _options, _rules, _save
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._notify import notify
 from agn_optax.ops.cli._rules import RuleOptions
@@ -42,7 +42,7 @@ def serve(
     center_rule = _rules.make(_options.with_defaults(rule, values))
     settings = _center_options.settings(center)
     if center.save is not None:
-        _export.check(center.save)
+        _save.check(center.save)
     address = str(settings.get("address", service.LOOPBACK))
     # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
@@ -102,7 +102,7 @@ def serve(
     core = server.center.core
     if center.save is not None and core.is_initialized:
         snapshot = server.center.pull()
-        _export.write(snapshot.params, center.save)
+        _save.write(snapshot.params, center.save)
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
