@@ -284,7 +284,7 @@ class Core:
         if self._keeper is None:
             raise errors.DurabilityError(
                 "this center is in memory only, so it writes no snapshots: give it a "
-                "durability (--journal, --snapshots)"
+                "journal (--journal)"
             )
         return self._keeper.save()
 

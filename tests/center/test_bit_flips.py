@@ -14,7 +14,7 @@ import pytest
 from helpers import sessions, shared, tuning
 
 from agn_optax import errors
-from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center import Journal, LocalCenter
 from agn_optax.center.durability._files import CenterFiles
 
 RESERVED = 1 << 13
@@ -33,7 +33,7 @@ def read(directory):
     ], replay.new_id_reason
 
 
-@pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
+@pytest.fixture(params=["journal", "interval", "ended"])
 def kept(request, tmp_path, monkeypatch):
     """Return the directory of a center that was killed or has ended."""
     tuning.set_least_reserved(monkeypatch, RESERVED)
@@ -41,7 +41,6 @@ def kept(request, tmp_path, monkeypatch):
         "journal": Journal(tmp_path / "a"),
         "interval": Journal(tmp_path / "a", interval=1000.0),
         "ended": Journal(tmp_path / "a"),
-        "snapshots": Snapshots(tmp_path / "a", exchanges=1000),
     }[request.param]
     # Arrays of 12 and 4 bytes leave gaps in blocks of 64.
     params = {"a": jnp.zeros(3), "b": jnp.zeros(())}

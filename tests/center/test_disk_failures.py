@@ -25,7 +25,7 @@ from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
 from agn_optax import errors
-from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center import Journal, LocalCenter
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +46,12 @@ def send(center):
 class CenterProcess:
     """A process that keeps a center in a directory and exchanges continuously."""
 
-    def __init__(self, process, directory, answered, kind="journal", **settings):
+    def __init__(self, process, directory, answered, **settings):
         answered.write_bytes(bytes(ANSWERED.size))
         self._answered, self._process = answered, process
         self.directory = directory
         where = {"directory": str(directory), "answered": str(answered)}
-        self.ask("start", kind=kind, **where, **settings)
+        self.ask("start", **where, **settings)
         self.goes_on()
 
     def ask(self, what, **settings):
@@ -90,9 +90,9 @@ def child(tmp_path):
 
 
 @contextlib.contextmanager
-def found(directory, kind=Journal):
+def found(directory):
     """Yield the center found by the next process; it must be an earlier state."""
-    center = LocalCenter(RULE, durability=kind(directory))
+    center = LocalCenter(RULE, durability=Journal(directory))
     try:
         np.testing.assert_array_equal(center.pull().params, -center.version)
         yield center
@@ -273,18 +273,6 @@ def test_removed_or_replaced_directory_is_detected(goes, tmp_path):
             assert again.center_id == center.center_id
 
 
-def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):
-    kept = Snapshots(tmp_path / "a", seconds=None, exchanges=1)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    moved(tmp_path / "a")
-    (tmp_path / "a").mkdir()
-    send(center)
-    wait_until(lambda: "was removed, moved or replaced" in center.core.degraded)
-    center.close()
-    assert "was removed, moved or replaced" in center.core.failure
-    assert not any((tmp_path / "a").iterdir())
-
-
 def test_journal_continues_in_a_read_only_directory(child):
     """The open journal continues; nothing else can be written."""
     root = os.getuid() == 0  # root can write anywhere, so another user is used
@@ -393,26 +381,3 @@ def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
         with found(copy) as again:
             assert again.version < 3
             assert again.center_id != center.center_id
-
-
-def test_snapshots_are_kept_by_count_and_age(tmp_path):
-    kept = Snapshots(
-        tmp_path / "a", seconds=None, exchanges=1, keep=2, keep_seconds=3600.0
-    )
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-
-    def snapshots():
-        return sorted((tmp_path / "a").glob("snapshot-*[0-9]"))
-
-    for number in range(5):
-        wait_until(lambda n=number: len(snapshots()) == n + 1)
-        send(center)
-    wait_until(lambda: len(snapshots()) == 6)
-    for each in snapshots():
-        os.utime(each, (0, 0))
-    send(center)
-    wait_until(lambda: len(snapshots()) == 2)
-    center.close()
-    assert len(snapshots()) == 2
-    with found(tmp_path / "a", Snapshots) as again:
-        assert again.version == 6

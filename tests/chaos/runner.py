@@ -168,7 +168,6 @@ class Run(contextlib.ExitStack):
         where = self._folder / f"kept-{number}"
         return {
             "none": [],
-            "snapshots": [f"--snapshots={where}", "--snapshot-exchanges=20"],
             "journal": [f"--journal={where}"],
         }[self._scenario.durability]
 

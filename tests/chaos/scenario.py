@@ -71,7 +71,7 @@ class Scenario:
     codec: str
     transports: tuple[str, ...]  # of each worker
     centers: str  # "one" or "shards"
-    durability: str  # "none", "snapshots" or "journal"
+    durability: str  # "none" or "journal"
     size: str
     overlap: bool
     patience: int | None
@@ -119,7 +119,6 @@ class Scenario:
         """True if a center may forget acknowledged steps."""
         forgets = {
             "journal": set(),
-            "snapshots": {"kill center"},
             "none": {"kill center", "drain center"},
         }[self.durability]
         return any(fault.kind in forgets for fault in self.faults)
@@ -176,7 +175,7 @@ def drawn(seed):
     centers = rng.choices(["one", "shards"], [2, 1])[0]
     elastic = rule == "easgd"
     mode = rng.choice(["asynchronous", "rounds"] if elastic else list(_MODES))
-    durability = rng.choices(["none", "snapshots", "journal"], [1, 1, 3])[0]
+    durability = rng.choices(["none", "journal"], [1, 4])[0]
     if elastic:
         durability = "journal"
     overlap = rng.random() < 0.3

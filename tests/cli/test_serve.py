@@ -26,7 +26,6 @@ from agn_optax.center import (
     BoundedStaleness,
     Journal,
     MessageLimits,
-    Snapshots,
     Submission,
     Synchronous,
 )
@@ -317,16 +316,6 @@ D = pathlib.Path("d")
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal(D, size=9)),
         ({"journal": "d", "journal_interval": 0.5}, Journal(D, interval=0.5)),
-        (
-            {"snapshots": "d", "snapshots_kept_seconds": 9.0},
-            Snapshots(D, keep_seconds=9.0),
-        ),
-        ({"snapshots": "d"}, Snapshots(D)),
-        ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots(D, seconds=5.0)),
-        (
-            {"snapshots": "d", "snapshot_exchanges": 7, "snapshots_kept": 1},
-            Snapshots(D, seconds=None, exchanges=7, keep=1),
-        ),
     ],
 )
 def test_durability_is_made_from_options(options, durability, served):
@@ -396,12 +385,9 @@ def test_serve_combines_a_round_with_krum(address):
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
         (["--signal-exit-code=-1"], "must be a whole number from 0 to 255, got -1"),
-        (["--journal=a", "--snapshots=b"], "--journal and --snapshots exclude each"),
         (["--journal-size=5"], "--journal-size needs --journal"),
-        (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
-        (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
         (["--tokens=no such file"], "cannot read no such file"),

@@ -71,7 +71,7 @@ FORMS = {
     "in the open": run("open = true\ninsecure = true"),
     "tokens in plain text": run("insecure = true"),
     "everything": run("page = true", ALL, "storage = '/kept'", more=NEEDS),
-    "one way": run("direct = false\nsnapshots = '/storage/snapshots'"),
+    "one way": run("direct = false\njournal = '/storage/own'"),
     "a center that is there": THERE.format('environment-secrets = {KEY = "a/b.c"}'),
     "jobset": run(kubernetes="jobset = true"),
     "jobset, everything": run(

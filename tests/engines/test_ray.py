@@ -95,7 +95,6 @@ def test_resources_of_a_worker_are_those_of_its_actor(here):
     ("changes", "message"),
     [
         ({"storage": None}, "needs storage, a folder that all nodes reach"),
-        ({"serve": {"snapshots": "s"}}, "keeps a journal"),
         ({"worker_resources": Resources(processes=2)}, "is one process, got processes"),
         ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of"),
         (

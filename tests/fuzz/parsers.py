@@ -451,8 +451,8 @@ max-versions-behind = 3
 lease = 2
 dtype = "float32"
 direct = false
-snapshots = "kept"
-snapshot-exchanges = 20
+journal = "kept"
+journal-interval = 20
 insecure = true
 """
 _WIRE = (errors.ProtocolError, DecodeError)

@@ -21,7 +21,7 @@ from helpers.waiting import wait_until
 
 
 def set_center_clock(monkeypatch, monotonic):
-    """Have centers, and the pauses of their snapshots, call ``monotonic()``."""
+    """Have centers call ``monotonic()``."""
     for module in (_core, _keeper):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=monotonic))
 
@@ -130,11 +130,6 @@ def set_least_reserved(monkeypatch, size):
 def set_most_records(monkeypatch, most):
     """Set the number of records after which a snapshot replaces a journal."""
     monkeypatch.setattr(_keeper, "_MAX_RECORDS", most)
-
-
-def set_snapshot_retries(monkeypatch, seconds):
-    """Set the pause before a failed snapshot is tried again."""
-    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", seconds)
 
 
 def set_boot_id(monkeypatch, text):

@@ -37,8 +37,8 @@ _LOCK_SIZE = 64  # bytes
 # The guarantee for records beyond the number in the lock. "closed": there are none.
 # "journal": a record is on disk before its exchange is answered. "interval": the
 # operating system has the record before its exchange is answered, and the disk has it
-# some time later. "memory": no guarantee.
-Kind = Literal["closed", "journal", "interval", "memory"]
+# some time later.
+Kind = Literal["closed", "journal", "interval"]
 
 
 class Lock(NamedTuple):
@@ -155,8 +155,7 @@ class Replay:
         starts = files.numbers("journal")
         earlier = [start for start in starts if start <= self._number]
         starts = earlier[-1:] + [start for start in starts if start > self._number]
-        has_journal = lock is not None and lock.kind in ("journal", "interval")
-        if has_journal and not earlier:
+        if lock is not None and lock.kind != "closed" and not earlier:
             self._missing = f"{files.file('journal', self._number)} is missing"
         for start in starts:
             path, position = files.file("journal", start), 0
@@ -210,8 +209,6 @@ class Replay:
             )
         if self._incomplete:  # harmless: its exchange was never answered
             _log.warning("%s: these bytes are ignored", self._incomplete)
-        if kind == "memory":
-            return "it was not closed, and its last changes were in memory only"
         return ""
 
 

@@ -1,7 +1,4 @@
-"""Durability settings, and the keeper that saves and restores a center.
-
-    Snapshots    writes the whole center from time to time
-    Journal      also writes every exchange, before it is answered
+"""The journal's settings, and the keeper that saves and restores a center.
 
 A `Keeper` owns the directory. The core reports every change to it, one at a time, and
 asks it whether the change is on disk.
@@ -40,63 +37,6 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
 _MIN_SNAPSHOTS = 4  # minimum journal size, in snapshots, so that snapshots are few
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
-_RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshots:
-    """The center is written to disk from time to time, and when it is closed.
-
-    If the process is killed, the exchanges since the last snapshot are lost. The center
-    that continues from the snapshot gets a new center id, so that workers do not resume
-    against it.
-
-    Args:
-      directory: directory of this center alone, to which snapshots are written. It is
-        created if necessary; a center that is found in it continues.
-      seconds: seconds between two snapshots; none is written if nothing has changed.
-        None for no limit.
-      exchanges: number of updates of the center between two snapshots (a synchronous
-        round of exchanges is one update); None for no limit.
-      keep: number of snapshots to keep.
-      keep_seconds: age in seconds up to which snapshots are kept, however many.
-
-    Raises:
-      InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
-        ``exchanges`` is given.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, agn_optax
-      >>> rule = agn_optax.rules.downpour()
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     durability = agn_optax.center.Snapshots(folder, seconds=30.0)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
-      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
-      ...     _ = center.join("worker-0").exchange(sent)
-      ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=durability)
-      ...     print(center.pull().params, center.version)
-      ...     center.close()
-      [0. 0.] 1
-    """
-
-    directory: str | os.PathLike[str]
-    seconds: float | None = 60.0
-    exchanges: int | None = None
-    keep: int = 2
-    keep_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_directory(self.directory)
-        if self.seconds is None and self.exchanges is None:
-            raise errors.InvalidArgumentError(
-                "Snapshots needs seconds=, exchanges= or both, got neither"
-            )
-        if self.seconds is not None:
-            check.seconds(self.seconds, "seconds", positive=True)
-        check.whole_number(self.exchanges, "exchanges", least=1)
-        check.whole_number(self.keep, "keep", least=1, optional=False)
-        check.seconds(self.keep_seconds, "keep_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +96,6 @@ class Journal:
             check.seconds(self.interval, "interval", positive=True)
 
 
-Durability = Snapshots | Journal
-
-
 # The complete state of a center: a function that returns the copied center state, the
 # ledger's state, and the name of the chief.
 Image = tuple[Callable[[], CenterState], dict[str, Any], str | None]
@@ -168,7 +105,7 @@ class Keeper:
     """Saves a center in a directory.
 
     Args:
-      durability: the settings.
+      journal: the settings.
       rule: the rule of the center.
       changed: the condition around the center's lock. Callers of `begin` and `record`
         hold it, and notify it afterwards. The keeper notifies it of written records.
@@ -182,26 +119,23 @@ class Keeper:
       saved_version: version of the newest snapshot written; None before the first.
 
     Raises:
-      InvalidTypeError: ``durability`` has another type.
+      InvalidTypeError: ``journal`` has another type.
       DurabilityError: the directory cannot be used.
     """
 
     def __init__(
-        self, durability: Durability, rule: Rule, changed: threading.Condition
+        self, journal: Journal, rule: Rule, changed: threading.Condition
     ) -> None:
-        if not isinstance(durability, Snapshots | Journal):
-            raise errors.InvalidTypeError(
-                "durability must be Snapshots(...), Journal(...) or None, got "
-                f"{durability!r}"
-            )
+        expected = "durability must be Journal(...) or None"
+        check.instance(journal, Journal, expected)
         self.center_id = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
         self.restore_message = ""
         self.saved_version: int | None = None
-        self._durability = durability
+        self._journal = journal
         self._snapshot_error = ""  # why the last snapshot could not be written
-        self._directory = Directory(durability.directory)
+        self._directory = Directory(journal.directory)
         self._changed = changed
         self._image: Callable[[], Image]
         self._rule = rule
@@ -210,10 +144,8 @@ class Keeper:
         self._number = 0  # number of records so far
         self._written = 0  # number of records that the journal has written
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
-        self._saved_at = 0.0  # time of the last attempt at a snapshot
-        self._attempted = 0  # number of records before that attempt
+        self._attempted = 0  # number of records before the last attempt at a snapshot
         self._saved_size = 0
-        self._exchanges = 0  # since that attempt
         self._saving = threading.Lock()  # held while a snapshot is written
         self._saver: Future[None] | None = None  # set once there is a center
 
@@ -283,7 +215,7 @@ class Keeper:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
             raise
-        self._saved_at, self._attempted = time.monotonic(), self._number
+        self._attempted = self._number
         name = "agn-optax snapshots"
         self._saver = keep_running(self._save_when_due, name)
 
@@ -308,19 +240,17 @@ class Keeper:
         Returns:
           The record number to wait for, see `is_kept`.
         """
-        if self._saver is None or self._closed or self.failure:
+        if self._writer is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        self._exchanges += bool(submissions)
-        if self._writer is not None:
-            about = {
-                "ledger": ledger,
-                "messages": [plain(submission) for submission in submissions],
-                "staleness": staleness,
-                "weights": weights,
-                "workers": workers,
-            }
-            self._writer.append(about, [s.contribution for s in submissions])
+        about = {
+            "ledger": ledger,
+            "messages": [plain(submission) for submission in submissions],
+            "staleness": staleness,
+            "weights": weights,
+            "workers": workers,
+        }
+        self._writer.append(about, [s.contribution for s in submissions])
         return self.recorded
 
     @property
@@ -337,9 +267,8 @@ class Keeper:
         """Return the free and the needed disk space; None if unknown."""
         if self._saver is None:
             return None
-        has_journal = isinstance(self._durability, Journal)
         try:
-            return self._directory.disk_space(self._saved_size, journal=has_journal)
+            return self._directory.disk_space(self._saved_size)
         except OSError:  # the directory was moved; the next write reports it
             return None
 
@@ -389,7 +318,7 @@ class Keeper:
                 if self._saved != (number, self.center_id):
                     self._save(number, image)
                 self._directory.write_lock("closed", number)
-                self._remove_old(number + 1)
+                self._directory.remove_old(number + 1)
         except OSError as error:
             self._fail(error)
 
@@ -401,25 +330,13 @@ class Keeper:
         """
         if self._saved != (number, self.center_id):
             self._save(number, self._image())
-        if isinstance(self._durability, Snapshots):
-            self._directory.write_lock("memory", number)
-        else:
-            interval, self._written = self._durability.interval, number
-            self._writer = Writer(
-                self._directory, number, interval, self._set_written, self._fail
-            )
-            kind: Kind = "journal" if interval is None else "interval"
-            self._directory.write_lock(kind, number)
-        self._remove_old(number)
-
-    def _remove_old(self, journals: int) -> None:
-        """Remove old snapshots, and the journals that begin before a record."""
-        durability = self._durability
-        if isinstance(durability, Journal):
-            self._directory.remove_old(journals, keep=1)
-        else:
-            keep, seconds = durability.keep, durability.keep_seconds
-            self._directory.remove_old(journals, keep, seconds)
+        interval, self._written = self._journal.interval, number
+        self._writer = Writer(
+            self._directory, number, interval, self._set_written, self._fail
+        )
+        kind: Kind = "journal" if interval is None else "interval"
+        self._directory.write_lock(kind, number)
+        self._directory.remove_old(number)
 
     def _set_written(self, number: int) -> None:
         with self._changed:
@@ -438,33 +355,30 @@ class Keeper:
         while self._wait_until_due():
             # A failed attempt is repeated later.
             with self._saving, contextlib.suppress(errors.DurabilityError):
-                if self._time_left() == 0.0:  # `save` has written none meanwhile
+                if self._is_due:  # `save` has written none meanwhile
                     self._try_to_save()
 
     def _wait_until_due(self) -> bool:
         """Wait until a snapshot is due; return False if the center ends before."""
         with self._changed:
-            while not (self._closed or self.failure):
-                left = self._time_left()
-                if left == 0.0:
-                    return True
-                self._changed.wait(left)
-            return False
+            self._changed.wait_for(lambda: self._closed or self.failure or self._is_due)
+            return not (self._closed or self.failure)
+
+    @property
+    def _is_due(self) -> bool:
+        """True if the journal is so long that a snapshot replaces it."""
+        assert self._writer is not None
+        size = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+        return (
+            self._writer.size >= (self._journal.size or size)
+            or self._number - self._attempted >= _MAX_RECORDS
+        )
 
     def _try_to_save(self) -> int:
         """Write a snapshot, which replaces the journal; return its version."""
-        with self._changed:
-            self._exchanges, self._saved_at = 0, time.monotonic()
-            attempted = self._attempted
         try:
             return self._replace_journal()
-        except BaseException as error:  # also Ctrl-C: a later snapshot may succeed
-            with self._changed:
-                if not isinstance(self._durability, Journal):  # it has all records
-                    self._attempted = attempted  # the next attempt needs no exchange
-                self._changed.notify_all()  # the time of the next attempt has changed
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
                 "next attempt follows when the next snapshot is due"
@@ -472,43 +386,22 @@ class Keeper:
             _log.error("%s", self._snapshot_error)
             raise errors.DurabilityError(self._snapshot_error) from error
 
-    def _time_left(self) -> float | None:
-        """Return the seconds to the next snapshot; None if time does not decide."""
-        settings, records = self._durability, self._number - self._attempted
-        if isinstance(settings, Journal):
-            assert self._writer is not None
-            default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
-            size = settings.size or default
-            is_due = self._writer.size >= size or records >= _MAX_RECORDS
-        else:
-            limit = settings.exchanges
-            is_due = limit is not None and self._exchanges >= limit
-            pause = settings.seconds
-            if pause is None and self._snapshot_error:
-                pause = _RETRY_INTERVAL
-            if pause is not None and records and not is_due:
-                return max(0.0, self._saved_at + pause - time.monotonic())
-        return 0.0 if is_due else None
-
     def _replace_journal(self) -> int:
         """Write a snapshot, which makes the records before it unnecessary.
 
         Returns:
           The snapshot's version.
         """
+        writer = self._writer
+        assert writer is not None
         with self._changed:
-            self._attempted = begin = number = self._number
-            writer = self._writer
-            if writer:
-                writer.begin_file()
+            self._attempted = number = self._number
+            writer.begin_file()
             image = self._image()
-            if writer:
-                self._changed.wait_for(lambda: not writer.is_switching or self.failure)
-                begin = writer.begin
+            self._changed.wait_for(lambda: not writer.is_switching or self.failure)
+            begin = writer.begin
         version = self._save(number, image)
-        if isinstance(self._durability, Snapshots):
-            self._directory.write_num_records(number)
-        self._remove_old(begin)
+        self._directory.remove_old(begin)
         return version
 
     def _save(self, number: int, image: Image) -> int:

@@ -11,11 +11,9 @@ from agn_optax._internal import check
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
-    Durability,
     Journal,
     MessageLimits,
     Mode,
-    Snapshots,
     Synchronous,
 )
 from agn_optax.ops.cli import _options
@@ -40,17 +38,6 @@ _JOURNAL = Group(
     names={"directory": "journal"},
     needs="--journal",
 )
-_SNAPSHOTS = Group(
-    Snapshots,
-    names={
-        "directory": "snapshots",
-        "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
-        "exchanges": "snapshot_exchanges",
-        "keep": "snapshots_kept",
-        "keep_seconds": "snapshots_kept_seconds",
-    },
-    needs="--snapshots",
-)
 _TLS = Group(
     service.Tls,
     *("certificate", "key", "ca"),
@@ -67,7 +54,6 @@ _MESSAGES = Group(MessageLimits, prefix="reject_")
         "served": _SERVED,
         **_MODES,
         "journal": _JOURNAL,
-        "snapshots": _SNAPSHOTS,
         "tls": _TLS,
         "security": _SECURITY,
         "limits": _LIMITS,
@@ -87,7 +73,6 @@ class CenterOptions:
 
     Durability:
       *journal
-      *snapshots
       save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
         that Orbax reads; needs the extra flax.
 
@@ -150,7 +135,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         )
     for option, is_given, excluded in (
         ("--open", options.open, "tokens"),
-        ("--snapshots", "snapshots" in _options.given(options), "journal"),
         ("--no-page", options.page is False, "page_address"),
         ("--no-direct", options.direct is False, "direct_address"),
     ):
@@ -161,7 +145,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "page": options.page_address or (service.LOOPBACK if options.page else None),
         "mode": _mode_of(options),
-        "durability": _durability_of(options),
+        "durability": _JOURNAL.build_if_given("directory", options),
         "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),
         "security": _SECURITY.build(options, tls=_tls_of(options)),
         **_SERVED.given(options),
@@ -223,12 +207,3 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
         return None
     tls.server_credentials()  # raises for bad files before anything is started
     return tls
-
-
-def _durability_of(options: CenterOptions) -> Durability | None:
-    given = _SNAPSHOTS.given(options)
-    # If only a number of exchanges is given, no snapshots are written by time.
-    is_by_exchanges = "exchanges" in given and "seconds" not in given
-    more = {"seconds": None} if is_by_exchanges else {}
-    snapshots = _SNAPSHOTS.build_if_given("directory", options, **more)
-    return _JOURNAL.build_if_given("directory", options) or snapshots

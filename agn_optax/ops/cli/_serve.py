@@ -31,9 +31,9 @@ def serve(
     """Serve a center until SIGTERM or SIGINT drains it.
 
     Prints the addresses and the token as soon as workers can join. The first worker
-    that starts as chief provides the parameters, unless --journal or --snapshots names
-    a directory with a center, which then continues. The first options below are those
-    that most centers need; the others follow by topic.
+    that starts as chief provides the parameters, unless --journal names a directory
+    with a center, which then continues. The first options below are those that most
+    centers need; the others follow by topic.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """

@@ -79,11 +79,6 @@ class Ray(Engine):
                 "a center on Ray needs storage, a folder that all nodes reach, from "
                 "which a restarted center continues"
             )
-        if "snapshots" in run.serve:
-            raise errors.InvalidArgumentError(
-                "a center on Ray keeps a journal: with snapshots alone, exchanges "
-                "since the last snapshot would be lost with the center's actor"
-            )
         # Relative paths are relative to the folder here, and not to an actor's.
         self.run = dataclasses.replace(
             run,

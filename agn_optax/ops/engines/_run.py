@@ -199,7 +199,7 @@ class Run:
 
     def durability_options(self) -> dict[str, Any]:
         """Return the options of ``serve`` by which a center outlives its process."""
-        if self.storage is None or {"journal", "snapshots"} & set(self.serve):
+        if self.storage is None or "journal" in self.serve:
             return {}
         return {"journal": self.storage.absolute() / "journal"}
 
