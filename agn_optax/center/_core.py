@@ -87,7 +87,6 @@ class _FinitenessCheck:
     batch: Batch
     messages: list[_WaitingMessage]
     prepared: Prepared
-    store: Store
     has_thread: bool = False  # whether a thread was started to wait for the device
     thread_id: int | None = None  # id of the thread that waits for the device
     is_finite: bool | None = None  # None until the device has reported
@@ -493,7 +492,7 @@ class Core:
                     norm = sum(batch.norms[i] for i in batch.indices_to_apply)
                 prepared = store.prepare(*_applied(batch, messages), norm)
                 if checks_finite and not store.is_bounded(prepared):
-                    pending = _FinitenessCheck(batch, messages, prepared, store)
+                    pending = _FinitenessCheck(batch, messages, prepared)
                     self._finiteness = pending
                     return
         except Exception as error:
@@ -514,7 +513,7 @@ class Core:
                     pending.thread_id = this_thread
             if pending.thread_id == this_thread:
                 try:
-                    checked = pending.store.check_finite(pending.prepared)
+                    checked = self.store.check_finite(pending.prepared)
                     pending.is_finite, pending.bound = checked
                 except Exception as error:
                     pending.failure = _with_traceback(error)
@@ -530,17 +529,15 @@ class Core:
                             message.done.notify_all()
 
     def _end_check(self, pending: _FinitenessCheck) -> None:
-        """Apply or reject checked messages, unless center or workers have changed.
+        """Apply or reject checked messages, unless workers have left meanwhile.
 
-        The center may have been restored meanwhile, and workers may have left. Then the
-        ledger decides again which messages are due.
+        If workers have left, the ledger decides again which messages are due.
         """
-        store, batch = pending.store, pending.batch
-        is_current = self._store is store and store.current is pending.prepared.before
-        if self._ended or not is_current or not self.ledger.is_waiting(batch):
+        batch = pending.batch
+        if self._ended or not self.ledger.is_waiting(batch):
             return
         if pending.is_finite:
-            store.set_bound(pending.bound)
+            self.store.set_bound(pending.bound)
         elif pending.is_finite is not None:
             batch = self._reject_all(batch)
         elif pending.failure is None:  # interrupted

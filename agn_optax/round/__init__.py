@@ -49,7 +49,6 @@ from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import MovedCenter as MovedCenter
-from agn_optax.round._round import add_to_record as add_to_record
 from agn_optax.round._round import adopt as adopt
 from agn_optax.round._round import adopt_late as adopt_late
 from agn_optax.round._round import answer_of as answer_of
@@ -69,7 +68,6 @@ from agn_optax.round._round import has_residual as has_residual
 from agn_optax.round._round import init_broadcast as init_broadcast
 from agn_optax.round._round import init_center_state as init_center_state
 from agn_optax.round._round import init_local as init_local
-from agn_optax.round._round import init_record as init_record
 from agn_optax.round._round import local_step as local_step
 from agn_optax.round._round import message_of as message_of
 from agn_optax.round._round import move_anchor as move_anchor

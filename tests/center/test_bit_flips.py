@@ -15,7 +15,7 @@ from helpers import sessions, shared, tuning
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter
-from agn_optax.center.durability._files import CenterFiles
+from agn_optax.center.durability._files import CenterFiles, Replay
 
 RESERVED = 1 << 13
 STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
@@ -25,7 +25,7 @@ def read(directory):
     """Return all records found in a directory as bytes, and why the id would change."""
     files = CenterFiles(directory)
     snapshot = files.load()
-    replay = files.replay(snapshot)
+    replay = Replay(files, snapshot)
     records = [snapshot, *replay]
     return [
         (each.number, each.about, [array.tobytes() for array in each.arrays])
@@ -105,14 +105,3 @@ def test_empty_or_missing_lock_file_is_accepted(kept):
         found, reason = read(kept)
         assert found == whole
         assert "lock is missing, so the number of records" in reason
-
-
-def test_reason_for_a_new_id_is_known_only_after_the_replay(tmp_path):
-    with LocalCenter(shared.downpour(), jnp.zeros(3), durability=Journal(tmp_path)):
-        pass
-    files = CenterFiles(tmp_path)
-    replay = files.replay(files.load())
-    with pytest.raises(RuntimeError, match="must be read to their end first"):
-        _ = replay.new_id_reason
-    assert not list(replay)
-    assert replay.new_id_reason == ""

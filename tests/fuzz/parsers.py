@@ -403,7 +403,7 @@ def _read_folder(data):
         snapshot = directory.load()
         np.testing.assert_array_equal(snapshot.arrays[0], TREE["a"])
         count = 0
-        replay = directory.replay(snapshot)
+        replay = _files.Replay(directory, snapshot)
         for record in replay:
             assert record.number == count
             _check_record(record)

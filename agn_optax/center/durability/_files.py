@@ -78,7 +78,7 @@ class CenterFiles:
         Raises:
           DurabilityError: the snapshot cannot be read, or was removed.
         """
-        newest = self.newest()
+        newest = max(self.numbers("snapshot"), default=None)
         if newest is None:
             if self.lock is not None or self.numbers("journal"):
                 raise errors.DurabilityError(
@@ -96,14 +96,6 @@ class CenterFiles:
                 )
         return record
 
-    def replay(self, snapshot: Record) -> Replay:
-        """Return the records after a snapshot."""
-        return Replay(self, snapshot)
-
-    def newest(self) -> int | None:
-        """Return the number of the newest snapshot; None if there is none."""
-        return max(self.numbers("snapshot"), default=None)
-
     def file(self, kind: str, number: int) -> pathlib.Path:
         """Return the path of a snapshot or a journal."""
         return self.path / f"{kind}-{number:012}"
@@ -119,16 +111,21 @@ class CenterFiles:
 class Replay:
     """The records after a snapshot, in order, to be iterated over once.
 
-    The iteration ends with the check that no record is missing, and only then is
-    `new_id_reason` known.
+    The iteration ends with the check that no record is missing.
 
     Args:
       files: the files of the center.
       snapshot: the snapshot.
 
+    Attributes:
+      new_id_reason: reason why updates may be lost, so that the center gets a new id;
+        "" without one. Known once the iteration has ended.
+
     Raises:
       DurabilityError: a record is missing that was on disk.
     """
+
+    new_id_reason: str
 
     def __init__(self, files: CenterFiles, snapshot: Record) -> None:
         self._files = files
@@ -137,18 +134,10 @@ class Replay:
         self._end = f"{files.file('snapshot', self._number)} at byte {snapshot.size}"
         self._missing = ""  # description of a missing journal, or of a missing part
         self._incomplete = ""  # description of an incomplete write at the end
-        self._new_id_reason: str | None = None
 
     def __iter__(self) -> Iterator[Record]:
         yield from self._read_journals()
-        self._new_id_reason = self._check_complete()
-
-    @property
-    def new_id_reason(self) -> str:
-        """Reason why updates may be lost, so that the center gets a new id; else ""."""
-        if self._new_id_reason is None:
-            raise RuntimeError("the records must be read to their end first")
-        return self._new_id_reason
+        self.new_id_reason = self._check_complete()
 
     def _read_journals(self) -> Iterator[Record]:
         files, lock = self._files, self._files.lock

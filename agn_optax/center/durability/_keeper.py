@@ -27,7 +27,7 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import Kind, disk_errors
+from agn_optax.center.durability._files import Kind, Replay, disk_errors
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -90,7 +90,9 @@ class Journal:
     interval: float | None = None
 
     def __post_init__(self) -> None:
-        _check_directory(self.directory)
+        path = self.directory
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise errors.InvalidTypeError(f"directory must be a path, got {path!r}")
         check.whole_number(self.size, "size", least=1)
         if self.interval is not None:
             check.seconds(self.interval, "interval", positive=True)
@@ -170,13 +172,17 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        _check_rule(snapshot, self._rule, where)
+        if other := difference(snapshot.about["rule"], self._rule):
+            raise errors.RuleMismatchError(
+                f"{where} has another rule: {other}. Use the same optimizers and "
+                "settings, or another directory"
+            )
         saved = _state(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        replay = self._directory.replay(snapshot)
+        replay = Replay(self._directory, snapshot)
         for record in replay:
             self._number = record.number + 1
             _apply_record(record, store)
@@ -352,17 +358,17 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while self._wait_until_due():
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self.failure or self._is_due
+                )
+                if self._closed or self.failure:
+                    return
             # A failed attempt is repeated later.
             with self._saving, contextlib.suppress(errors.DurabilityError):
                 if self._is_due:  # `save` has written none meanwhile
                     self._try_to_save()
-
-    def _wait_until_due(self) -> bool:
-        """Wait until a snapshot is due; return False if the center ends before."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.failure or self._is_due)
-            return not (self._closed or self.failure)
 
     @property
     def _is_due(self) -> bool:
@@ -445,7 +451,10 @@ def _state(
 ) -> CenterState:
     """Check a snapshot against rule and parameters; return its center state."""
     about = snapshot.about
-    described = _described(snapshot)
+    described = description.Description(
+        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
+        about["containers"],
+    )
     count = len(described.leaves)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
@@ -477,25 +486,3 @@ def _state(
         )
     center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"], broadcast)
-
-
-def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
-    if other := difference(snapshot.about["rule"], rule):
-        raise errors.RuleMismatchError(
-            f"{where} has another rule: {other}. Use the same optimizers and "
-            "settings, or another directory"
-        )
-
-
-def _described(snapshot: Record) -> description.Description:
-    """Return the description of the parameters in a snapshot."""
-    about = snapshot.about
-    return description.Description(
-        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
-        about["containers"],
-    )
-
-
-def _check_directory(value: Any) -> None:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise errors.InvalidTypeError(f"directory must be a path, got {value!r}")
