@@ -15,7 +15,7 @@ from helpers import sessions, shared, tuning
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter
-from agn_optax.center.durability._files import CenterFiles, Replay
+from agn_optax.center.durability._files import CenterFiles, replay
 
 RESERVED = 1 << 13
 STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
@@ -25,23 +25,18 @@ def read(directory):
     """Return all records found in a directory as bytes, and why the id would change."""
     files = CenterFiles(directory)
     snapshot = files.load()
-    replay = Replay(files, snapshot)
-    records = [snapshot, *replay]
+    records = [snapshot, *replay(files, snapshot)]
     return [
         (each.number, each.about, [array.tobytes() for array in each.arrays])
         for each in records
-    ], replay.new_id_reason
+    ], files.new_id_reason
 
 
-@pytest.fixture(params=["journal", "interval", "ended"])
+@pytest.fixture(params=["journal", "ended"])
 def kept(request, tmp_path, monkeypatch):
     """Return the directory of a center that was killed or has ended."""
     tuning.set_least_reserved(monkeypatch, RESERVED)
-    durability = {
-        "journal": Journal(tmp_path / "a"),
-        "interval": Journal(tmp_path / "a", interval=1000.0),
-        "ended": Journal(tmp_path / "a"),
-    }[request.param]
+    durability = Journal(tmp_path / "a")
     # Arrays of 12 and 4 bytes leave gaps in blocks of 64.
     params = {"a": jnp.zeros(3), "b": jnp.zeros(())}
     center = LocalCenter(shared.downpour(), params, durability=durability)

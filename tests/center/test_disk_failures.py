@@ -8,19 +8,17 @@ settings.
 import collections
 import contextlib
 import itertools
-import math
 import os
 import pathlib
 import shutil
 import struct
 import tempfile
-import threading
 import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import children, sessions, shared, tuning
+from helpers import children, sessions, shared
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
@@ -101,12 +99,11 @@ def found(directory):
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)
-@pytest.mark.parametrize("interval", [None, 30.0])
-def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, child):
-    """Compaction runs all the time. A kill loses nothing, also with an interval."""
+def test_center_killed_during_compaction_keeps_confirmed_exchanges(child):
+    """Compaction runs all the time. A kill loses nothing."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     for _ in range(KILLS):
-        one = child(elements=20_000, size=1, interval=interval)
+        one = child(elements=20_000, size=1)
         with pytest.raises(errors.DurabilityError, match="another process keeps"):
             LocalCenter(RULE, durability=Journal(one.directory))
         one.goes_on(dice.integers(1, 20))
@@ -294,90 +291,3 @@ def test_journal_continues_in_a_read_only_directory(child):
                 center_id,
                 True,
             )
-
-
-class Syncs:
-    """The journal's syncs: they are counted, and wait for ``ready``."""
-
-    def __init__(self, monkeypatch):
-        self.count, self.ready = 0, threading.Event()
-        self.ready.set()
-        tuning.set_journal_sync(monkeypatch, self)
-
-    def __call__(self, file, sync):
-        self.count += 1
-        assert self.ready.wait(LIMIT)
-        sync(file)
-
-
-@pytest.fixture
-def syncs(monkeypatch):
-    return Syncs(monkeypatch)
-
-
-def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    for _ in range(5):
-        send(center)
-    assert syncs.count == 0
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    with found(copy) as again:  # a kill loses nothing: the system has all data
-        assert (again.version, again.center_id) == (5, center.center_id)
-    center.close()
-    assert syncs.count == 1
-    with found(tmp_path / "a") as again:
-        assert (again.version, again.center_id) == (5, center.center_id)
-
-
-def test_with_an_interval_no_record_waits_longer_for_a_sync(
-    syncs, tmp_path, monkeypatch
-):
-    now = 0.0
-    tuning.set_journal_clock(monkeypatch, lambda: now)
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    send(center)
-    now = 999.0
-    send(center)
-    assert syncs.count == 0
-    now = 1000.0
-    syncs.ready.clear()
-    late = threading.Thread(target=send, args=(center,))
-    late.start()  # no response while older records wait for the sync
-    wait_until(lambda: syncs.count == 1)
-    assert late.is_alive()
-    syncs.ready.set()
-    late.join(LIMIT)
-    assert center.version == 3
-    center.close()
-
-
-def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
-    kept = Journal(tmp_path / "a", interval=0.05)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    send(center)
-    wait_until(lambda: syncs.count)  # without further exchanges
-    wait_until(lambda: center.core._keeper._writer._sync_due == math.inf)
-    center.close()
-
-
-def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
-    tmp_path, monkeypatch
-):
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    for _ in range(3):
-        send(center)
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    center.close()
-    with monkeypatch.context() as patch:
-        tuning.set_boot_id(patch, "another")
-        with found(tmp_path / "a") as again:  # the center had been closed
-            assert (again.version, again.center_id) == (3, center.center_id)
-        (journal,) = copy.glob("journal-*")
-        with journal.open("r+b") as file:
-            file.truncate(1200)
-        with found(copy) as again:
-            assert again.version < 3
-            assert again.center_id != center.center_id

@@ -315,7 +315,7 @@ D = pathlib.Path("d")
     [
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal(D, size=9)),
-        ({"journal": "d", "journal_interval": 0.5}, Journal(D, interval=0.5)),
+        ({"journal": "d"}, Journal(D)),
     ],
 )
 def test_durability_is_made_from_options(options, durability, served):
@@ -387,7 +387,6 @@ def test_serve_combines_a_round_with_krum(address):
         (["--signal-exit-code=-1"], "must be a whole number from 0 to 255, got -1"),
         (["--journal-size=5"], "--journal-size needs --journal"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
-        (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
         (["--tokens=no such file"], "cannot read no such file"),

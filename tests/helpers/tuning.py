@@ -7,7 +7,7 @@ import time
 import types
 
 from agn_optax.center import _core
-from agn_optax.center.durability import _directory, _files, _keeper, _writer
+from agn_optax.center.durability import _directory, _keeper, _writer
 from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
 from agn_optax.service import _watchdog
@@ -117,11 +117,6 @@ def set_journal_sync(monkeypatch, act):
     monkeypatch.setattr(_writer, "_sync", lambda file: act(file, sync))
 
 
-def set_journal_clock(monkeypatch, monotonic):
-    """Have journals call ``monotonic()`` for the time of their next sync."""
-    monkeypatch.setattr(_writer, "time", types.SimpleNamespace(monotonic=monotonic))
-
-
 def set_least_reserved(monkeypatch, size):
     """Set the least bytes that a journal reserves, so that it is copied quickly."""
     monkeypatch.setattr(_directory, "_MIN_RESERVED", size)
@@ -130,11 +125,6 @@ def set_least_reserved(monkeypatch, size):
 def set_most_records(monkeypatch, most):
     """Set the number of records after which a snapshot replaces a journal."""
     monkeypatch.setattr(_keeper, "_MAX_RECORDS", most)
-
-
-def set_boot_id(monkeypatch, text):
-    """Have centers find their files after another boot of the machine."""
-    monkeypatch.setattr(_files, "boot_id", lambda: text)
 
 
 def set_page_clock(monkeypatch, monotonic):

@@ -22,7 +22,6 @@ from agn_optax.center.durability._files import (
     CenterFiles,
     Kind,
     Lock,
-    boot_id,
     disk_errors,
     open_file,
 )
@@ -125,7 +124,7 @@ class Directory(CenterFiles):
         Raises:
           OSError: the lock could not be written.
         """
-        self.lock = Lock(kind, number, boot_id())
+        self.lock = Lock(kind, number)
         self.write_num_records(number)
         os.fsync(self._lock_file)
 
@@ -134,7 +133,7 @@ class Directory(CenterFiles):
 
         The lock is not synced, which would take as long as syncing the records. If the
         process is killed, the number is preserved. After a power failure it may be some
-        seconds old, and with the kind "interval" too large: then it is ignored.
+        seconds old.
         """
         assert self.lock is not None
         self.lock = self.lock._replace(num_records=number)

@@ -27,7 +27,7 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import Kind, Replay, disk_errors
+from agn_optax.center.durability._files import disk_errors, replay
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -47,12 +47,6 @@ class Journal:
     exchange, and an exchange that is repeated is not applied again. Exchanges that
     arrive together are written together.
 
-    With an ``interval``, an exchange is answered once the operating system has it, and
-    is synced to disk within that interval. If only the process is killed, nothing is
-    lost. If the machine loses power, the exchanges of at most ``interval`` seconds are
-    lost, and the center that continues gets a new center id, so that workers do not
-    resume against it.
-
     Args:
       directory: directory of this center alone, to which every exchange is written
         before it is answered. It is created if necessary; a center that is found in it
@@ -61,8 +55,6 @@ class Journal:
         the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 records of exchanges, joins and leaves, so that a start takes
         seconds.
-      interval: maximum seconds between two syncs to disk; None syncs every exchange
-        before it is answered.
 
     If the disk is full or fails, or if the directory is moved, the center closes and
     answers no further exchange.
@@ -87,15 +79,12 @@ class Journal:
 
     directory: str | os.PathLike[str]
     size: int | None = None
-    interval: float | None = None
 
     def __post_init__(self) -> None:
         path = self.directory
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise errors.InvalidTypeError(f"directory must be a path, got {path!r}")
         check.whole_number(self.size, "size", least=1)
-        if self.interval is not None:
-            check.seconds(self.interval, "interval", positive=True)
 
 
 # The complete state of a center: a function that returns the copied center state, the
@@ -128,8 +117,7 @@ class Keeper:
     def __init__(
         self, journal: Journal, rule: Rule, changed: threading.Condition
     ) -> None:
-        expected = "durability must be Journal(...) or None"
-        check.instance(journal, Journal, expected)
+        check.instance(journal, Journal, "durability must be Journal(...) or None")
         self.center_id = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
@@ -182,13 +170,12 @@ class Keeper:
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        replay = Replay(self._directory, snapshot)
-        for record in replay:
+        for record in replay(self._directory, snapshot):
             self._number = record.number + 1
             _apply_record(record, store)
             states.append(record.about["ledger"])
         version = ledger.version = store.current.number
-        reason = replay.new_id_reason
+        reason = self._directory.new_id_reason
         for state in states:
             # If updates are lost, workers may be ahead of the center: they restart.
             ledger.restore(state, now, is_new_id=bool(reason))
@@ -212,18 +199,25 @@ class Keeper:
         Raises:
           DurabilityError: the center cannot be written.
         """
-        self._image = image
+        self._image, number = image, self._number
         try:
+            # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
-                self._write_first(self._number)
+                if self._saved != (number, self.center_id):
+                    self._save(number, image())
+                self._written = number
+                self._writer = Writer(
+                    self._directory, number, self._set_written, self._fail
+                )
+                self._directory.write_lock("journal", number)
+                self._directory.remove_old(number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
             raise
-        self._attempted = self._number
-        name = "agn-optax snapshots"
-        self._saver = keep_running(self._save_when_due, name)
+        self._attempted = number
+        self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
 
     def record(
         self,
@@ -328,22 +322,6 @@ class Keeper:
         except OSError as error:
             self._fail(error)
 
-    def _write_first(self, number: int) -> None:
-        """Write the files that must be on disk before the first exchange.
-
-        The order ensures that the guarantee in the lock holds if the process is killed
-        in between.
-        """
-        if self._saved != (number, self.center_id):
-            self._save(number, self._image())
-        interval, self._written = self._journal.interval, number
-        self._writer = Writer(
-            self._directory, number, interval, self._set_written, self._fail
-        )
-        kind: Kind = "journal" if interval is None else "interval"
-        self._directory.write_lock(kind, number)
-        self._directory.remove_old(number)
-
     def _set_written(self, number: int) -> None:
         with self._changed:
             self._written = number
@@ -374,11 +352,9 @@ class Keeper:
     def _is_due(self) -> bool:
         """True if the journal is so long that a snapshot replaces it."""
         assert self._writer is not None
-        size = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
-        return (
-            self._writer.size >= (self._journal.size or size)
-            or self._number - self._attempted >= _MAX_RECORDS
-        )
+        default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+        is_large = self._writer.size >= (self._journal.size or default)
+        return is_large or self._number - self._attempted >= _MAX_RECORDS
 
     def _try_to_save(self) -> int:
         """Write a snapshot, which replaces the journal; return its version."""

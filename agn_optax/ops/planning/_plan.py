@@ -19,6 +19,7 @@ from agn_optax.ops.planning._cost import (
     CenterMemory,
     Coding,
     Cost,
+    Load,
     Remedies,
     WorkerMemory,
 )
@@ -105,7 +106,8 @@ def plan(
     hidden = _hiding(times, cluster)
     given_period, period = period, hidden if period is None else period
     steps = period * cluster.step_time
-    load = _times.center_load(times, workers, max(steps, longest))
+    interval = max(steps, longest)
+    load = Load(interval, workers / interval, workers * times.occupied / interval)
     # Replaces the rule's codec, which may leave the center's answers unencoded.
     halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
     narrow = _work(halved, center, params, workers)

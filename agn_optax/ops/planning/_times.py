@@ -113,12 +113,6 @@ def bytes_written(work: Work, shards: int, disk: Disk) -> float:
     return message * (1 + snapshot / disk.journal_size(snapshot, message))
 
 
-def center_load(times: Times, workers: int, interval: float) -> Load:
-    """Return the load of a center with which each worker exchanges once in a time."""
-    rate = workers / interval
-    return Load(interval=interval, exchanges=rate, fraction=rate * times.occupied)
-
-
 def bottleneck(
     times: Times, workers: int, hidden: int, given_period: int | None
 ) -> str:
