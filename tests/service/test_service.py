@@ -314,8 +314,6 @@ def test_settings_of_another_type_are_rejected(settings, message):
             lambda own: service.Limits(messages=1.0),
             r"messages must be MessageLimits\(...\)",
         ),
-        (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
-        (lambda own: service.Parent(own, period=0), "period must be a positive int"),
     ],
 )
 def test_invalid_groups_of_settings_are_rejected(call, message):
