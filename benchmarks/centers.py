@@ -59,18 +59,15 @@ def serve(
     """Serve a center in this process, and return its address.
 
     Args:
-      size: bytes of its parameters; 0 leaves them to a chief, a parent or a disk.
+      size: bytes of its parameters; 0 leaves them to a chief or a disk.
       leaves: leaves of its parameters.
       codec: name of its codec.
       options: of `agn_optax.service.serve`, but ``tls`` and ``tokens`` (the text of a
-        token file) instead of ``security``, and as ``parent`` an address, with which it
-        exchanges after each of its exchanges.
+        token file) instead of ``security``.
     """
     tls, tokens = options.pop("tls", None), options.pop("tokens", "")
     access = service.Access(tokens.encode()) if tokens else None
     options["security"] = service.Security(tls=tls, access=access)
-    if "parent" in options:
-        options["parent"] = service.Parent(connect(options["parent"], "socket"), 1)
     params = tree(size, leaves) if size else None
     server = service.serve(rule(codec), params, **{"limits": UNLIMITED, **options})
     _servers[server.address] = server
@@ -78,7 +75,7 @@ def serve(
 
 
 def stop(address: str) -> None:
-    """Stop a center, which sends its remaining progress to its parent."""
+    """Stop a center."""
     _servers.pop(address).stop(grace=10.0)
 
 

@@ -19,9 +19,6 @@ class Combination(NamedTuple):
     error: type[errors.AgnOptaxError] = errors.InvalidArgumentError
 
 
-_DISPLACEMENTS = (
-    "Give the parent a rule that sends displacements, such as `downpour` or `diloco`"
-)
 _ELEMENTWISE = "take `robust.median()`, which combines each element by itself"
 
 COMBINATIONS = {
@@ -128,21 +125,6 @@ COMBINATIONS = {
         "`inner` must be an optimizer that makes local steps alone",
         "Give the optimizer inside it, as in "
         "`Worker(center, optax.adam(1e-3), period=10)`",
-    ),
-    ("durability", "a center with a parent"): Combination(
-        "exchanges that were not yet sent to the parent would be lost with the process",
-        "Give the parent a durability",
-    ),
-    (
-        "a parent whose rule sums gradients",
-        "a center whose rule sends no gradients",
-    ): Combination(
-        "the center would have no gradients to send to the parent",
-        _DISPLACEMENTS,
-    ),
-    ("a parent whose rule sums gradients", "a robust combine"): Combination(
-        "the parent would also sum the gradients that the combine leaves out",
-        _DISPLACEMENTS,
     ),
     ("`Resumable` with a center in memory", "other workers of the center"): Combination(
         "the center is saved with its only worker",

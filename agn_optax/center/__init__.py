@@ -33,8 +33,7 @@ from agn_optax.center._store import Version as Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center._submission import plain as plain
 from agn_optax.center._submission import plain_fields as plain_fields
-from agn_optax.center.durability import Durability as Durability
-from agn_optax.center.durability import Journal, Snapshots, backup, read
+from agn_optax.center.durability import Journal
 
 __all__ = [
     "Answer",
@@ -48,9 +47,6 @@ __all__ = [
     "MessageLimits",
     "Session",
     "Snapshot",
-    "Snapshots",
     "Submission",
     "Synchronous",
-    "backup",
-    "read",
 ]

@@ -4,8 +4,8 @@
     Store       computes: one version of the center after another
     Keeper      saves: the state on disk, if there is a durability
 
-The embedded center, the service, and a center that is a worker of another center are
-clients of a `Core`, and decide nothing themselves. The lock is held while programs are
+The embedded center and the service are clients of a `Core`, and decide nothing
+themselves. The lock is held while programs are
 dispatched to the device, and never while they run. If the device must first report
 whether the center stays finite, a thread waits for it without the lock
 (`Core._run_check`): the thread that submitted the last of the messages, or a new one.
@@ -87,7 +87,6 @@ class _FinitenessCheck:
     batch: Batch
     messages: list[_WaitingMessage]
     prepared: Prepared
-    store: Store
     has_thread: bool = False  # whether a thread was started to wait for the device
     thread_id: int | None = None  # id of the thread that waits for the device
     is_finite: bool | None = None  # None until the device has reported
@@ -105,11 +104,6 @@ class Core:
       center_id: the center id. A center that continues from disk keeps its id, unless
         updates were lost.
       ledger: the ledger; read it only under `atomically`.
-      observer: called under the lock with each applied submission. Must not wait for
-        the device. Returns an array that is ready once the contribution has been read,
-        or None if it was not read.
-      detached: reason why the center continues without its parent; "" while it is
-        attached or has none.
     """
 
     def __init__(self, settings: CenterSettings, *, flatten: bool = False) -> None:
@@ -133,8 +127,6 @@ class Core:
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
         self._connection_closers: dict[str, Callable[[], None]] = {}  # by worker
         self._finiteness: _FinitenessCheck | None = None  # the check under way
-        self.observer: Callable[[Submission], Any] | None = None
-        self.detached = ""
         self._closed = ""
         # Name of the worker that initialized the center; "" if the center was created
         # with its parameters. None if any worker may call `initialize`.
@@ -185,8 +177,8 @@ class Core:
 
     @property
     def degraded(self) -> str:
-        """The reason why updates are not on disk or at the parent; "" if all are."""
-        return (self._keeper.degraded if self._keeper else "") or self.detached
+        """The reason why updates are not on disk; "" if all are."""
+        return "" if self._keeper is None else self._keeper.degraded
 
     @property
     def restore_message(self) -> str:
@@ -291,18 +283,17 @@ class Core:
         if self._keeper is None:
             raise errors.DurabilityError(
                 "this center is in memory only, so it writes no snapshots: give it a "
-                "durability (--journal, --snapshots)"
+                "journal (--journal)"
             )
         return self._keeper.save()
 
     # Start and end.
 
-    def initialize(self, params: PyTree, *, worker: str | None) -> int:
+    def initialize(self, params: PyTree, *, worker: str) -> int:
         """Set the center's first parameters: see `Center.initialize`.
 
-        If ``worker`` is None, the parameters come from a parent center, and a chief
-        that starts later adopts them. The version whose number is returned has no
-        readers yet, so the first exchange may reuse its arrays.
+        The version whose number is returned has no readers yet, so the first exchange
+        may reuse its arrays.
         """
         check.float_leaves(params, "params")
         with self._changed:
@@ -396,9 +387,8 @@ class Core:
                 self._connection_closers[worker] = close_connection
             self._release(worker)
             self._record(worker)
-            previous = self.ledger.member(worker, session_id).previous_session
             self._apply_due()
-        return LocalSession(self, worker, session_id, connection, previous)
+        return LocalSession(self, worker, session_id, connection)
 
     def heartbeat(self, sessions: Iterable[tuple[str, str]]) -> list[str]:
         """Record heartbeats of sessions, and return the workers that are registered."""
@@ -426,15 +416,6 @@ class Core:
           CenterClosedError: the center has ended before the barrier was reached.
         """
         return self._wait_while_open(lambda: self.ledger.is_open, timeout)
-
-    def rebase(self, adopted: PyTree, sent: PyTree) -> None:
-        """Rebase the center: ``adopted`` replaces ``sent``, later updates are kept."""
-        # Packing waits for the arrays, which is not allowed under the lock.
-        adopted, sent = self.store.place(adopted), self.store.place(sent)
-        with self._changed:
-            self.store.rebase(adopted, sent)
-            self.ledger.rebase()
-            self._apply_due()
 
     # For sessions. Hold the lock to call these, except `_examine` and `_run_check`.
 
@@ -505,7 +486,7 @@ class Core:
                     norm = sum(batch.norms[i] for i in batch.indices_to_apply)
                 prepared = store.prepare(*_applied(batch, messages), norm)
                 if checks_finite and not store.is_bounded(prepared):
-                    pending = _FinitenessCheck(batch, messages, prepared, store)
+                    pending = _FinitenessCheck(batch, messages, prepared)
                     self._finiteness = pending
                     return
         except Exception as error:
@@ -526,7 +507,7 @@ class Core:
                     pending.thread_id = this_thread
             if pending.thread_id == this_thread:
                 try:
-                    checked = pending.store.check_finite(pending.prepared)
+                    checked = self.store.check_finite(pending.prepared)
                     pending.is_finite, pending.bound = checked
                 except Exception as error:
                     pending.failure = _with_traceback(error)
@@ -542,17 +523,15 @@ class Core:
                             message.done.notify_all()
 
     def _end_check(self, pending: _FinitenessCheck) -> None:
-        """Apply or reject checked messages, unless center or workers have changed.
+        """Apply or reject checked messages, unless workers have left meanwhile.
 
-        The center may have been rebased or restored meanwhile, and workers may have
-        left. Then the ledger decides again which messages are due.
+        If workers have left, the ledger decides again which messages are due.
         """
-        store, batch = pending.store, pending.batch
-        is_current = self._store is store and store.current is pending.prepared.before
-        if self._ended or not is_current or not self.ledger.is_waiting(batch):
+        batch = pending.batch
+        if self._ended or not self.ledger.is_waiting(batch):
             return
         if pending.is_finite:
-            store.set_bound(pending.bound)
+            self.store.set_bound(pending.bound)
         elif pending.is_finite is not None:
             batch = self._reject_all(batch)
         elif pending.failure is None:  # interrupted
@@ -607,8 +586,7 @@ class Core:
         self.ledger.settle(batch, time.monotonic())
         to_apply, current = batch.indices_to_apply, store.current
         exchange: tuple[Any, ...] = ()
-        reads: dict[int, Any] = {}  # by the message's index in the batch
-        if to_apply and (self.observer or self._keeper):
+        if to_apply and self._keeper:
             submissions, *others = _applied(batch, messages)
             applied = [
                 s._replace(contribution=store.unplace(s.contribution))
@@ -617,8 +595,6 @@ class Core:
             exchange = applied, *others
         workers = [entry.worker for entry in batch.entries]
         recorded = self._record(*workers, exchange=exchange)
-        if to_apply and self.observer is not None:
-            reads = dict(zip(to_apply, map(self.observer, applied), strict=True))
         for i, (worker, message) in enumerate(zip(workers, messages, strict=True)):
             sequence = message.submission.sequence
             rejection = batch.rejected.get(worker)
@@ -644,7 +620,7 @@ class Core:
                 rejected="" if rejection is None else rejection.reason,
                 pace=self.ledger.pace(worker),
             )
-            read = reads.get(i), message.read_until(current)
+            read = message.read_until(current)
             self._answers[worker] = KeptAnswer(answer, adopted, recorded, read)
 
     def _too_many_rejections(
@@ -791,7 +767,6 @@ class LocalSession(Session):
     worker: str
     session_id: str
     connection: int  # 1, 2, 3, ... within the session
-    previous_session: Any = None
 
     def submit(self, submission: Submission) -> None:
         """Submit an exchange, whose contribution may be flattened: see `Session`."""

@@ -10,7 +10,6 @@ seconds, is an argument. Its owner reports events, and asks for decisions:
     decide_rejections -> Batch  decide which of them are rejected
     settle, fail                record that a batch was applied or dropped, or failed
     acknowledge                 record that the worker has received its answer
-    rebase                      record a change of the center without a message
     state_to_save, restore      save and restore the state
 
 A worker is identified by its name. Each time it starts, it starts a new session, which
@@ -96,7 +95,6 @@ class Member:
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
-    previous_session: tuple[Any, ...] | None = None  # see `Session.previous_session`
 
     @property
     def has_ended(self) -> bool:
@@ -250,12 +248,6 @@ class Ledger:
             member = Member(session_id, self.version, slowest, now, now, Recent(now, 2))
             if old is not None:  # a worker of that name is likely on the same machine
                 self._set_speeds(member, old.speeds)
-                # If the old session completed no exchange, keep the session before it:
-                # a worker that failed while joining then still finds the last session
-                # with exchanges.
-                member.previous_session = old.session_id, old.sequence
-                if old.sequence == 0 and old.previous_session is not None:
-                    member.previous_session = old.previous_session
         member.state = NEXT[member.state, "join"]
         self._ended.pop(worker, None)
         self._newly_ended.pop(worker, None)
@@ -469,12 +461,6 @@ class Ledger:
             member = self._registered[entry.worker]
             member.state = NEXT[member.state, "fail"]
 
-    def rebase(self) -> None:
-        """Record a rebase of the center: a new version that makes no message late."""
-        self.version += 1
-        for member in (*self._registered.values(), *self._ended.values()):
-            member.round_version += 1
-
     def acknowledge(self, worker: str, session_id: str, sequence: int) -> None:
         """Record that a worker has received the answer to an exchange."""
         member = self._session(worker, session_id)
@@ -506,8 +492,6 @@ class Ledger:
         for name, saved in state["members"].items():
             # Missing fields keep their defaults.
             fields = {field: saved[field] for field in _SAVED if field in saved}
-            if fields.get("previous_session") is not None:  # a list in JSON
-                fields["previous_session"] = tuple(fields["previous_session"])
             member = Member(**fields, joined=now, seen=now, recent=Recent(now, 2))
             self._set_speeds(member, tuple(member.speeds))
             self._ended.pop(name, None)

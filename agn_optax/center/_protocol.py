@@ -26,16 +26,11 @@ class Session(abc.ABC):
       session_id: the session id.
       resume_token: a JSON-serializable token that holds the center id and the session
         id. `Center.join` takes it to resume the session in another process.
-      previous_session: tuple of a session id and the number of that session's last
-        completed exchange, for the worker's newest earlier session that completed one.
-        If none did, the id of the first session that the center knew, and 0; None if
-        it knew none. For a center in shards, a list with the value of each shard.
     """
 
     worker: str
     session_id: str
     resume_token: Any
-    previous_session: Any = None
 
     @abc.abstractmethod
     def submit(self, submission: Submission) -> None:

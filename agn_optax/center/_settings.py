@@ -12,7 +12,7 @@ from agn_optax._internal import check
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._limits import Limits
 from agn_optax.center._modes import Asynchronous, Mode
-from agn_optax.center.durability import Durability
+from agn_optax.center.durability import Journal
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
@@ -32,10 +32,10 @@ class CenterSettings:
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
       barrier: number of workers that must have joined before any of them starts.
-      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process. If the directory has a center, that center
-        and its workers continue, and the values of ``params`` are not used. None keeps
-        the center in memory.
+      durability: `agn_optax.center.Journal`, with a directory in which the center
+        outlives its process. If the directory has a center, that center and its
+        workers continue, and the values of ``params`` are not used. None keeps the
+        center in memory.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
         first parameters. With bfloat16 parameters, float32 makes the center a master
         copy.
@@ -54,7 +54,7 @@ class CenterSettings:
     _: dataclasses.KW_ONLY
     mode: Mode | None = None
     barrier: int = 0
-    durability: Durability | None = None
+    durability: Journal | None = None
     dtype: Any = None
     device: Any = None
     limits: Limits | None = None

@@ -282,11 +282,6 @@ class ShardedSession(Session):
         """The `Session.resume_token` of every shard."""
         return [session.resume_token for session in self._sessions]
 
-    @property
-    def previous_session(self) -> Any:
-        """The `Session.previous_session` of every shard."""
-        return [session.previous_session for session in self._sessions]
-
     def submit(self, submission: Submission) -> None:
         """Submit every shard's part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)

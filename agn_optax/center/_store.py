@@ -463,21 +463,6 @@ class Store:
         self._unbounded_norm, self._retry_countdown = norm, _RETRY_INTERVAL
         return None
 
-    def rebase(self, adopted: PyTree, sent: PyTree) -> None:
-        """Rebase the center: ``adopted`` replaces ``sent``, and later progress stays.
-
-        Args:
-          adopted: parameters as `place` returns them.
-          sent: parameters as `place` returns them.
-        """
-        params = _with_progress(adopted, self.current.params, sent)
-        published = self._programs.publish(params, self.current.broadcast)
-        self._set_current(params, *published)
-        self._bound = None
-
-
-_with_progress = jax.jit(rounds.with_progress)
-
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
     flat = array.reshape(-1)
@@ -656,5 +641,4 @@ def _programs(rule: Rule) -> SimpleNamespace:
         move=compiled(move),  # takes a contribution
         move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
-        publish=jax.jit(functools.partial(rounds.publish, rule)),
     )

@@ -45,12 +45,8 @@ from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
 from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import LocalState as LocalState
-from agn_optax.round._round import add_to_record as add_to_record
 from agn_optax.round._round import contribution_like as contribution_like
-from agn_optax.round._round import decode as decode
-from agn_optax.round._round import init_record as init_record
 from agn_optax.round._round import weigh_and_apply as weigh_and_apply
-from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
 from agn_optax.round.placements import OnHost as OnHost

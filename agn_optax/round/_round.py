@@ -510,10 +510,10 @@ def adopt_late(
     ``sent`` are the parameters when the message was sent. The local progress made since
     then is kept, and becomes part of the next message.
     """
-    return with_progress(adopt(rule, sent, center, mixing), params, sent)
+    return _with_progress(adopt(rule, sent, center, mixing), params, sent)
 
 
-def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
+def _with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
     """Add the progress from ``sent`` to ``now`` to ``adopted``.
 
     Progress that is not finite counts as zero, so that such parameters can recover.

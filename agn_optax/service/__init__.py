@@ -36,7 +36,7 @@ from agn_optax.service.server._server import DEFAULT_GRACE as DEFAULT_GRACE
 from agn_optax.service.server._server import Server, serve
 from agn_optax.service.server._servicer import Servicer as Servicer
 from agn_optax.service.server._settings import LOOPBACK as LOOPBACK
-from agn_optax.service.server._settings import Limits, Parent, Security
+from agn_optax.service.server._settings import Limits, Security
 from agn_optax.service.server._settings import ServerSettings as ServerSettings
 from agn_optax.service.transports import Listener as Listener
 from agn_optax.service.transports import sockets as sockets
@@ -49,7 +49,6 @@ __all__ = [
     "Environment",
     "Limits",
     "Observer",
-    "Parent",
     "RemoteCenter",
     "Security",
     "Server",

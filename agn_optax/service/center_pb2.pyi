@@ -168,14 +168,10 @@ class Join(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., session_id: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("center", "before", "settled")
+    __slots__ = ("center",)
     CENTER_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
     center: str
-    before: str
-    settled: int
-    def __init__(self, center: _Optional[str] = ..., before: _Optional[str] = ..., settled: _Optional[int] = ...) -> None: ...
+    def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "has_anchor", "reported")
@@ -360,7 +356,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., connected: bool = ..., waits: bool = ..., stalled: _Optional[float] = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., transport: _Optional[str] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "disk_free", "disk_needed", "parent", "listens_at", "direct_address", "page_address")
+    __slots__ = ("version", "center", "rule", "mode", "uptime", "parameters", "parameter_bytes", "workers", "bytes_received", "bytes_sent", "rejected", "degraded", "disk_free", "disk_needed", "listens_at", "direct_address", "page_address")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -382,7 +378,6 @@ class StatusReply(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DISK_FREE_FIELD_NUMBER: _ClassVar[int]
     DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
     LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -400,8 +395,7 @@ class StatusReply(_message.Message):
     degraded: str
     disk_free: int
     disk_needed: int
-    parent: str
     listens_at: str
     direct_address: str
     page_address: str
-    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., center: _Optional[str] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., rejected: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...

@@ -1,12 +1,8 @@
-"""The worker's side of an embedded or served center: one class for both.
-
-Names imported `as` themselves are for the layers above.
-"""
+"""The worker's side of an embedded or served center: one class for both."""
 
 from agn_optax.worker._fragment import FragmentState
 from agn_optax.worker._processes import from_first_process
 from agn_optax.worker._programs import StreamingState
-from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 
 __all__ = [

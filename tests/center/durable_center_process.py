@@ -12,16 +12,15 @@ import threading
 import jax.numpy as jnp
 from helpers import children, shared
 
-from agn_optax.center import Journal, LocalCenter, Snapshots, Submission
+from agn_optax.center import Journal, LocalCenter, Submission
 
-KINDS = {"journal": Journal, "snapshots": Snapshots}
 ANSWERED = struct.Struct("<q32s")
 
 
 class Commands:
     """The commands that the test can send."""
 
-    def start(self, kind, directory, answered, uid=None, elements=100, **settings):
+    def start(self, directory, answered, uid=None, elements=100, **settings):
         """Exchange continuously; each exchange subtracts one from all elements."""
         with pathlib.Path(answered).open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), ANSWERED.size)
@@ -30,7 +29,7 @@ class Commands:
         self._center = LocalCenter(
             shared.downpour(),
             jnp.zeros(elements),
-            durability=KINDS[kind](directory, **settings),
+            durability=Journal(directory, **settings),
         )
         self._ended, self._error = False, ""
         self._message = jnp.ones(elements)

@@ -14,8 +14,8 @@ import pytest
 from helpers import sessions, shared, tuning
 
 from agn_optax import errors
-from agn_optax.center import Journal, LocalCenter, Snapshots
-from agn_optax.center.durability._files import CenterFiles
+from agn_optax.center import Journal, LocalCenter
+from agn_optax.center.durability._files import CenterFiles, replay
 
 RESERVED = 1 << 13
 STRIDE = int(os.environ.get("AGN_OPTAX_STRIDE", "7"))
@@ -25,24 +25,18 @@ def read(directory):
     """Return all records found in a directory as bytes, and why the id would change."""
     files = CenterFiles(directory)
     snapshot = files.load()
-    replay = files.replay(snapshot)
-    records = [snapshot, *replay]
+    records = [snapshot, *replay(files, snapshot)]
     return [
         (each.number, each.about, [array.tobytes() for array in each.arrays])
         for each in records
-    ], replay.new_id_reason
+    ], files.new_id_reason
 
 
-@pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
+@pytest.fixture(params=["journal", "ended"])
 def kept(request, tmp_path, monkeypatch):
     """Return the directory of a center that was killed or has ended."""
     tuning.set_least_reserved(monkeypatch, RESERVED)
-    durability = {
-        "journal": Journal(tmp_path / "a"),
-        "interval": Journal(tmp_path / "a", interval=1000.0),
-        "ended": Journal(tmp_path / "a"),
-        "snapshots": Snapshots(tmp_path / "a", exchanges=1000),
-    }[request.param]
+    durability = Journal(tmp_path / "a")
     # Arrays of 12 and 4 bytes leave gaps in blocks of 64.
     params = {"a": jnp.zeros(3), "b": jnp.zeros(())}
     center = LocalCenter(shared.downpour(), params, durability=durability)
@@ -106,14 +100,3 @@ def test_empty_or_missing_lock_file_is_accepted(kept):
         found, reason = read(kept)
         assert found == whole
         assert "lock is missing, so the number of records" in reason
-
-
-def test_reason_for_a_new_id_is_known_only_after_the_replay(tmp_path):
-    with LocalCenter(shared.downpour(), jnp.zeros(3), durability=Journal(tmp_path)):
-        pass
-    files = CenterFiles(tmp_path)
-    replay = files.replay(files.load_center())
-    with pytest.raises(RuntimeError, match="must be read to their end first"):
-        _ = replay.new_id_reason
-    assert not list(replay)
-    assert replay.new_id_reason == ""

@@ -1,4 +1,4 @@
-"""The contract of every center: embedded, served, sharded, and a site of a tree."""
+"""The contract of every center: embedded, served and sharded."""
 
 import concurrent.futures
 import contextlib
@@ -63,7 +63,7 @@ def trained(kind, rule):
     ("kind", "rule"),
     [
         *(("server", rule) for rule in ("agn", "dynsgd", "diloco", "easgd_rho")),
-        *((kind, rule) for kind in ("shards", "site") for rule in ("agn", "easgd_rho")),
+        *(("shards", rule) for rule in ("agn", "easgd_rho")),
     ],
 )
 def test_law_7_every_center_gives_the_numbers_of_the_embedded_one(kind, rule):

@@ -8,24 +8,22 @@ settings.
 import collections
 import contextlib
 import itertools
-import math
 import os
 import pathlib
 import shutil
 import struct
 import tempfile
-import threading
 import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import children, commands, sessions, shared, tuning
+from helpers import children, sessions, shared
 from helpers.disks import small_disks
 from helpers.waiting import wait_until
 
 from agn_optax import errors
-from agn_optax.center import Journal, LocalCenter, Snapshots, backup
+from agn_optax.center import Journal, LocalCenter
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +44,12 @@ def send(center):
 class CenterProcess:
     """A process that keeps a center in a directory and exchanges continuously."""
 
-    def __init__(self, process, directory, answered, kind="journal", **settings):
+    def __init__(self, process, directory, answered, **settings):
         answered.write_bytes(bytes(ANSWERED.size))
         self._answered, self._process = answered, process
         self.directory = directory
         where = {"directory": str(directory), "answered": str(answered)}
-        self.ask("start", kind=kind, **where, **settings)
+        self.ask("start", **where, **settings)
         self.goes_on()
 
     def ask(self, what, **settings):
@@ -90,9 +88,9 @@ def child(tmp_path):
 
 
 @contextlib.contextmanager
-def found(directory, kind=Journal):
+def found(directory):
     """Yield the center found by the next process; it must be an earlier state."""
-    center = LocalCenter(RULE, durability=kind(directory))
+    center = LocalCenter(RULE, durability=Journal(directory))
     try:
         np.testing.assert_array_equal(center.pull().params, -center.version)
         yield center
@@ -101,12 +99,11 @@ def found(directory, kind=Journal):
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)
-@pytest.mark.parametrize("interval", [None, 30.0])
-def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, child):
-    """Compaction runs all the time. A kill loses nothing, also with an interval."""
+def test_center_killed_during_compaction_keeps_confirmed_exchanges(child):
+    """Compaction runs all the time. A kill loses nothing."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     for _ in range(KILLS):
-        one = child(elements=20_000, size=1, interval=interval)
+        one = child(elements=20_000, size=1)
         with pytest.raises(errors.DurabilityError, match="another process keeps"):
             LocalCenter(RULE, durability=Journal(one.directory))
         one.goes_on(dice.integers(1, 20))
@@ -127,13 +124,13 @@ def test_center_killed_during_compaction_keeps_confirmed_exchanges(interval, chi
 
 @pytest.mark.timeout(60 + 60 * KILLS)
 def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
-    """Backups are always consistent; inconsistent copies are rejected by name."""
+    """Inconsistent copies are rejected by name."""
     dice, seen = np.random.default_rng(0), collections.Counter()
     one = child(elements=2000, size=100_000)
     for number in range(COPIES):
         time.sleep(dice.random() * 0.01)
         version, center_id = one.answered
-        copy, backed = tmp_path / f"copy-{number}", tmp_path / f"backup-{number}"
+        copy = tmp_path / f"copy-{number}"
         try:
             shutil.copytree(one.directory, copy)
         except (shutil.Error, FileNotFoundError):
@@ -145,52 +142,10 @@ def test_copies_at_random_times_are_consistent_or_rejected(child, tmp_path):
                     seen["same id" if center.center_id == center_id else "another"] += 1
             except errors.DurabilityError as error:
                 seen["rejected" if str(copy) in str(error) else "not by name"] += 1
-        now = backup(one.directory, backed)
-        assert now >= version
-        with found(backed) as center:
-            assert center.version == now
-            assert center.center_id != center_id
-        for each in (copy, backed):
-            shutil.rmtree(each, ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
     assert seen["same id"]
     assert not seen["not by name"]
     print(seen)  # noqa: T201
-
-
-@pytest.mark.parametrize("kind", ["journal", "snapshots"])
-def test_backup_of_a_stopped_center(kind, child, tmp_path):
-    settings = {"seconds": None, "exchanges": 3} if kind == "snapshots" else {}
-    one = child(kind=kind, **settings)
-    version = one.ask("stop")["version"]
-    assert backup(one.directory, tmp_path / "to") == version
-    with found(tmp_path / "to") as center:
-        assert center.version == version
-
-
-def test_backup_errors_are_named(tmp_path):
-    with pytest.raises(errors.DurabilityError, match=r"cannot read .*gone"):
-        backup(tmp_path / "gone", tmp_path / "to")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(errors.DurabilityError, match=r"there is no center in .*empty"):
-        backup(tmp_path / "empty", tmp_path / "to")
-    assert not (tmp_path / "to").exists()
-    center = LocalCenter(RULE, jnp.zeros(2), durability=Journal(tmp_path / "a"))
-    send(center)
-    with pytest.raises(errors.InvalidArgumentError, match="a is not empty"):
-        backup(tmp_path / "a", tmp_path / "a")
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    output = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
-    assert output == f"version 1 is in {tmp_path / 'by command'}\n"
-    center.close()
-    (journal,) = copy.glob("journal-*")
-    with journal.open("r+b") as file:
-        file.seek(70)
-        file.write(b"\xff")
-    # The error cannot locate damage within records that were written together.
-    damaged = r"record 0 (at byte 0 )?is damaged"
-    with pytest.raises(errors.DurabilityError, match=damaged):
-        backup(copy, tmp_path / "to")
-    assert not any((tmp_path / "to").iterdir())
 
 
 @pytest.fixture
@@ -315,18 +270,6 @@ def test_removed_or_replaced_directory_is_detected(goes, tmp_path):
             assert again.center_id == center.center_id
 
 
-def test_snapshots_are_not_written_into_another_directory(tmp_path, caplog):
-    kept = Snapshots(tmp_path / "a", seconds=None, exchanges=1)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    moved(tmp_path / "a")
-    (tmp_path / "a").mkdir()
-    send(center)
-    wait_until(lambda: "was removed, moved or replaced" in center.core.degraded)
-    center.close()
-    assert "was removed, moved or replaced" in center.core.failure
-    assert not any((tmp_path / "a").iterdir())
-
-
 def test_journal_continues_in_a_read_only_directory(child):
     """The open journal continues; nothing else can be written."""
     root = os.getuid() == 0  # root can write anywhere, so another user is used
@@ -348,113 +291,3 @@ def test_journal_continues_in_a_read_only_directory(child):
                 center_id,
                 True,
             )
-
-
-class Syncs:
-    """The journal's syncs: they are counted, and wait for ``ready``."""
-
-    def __init__(self, monkeypatch):
-        self.count, self.ready = 0, threading.Event()
-        self.ready.set()
-        tuning.set_journal_sync(monkeypatch, self)
-
-    def __call__(self, file, sync):
-        self.count += 1
-        assert self.ready.wait(LIMIT)
-        sync(file)
-
-
-@pytest.fixture
-def syncs(monkeypatch):
-    return Syncs(monkeypatch)
-
-
-def test_with_an_interval_responses_do_not_wait_for_the_disk(syncs, tmp_path):
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    for _ in range(5):
-        send(center)
-    assert syncs.count == 0
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    with found(copy) as again:  # a kill loses nothing: the system has all data
-        assert (again.version, again.center_id) == (5, center.center_id)
-    center.close()
-    assert syncs.count == 1
-    with found(tmp_path / "a") as again:
-        assert (again.version, again.center_id) == (5, center.center_id)
-
-
-def test_with_an_interval_no_record_waits_longer_for_a_sync(
-    syncs, tmp_path, monkeypatch
-):
-    now = 0.0
-    tuning.set_journal_clock(monkeypatch, lambda: now)
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    send(center)
-    now = 999.0
-    send(center)
-    assert syncs.count == 0
-    now = 1000.0
-    syncs.ready.clear()
-    late = threading.Thread(target=send, args=(center,))
-    late.start()  # no response while older records wait for the sync
-    wait_until(lambda: syncs.count == 1)
-    assert late.is_alive()
-    syncs.ready.set()
-    late.join(LIMIT)
-    assert center.version == 3
-    center.close()
-
-
-def test_with_an_interval_the_last_record_is_synced_in_time(syncs, tmp_path):
-    kept = Journal(tmp_path / "a", interval=0.05)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    send(center)
-    wait_until(lambda: syncs.count)  # without further exchanges
-    wait_until(lambda: center.core._keeper._writer._sync_due == math.inf)
-    center.close()
-
-
-def test_with_an_interval_data_loss_after_a_reboot_changes_the_id(
-    tmp_path, monkeypatch
-):
-    kept = Journal(tmp_path / "a", interval=1000.0)
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-    for _ in range(3):
-        send(center)
-    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    center.close()
-    with monkeypatch.context() as patch:
-        tuning.set_boot_id(patch, "another")
-        with found(tmp_path / "a") as again:  # the center had been closed
-            assert (again.version, again.center_id) == (3, center.center_id)
-        (journal,) = copy.glob("journal-*")
-        with journal.open("r+b") as file:
-            file.truncate(1200)
-        with found(copy) as again:
-            assert again.version < 3
-            assert again.center_id != center.center_id
-
-
-def test_snapshots_are_kept_by_count_and_age(tmp_path):
-    kept = Snapshots(
-        tmp_path / "a", seconds=None, exchanges=1, keep=2, keep_seconds=3600.0
-    )
-    center = LocalCenter(RULE, jnp.zeros(100), durability=kept)
-
-    def snapshots():
-        return sorted((tmp_path / "a").glob("snapshot-*[0-9]"))
-
-    for number in range(5):
-        wait_until(lambda n=number: len(snapshots()) == n + 1)
-        send(center)
-    wait_until(lambda: len(snapshots()) == 6)
-    for each in snapshots():
-        os.utime(each, (0, 0))
-    send(center)
-    wait_until(lambda: len(snapshots()) == 2)
-    center.close()
-    assert len(snapshots()) == 2
-    with found(tmp_path / "a", Snapshots) as again:
-        assert again.version == 6

@@ -33,7 +33,6 @@ from agn_optax.center import (
     Journal,
     Limits,
     LocalCenter,
-    Snapshots,
     Submission,
     Synchronous,
 )
@@ -299,7 +298,7 @@ def worn(tmp_path_factory):
     def add(durability, center):
         saved = int(center.save().version), center.center_id
         copy = folder / f"{len(made)}"
-        made.append((copy, type(durability), saved))
+        made.append((copy, saved))
         copied(durability.directory, copy)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -308,7 +307,6 @@ def worn(tmp_path_factory):
             (
                 Journal(folder / "a"),
                 Journal(folder / "b", size=3 * params.nbytes),
-                Snapshots(folder / "c", seconds=None, exchanges=2, keep=3),
             )
         ):
             center = kept(kind, params=params)
@@ -316,10 +314,9 @@ def worn(tmp_path_factory):
                 send(center, worker=f"w{number % 3}")
                 if i and number % 3 == 0:
                     wait_for(center, functools.partial(has_saved, center))
-            if isinstance(kind, Journal):  # as if the process was killed
-                lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
-                wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
-                add(kind, center)
+            lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
+            wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
+            add(kind, center)  # as if the process was killed
             center.close()
             add(kind, center)
     return made
@@ -340,14 +337,14 @@ def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_
     """Any damage gives the same state, an error, or a center with another id."""
     rng = np.random.default_rng(0)
     seen = collections.Counter()
-    for directory, kind, (version, center_id) in worn:
+    for directory, (version, center_id) in worn:
         for name in sorted(files(directory)):
             for _ in range(1 if damage is removed else 12):
                 copy = tmp_path / "copy"
                 shutil.copytree(directory, copy)
                 damage(copy / name, rng)
                 try:
-                    store, now = restored(kind(copy))
+                    store, now = restored(Journal(copy))
                 except errors.DurabilityError as error:
                     seen["rejected" if str(copy) in str(error) else "not by name"] += 1
                 else:
@@ -358,7 +355,7 @@ def test_damaged_center_is_equal_or_rejected_or_gets_a_new_id(damage, worn, tmp_
                 shutil.rmtree(copy)
     assert seen["rejected"]
     assert not seen["not by name"]
-    # A new id is given if the length is unknown, and after a kill with only snapshots.
+    # A new id is given if the length is unknown.
     assert seen["another"] or damage is not removed
 
 
@@ -446,23 +443,22 @@ def test_directory_of_a_different_center_is_rejected(
     center.close()
 
 
-@pytest.mark.parametrize("kind", [Journal, Snapshots])
-def test_directory_is_locked_by_one_center(kind, tmp_path):
-    center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
+def test_directory_is_locked_by_one_center(tmp_path):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     with pytest.raises(errors.DurabilityError, match="another process keeps its"):
-        kept(kind(tmp_path / "a"))
+        kept(Journal(tmp_path / "a"))
     center.close()
     center.close()
     with pytest.raises(errors.TreeMismatchError):
-        kept(kind(tmp_path / "a"), params=jnp.zeros(3))
-    kept(kind(tmp_path / "a")).close()  # the failed attempt did not keep the lock
+        kept(Journal(tmp_path / "a"), params=jnp.zeros(3))
+    kept(Journal(tmp_path / "a")).close()  # the failed attempt did not keep the lock
     saved = center.save()
     with pytest.raises(errors.AlreadyInitializedError, match="there is a center in"):
-        LocalCenter.restore(DOWNPOUR, saved, durability=kind(tmp_path / "a"))
-    restored = LocalCenter.restore(DOWNPOUR, saved, durability=kind(tmp_path / "b"))
+        LocalCenter.restore(DOWNPOUR, saved, durability=Journal(tmp_path / "a"))
+    restored = LocalCenter.restore(DOWNPOUR, saved, durability=Journal(tmp_path / "b"))
     send(restored)
     restored.close()
-    assert found(kind(tmp_path / "b")).version == 1
+    assert found(Journal(tmp_path / "b")).version == 1
 
 
 def test_path_that_is_not_a_directory_is_rejected(tmp_path):
@@ -471,45 +467,19 @@ def test_path_that_is_not_a_directory_is_rejected(tmp_path):
         kept(Journal(tmp_path / "file"))
 
 
-def test_restoring_an_older_snapshot_changes_the_center_id(tmp_path, killed):
-    every = Snapshots(tmp_path / "a", seconds=None, exchanges=2)
-    center = kept(every, params=jnp.zeros(2))
-    for _ in range(3):
-        send(center)
-    wait_for(center, lambda: center.core._keeper._saved[0] >= 2)
-    saved = center.core._keeper._saved[0]
-    copy = killed(tmp_path / "a")
-    again = kept(Snapshots(copy))
-    assert 2 <= again.version <= saved
-    np.testing.assert_array_equal(again.pull().params, -again.version)
-    assert again.center_id != center.center_id
-    assert not again.core.members()[1]
-    # After a clean close nothing is lost, and the id stays.
-    again.close()
-    for kind in (Snapshots, Journal, Snapshots):
-        third = kept(kind(copy))
-        assert third.center_id == again.center_id
-        third.close()
-    center.close()
-    again = kept(every)
-    assert (again.version, again.center_id) == (3, center.center_id)
-    assert set(again.core.members()[1]) == {"w"}
-    again.close()
-
-
 def test_snapshots_are_written_after_an_exception_in_their_thread(
     tmp_path, monkeypatch, caplog
 ):
-    time_left, calls = Keeper._time_left, []
+    is_due, calls = Keeper._is_due.fget, []
 
     def fails_once(keeper):
         calls.append(keeper)
         if len(calls) == 1:
             raise RuntimeError("on purpose")
-        return time_left(keeper)
+        return is_due(keeper)
 
-    monkeypatch.setattr(Keeper, "_time_left", fails_once)
-    center = kept(Snapshots(tmp_path / "a"), params=jnp.zeros(3))
+    monkeypatch.setattr(Keeper, "_is_due", property(fails_once))
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(3))
     assert in_background(center.write_snapshot, "a test").result(LIMIT) == 0
     center.close()
     assert "thread 'agn-optax snapshots' failed, and goes on" in caplog.text
@@ -529,72 +499,6 @@ def wait_for(center, condition):
     pytest.fail("the condition did not hold in time")
 
 
-def test_snapshots_are_written_by_time(tmp_path, killed):
-    center = kept(Snapshots(tmp_path / "a", seconds=0.05), params=jnp.zeros(2))
-    for _ in range(2):
-        send(center)
-        wait_until_saved(center)
-    wait_for(center, lambda: found(Snapshots(killed(tmp_path / "a"))).version == 2)
-    center.close()
-
-
-@pytest.mark.parametrize("every", [{"seconds": 0.1}, {"seconds": None, "exchanges": 1}])
-def test_failed_snapshot_is_tried_again_without_further_exchanges(
-    every, tmp_path, monkeypatch
-):
-    tuning.set_snapshot_retries(monkeypatch, 0.1)
-    fails = [True]
-
-    def saved(*args):
-        if fails and fails.pop():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return save(*args)
-
-    center = kept(Snapshots(tmp_path, **every), params=jnp.zeros(2))
-    directory = center.core._keeper._directory
-    save = directory.save
-    monkeypatch.setattr(directory, "save", saved)
-    send(center)
-    wait_for(center, lambda: center.core.saved_version == 1)
-    assert not fails
-    assert not center.core.degraded
-    center.close()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
-def test_snapshot_on_request_that_fails_is_repeated_in_time(
-    error, tmp_path, monkeypatch
-):
-    """The thread that writes snapshots would otherwise wait for another exchange."""
-    tuning.set_snapshot_retries(monkeypatch, 0.1)
-    every = Snapshots(tmp_path, seconds=1.0)
-    center = kept(every, params=jnp.zeros(2))
-    send(center)
-    with monkeypatch.context() as patch:
-
-        def save(*args):
-            raise error
-
-        patch.setattr(center.core._keeper._directory, "save", save)
-        with pytest.raises((KeyboardInterrupt, errors.DurabilityError)):
-            center.write_snapshot()
-    wait_for(center, lambda: center.core.saved_version == 1)
-    center.close()
-
-
-def test_last_snapshots_are_kept(tmp_path):
-    every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
-    center = kept(every, params=jnp.zeros(2))
-    for _ in range(6):
-        send(center)
-        wait_until_saved(center)
-    center.close()
-    last = {
-        f"snapshot-{n:012}" for n in (5, 6, 7)
-    }  # the first record is that of joining
-    assert names(tmp_path / "a") == {"lock", *last}
-
-
 def test_snapshot_replaces_the_journal(tmp_path, killed):
     params = jnp.zeros(1000)
     center = kept(Journal(tmp_path / "a", size=3 * params.nbytes), params=params)
@@ -610,9 +514,8 @@ def test_snapshot_replaces_the_journal(tmp_path, killed):
     center.close()
 
 
-@pytest.mark.parametrize("kind", [Journal, Snapshots])
-def test_write_snapshot_writes_the_current_version(kind, tmp_path, killed):
-    center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
+def test_write_snapshot_writes_the_current_version(tmp_path, killed):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     assert center.write_snapshot() == 0
     for version in (1, 2):
         send(center)
@@ -620,7 +523,7 @@ def test_write_snapshot_writes_the_current_version(kind, tmp_path, killed):
         # A journal is removed after the snapshot was written.
         last = {"lock", f"snapshot-{version + 1:012}"}
         assert last <= names(tmp_path / "a")
-        again = kept(kind(killed(tmp_path / "a")))
+        again = kept(Journal(killed(tmp_path / "a")))
         assert_identical(again.save(), center.save())
         again.close()
     assert center.write_snapshot() == 2  # nothing has changed
@@ -662,7 +565,7 @@ def test_counted_journal_size_is_the_size_on_disk(tmp_path):
     def is_at_rest():
         """Return whether no thread of the keeper is about to write."""
         is_kept = keeper.is_kept(keeper.recorded)
-        is_due = keeper._time_left() is not None
+        is_due = keeper._is_due
         return is_kept and not is_due and not keeper._writer.is_switching
 
     def join(i):
@@ -720,7 +623,7 @@ def test_journal_is_replaced_at_its_default_size(
         with monkeypatch.context() as patch:
             patch.setattr(keeper, "_writer", types.SimpleNamespace(size=written))
             patch.setattr(keeper, "_number", written // message)
-            assert (keeper._time_left() == 0.0) == is_due
+            assert keeper._is_due == is_due
     keeper.close()
 
 
@@ -921,7 +824,7 @@ def test_failing_disk_closes_the_center(tmp_path, killed, disk):
     # The write succeeded, so the data may have reached the disk; here it has not.
     copy = killed(tmp_path / "a")
     with (copy / FIRST).open("r+b") as file:
-        file.seek(center.core._keeper._writer._synced)
+        file.seek(center.core._keeper._writer._end)
         file.write(bytes(4096))
     again = kept(Journal(copy))
     assert (again.version, again.center_id) == (1, center.center_id)
@@ -1064,13 +967,7 @@ def test_worker_and_center_resume_together_bit_for_bit(tmp_path, killed):
         (lambda: Journal(""), "directory must be a path, got ''"),
         (lambda: Journal(None), "directory must be a path, got None"),
         (lambda: Journal("d", size=0), "size must be a whole number >= 1, got 0"),
-        (lambda: Snapshots("d", seconds=None), "needs seconds=, exchanges= or both"),
-        (lambda: Snapshots("d", seconds=0), "seconds must be a positive number"),
-        (lambda: Snapshots("d", exchanges=1.5), "exchanges must be a whole number"),
-        (lambda: Journal("d", interval=0), "interval must be a positive number"),
-        (lambda: Snapshots("d", keep_seconds=-1), "keep_seconds must be a number"),
-        (lambda: Snapshots("d", keep=0), "keep must be a whole number >= 1, got 0"),
-        (lambda: kept("always"), r"Snapshots\(...\), Journal\(...\) or None, got 'alw"),
+        (lambda: kept("always"), r"must be Journal\(...\) or None, got 'alw"),
     ],
 )
 def test_invalid_durability_settings_are_rejected(make, message):

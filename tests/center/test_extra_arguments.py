@@ -29,7 +29,6 @@ import agn_optax
 from agn_optax import checkpoint, errors, rules, service
 from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
 from agn_optax.service.transports import GrpcLink
-from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
 NAMES = ("staleness", "steps", "weight", "since", "workers")
@@ -490,27 +489,6 @@ def test_optax_wrappers_pass_extras_on(around):
     )
     expected = 1 - 0.1 * 2 / 4 * 1.1
     np.testing.assert_allclose(center.pull().params["a"], expected, rtol=1e-6)
-
-
-# A tree of centers.
-
-
-@pytest.mark.parametrize("weights", [(None, None), (2.0, None), (2.0, 3.5)])
-def test_site_sends_the_weights_and_steps_of_its_workers(weights):
-    parent = agn_optax.LocalCenter(RULE, jnp.zeros(3))
-    site = agn_optax.LocalCenter(shared.downpour())
-    uplink = Uplink(site.core, parent, period=2, name="site")
-    assert uplink.ready.wait(LIMIT)
-    session = site.join("anna")
-    for i, weight in enumerate(weights):
-        session.exchange(
-            Submission(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
-        )
-    assert parent.core.wait_for(lambda: parent.version == 1, LIMIT)
-    claimed = [weight for weight in weights if weight is not None]
-    assert received_extras(parent) == (0, 2, sum(claimed) or 1.0, 0, 1)
-    uplink.stop()
-    assert uplink.error is None
 
 
 def test_resumed_message_has_the_same_extras(tmp_path):

@@ -389,14 +389,6 @@ class Commands(RuleBasedStateMachine):
         return True
 
     @rule()
-    def rebase(self):
-        """Rebase the center, which makes no worker late."""
-        self.ledger.rebase()
-        self.version += 1
-        for known in self.last.values():
-            known.round_version += 1
-
-    @rule()
     def restart(self):
         """End the process; its state is saved and restored."""
         saved = json.loads(json.dumps(self.ledger.state_to_save()))
@@ -654,15 +646,6 @@ def test_staleness_is_that_of_the_time_of_applying(mode):
     assert not second.indices_to_apply
 
 
-def test_rebase_does_not_make_a_waiting_message_stale():
-    ledger = make_ledger(Synchronous(late="drop"), "ab")
-    ledger.rebase()
-    send(ledger, "a", anchor=1)
-    ledger.rebase()
-    send(ledger, "b")
-    assert take(ledger) == "ab"
-
-
 def test_round_bound_waits_for_the_slowest():
     ledger = make_ledger(BoundedStaleness(rounds=1), "ab")
     assert exchange(ledger, "a") == exchange(ledger, "a") == "a"
@@ -788,22 +771,6 @@ def test_anchor_before_the_own_message_is_not_late(late):
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
         ledger.settle(batch, 0.0)
-
-
-@pytest.mark.parametrize("late", ["weighted", "drop"])
-def test_rebase_makes_no_worker_of_a_round_late(late):
-    """A site is rebased when it gets a response from its parent."""
-    ledger = make_ledger(Synchronous(late=late), "ab")
-    assert exchange(ledger, "a") == ""
-    assert exchange(ledger, "b") == "ab"
-    ledger.rebase()
-    ledger.rebase()
-    for worker in "ab":
-        send(ledger, worker, anchor=1)
-    batch = ledger.due(0.0)
-    assert batch.applies
-    assert batch.weights == (1.0, 1.0)
-    assert batch.staleness == (2, 2)
 
 
 def test_late_message_does_not_start_the_grace_time():
@@ -1112,18 +1079,6 @@ def test_message_that_failed_to_apply_counts_as_never_received():
     assert exchange(ledger, "a") == "a"
 
 
-def test_rebase_makes_no_message_late():
-    ledger = make_ledger(Synchronous(late="drop"), "ab")
-    send(ledger, "a")
-    ledger.leave("b", "1")
-    ledger.rebase()
-    ledger.join("b", "1", 0.0)
-    assert take(ledger) == ""
-    send(ledger, "b", anchor=0)
-    batch = ledger.due(0.0)
-    assert (batch.applies, batch.staleness) == (True, (1, 1))
-
-
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
 def test_absent_worker_cannot_submit(how):
     ledger = make_ledger(
@@ -1207,37 +1162,6 @@ def test_invalid_mode_is_rejected(mode):
         make_ledger(mode)
 
 
-def test_session_knows_the_last_exchange_of_the_previous_session():
-    ledger = make_ledger()
-    ledger.join("anna", "first", 0.0)
-    assert ledger.member("anna", "first").previous_session is None
-    for sequence in (1, 2):
-        ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
-        ledger.settle(ledger.due(0.0), 0.0)
-    # It waits, and is removed with the session.
-    ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
-    ledger.leave("anna", "first")
-    ledger.join("anna", "second", 1.0)
-    assert ledger.member("anna", "second").previous_session == ("first", 2)
-    ledger.join("anna", "second", 2.0)  # with a new connection
-    assert ledger.member("anna", "second").previous_session == ("first", 2)
-
-
-def test_session_knows_the_last_exchange_before_failed_sessions():
-    """Sessions in between without a settled exchange were attempts to join."""
-    ledger = make_ledger()
-    ledger.join("anna", "first", 0.0)
-    ledger.join("anna", "second", 0.0, replace=True)
-    ledger.join("anna", "third", 0.0, replace=True)
-    assert ledger.member("anna", "third").previous_session == ("first", 0)
-    ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
-    ledger.settle(ledger.due(0.0), 0.0)
-    for session_id in ("fourth", "fifth"):
-        ledger.leave("anna", ledger.find("anna").session_id)
-        ledger.join("anna", session_id, 1.0)
-        assert ledger.member("anna", session_id).previous_session == ("third", 1)
-
-
 def test_restore_after_data_loss_keeps_exchanges_but_no_workers():
     ledger = make_ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
@@ -1247,5 +1171,5 @@ def test_restore_after_data_loss_keeps_exchanges_but_no_workers():
     again.restore(ledger.state_to_save(), 0.0, is_new_id=True)
     assert not again.registered()
     assert not again.is_open
-    again.join("anna", "second", 1.0)
-    assert again.member("anna", "second").previous_session == ("first", 1)
+    assert again.find("anna").session_id == "first"
+    assert again.find("anna").sequence == 1

@@ -12,7 +12,7 @@ from helpers import sessions, shared
 from helpers.support import RULES, assert_identical, tree
 
 import agn_optax
-from agn_optax import codecs, errors, service
+from agn_optax import codecs, errors
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
@@ -424,33 +424,6 @@ def test_shards_apply_their_limits_separately():
     assert sorted(worker.version) == [0, 1]
     counts = [each.core.ledger.rejections.counts for each in kept]
     assert sum(count.get("nonfinite", 0) for count in counts) == 2
-
-
-def test_site_continues_from_a_parent_that_rejects_its_message():
-    rule = shared.downpour()
-    parent = LocalCenter(
-        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=MessageLimits(norm=10.0))
-    )
-    with service.serve(rule, parent=service.Parent(parent, period=1)) as site:
-        assert site.uplink.ready.wait(60)
-        session = site.center.join("anna")
-
-        def exchange(sequence, value):
-            settled = (
-                site.center.core.ledger.version + 2
-            )  # its own version, and the parent's response
-            message = {"w": jnp.full(2, -value)}
-            session.exchange(Submission(sequence, message, anchor_version=0))
-            assert site.center.core.wait_for(
-                lambda: site.center.core.ledger.version >= settled, 60
-            )
-
-        exchange(1, 100.0)
-        np.testing.assert_array_equal(site.center.pull().params["w"], 0.0)
-        exchange(2, 5.0)
-        np.testing.assert_array_equal(parent.pull().params["w"], 5.0)
-        assert site.uplink.error is None
-        assert parent.version == 1
 
 
 WHERE = ["around the worker's", "inside of the worker's"]

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ import optax
 import pytest
 from helpers import sessions, shared
 from helpers.support import assert_identical
-from helpers.waiting import in_background
 
 import agn_optax
 from agn_optax import errors, rules, service
@@ -317,7 +314,7 @@ def bounds(monkeypatch):
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "rmsprop", "lion"])
 def test_bounds_are_recomputed_after_changes_of_the_center(name, bounds):
-    """The changes are a restart, a rebase, and larger messages."""
+    """The changes are a restart and larger messages."""
     rule = shared.agn(BOUNDED[name])
     center = agn_optax.LocalCenter(rule, times(0.0))
     for number in (1.0, -0.5):
@@ -325,7 +322,6 @@ def test_bounds_are_recomputed_after_changes_of_the_center(name, bounds):
     center = agn_optax.LocalCenter.restore(rule, center.save())
     for act in (
         lambda: None,
-        lambda: center.core.rebase(times(1.0), times(0.5)),
         lambda: assert_applies(center, 100.0),
     ):
         act()
@@ -386,47 +382,6 @@ def test_scan_detects_non_finite_numbers():
         2.0,
         np.inf,
     ]
-
-
-def test_bounds_are_discarded_by_a_rebase():
-    one = np.ones(2, np.float16)
-    center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
-    session = center.join("a")
-    assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
-    center.core.rebase(65500 * one, 0 * one)
-    assert session.exchange(Submission(2, -50 * one, anchor_version=2)).rejected
-
-
-def test_bounds_computed_during_a_rebase_are_discarded():
-    one = np.ones(2, np.float16)
-    center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
-    core, store, session = center.core, center.core.store, center.join("a")
-    programs, look = store._programs, store.check_finite
-    begun, shifts, looked = (threading.Event() for _ in range(3))
-
-    def held(prepared):
-        begun.set()
-        assert shifts.wait(30.0)
-        found = look(prepared)
-        looked.set()
-        return found
-
-    def publish(*args):
-        shifts.set()
-        assert looked.wait(30.0)
-        return programs.publish(*args)
-
-    store.check_finite = held
-    store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
-    sent = in_background(
-        lambda: session.submit(Submission(1, -50 * one, anchor_version=0)), "a"
-    )
-    assert begun.wait(30.0)
-    core.rebase(65500 * one, 0 * one)
-    sent.result(30.0)
-    answer = session.collect(1, 30.0)
-    assert answer.rejected
-    assert np.isfinite(np.asarray(answer.params)).all()
 
 
 @pytest.mark.parametrize("codec", ["cast", "feedback", "two_way"])

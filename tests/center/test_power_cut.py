@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import sessions, shared, tuning
 
-from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center import Journal, LocalCenter
 from agn_optax.center.durability import Keeper
 
 pytestmark = pytest.mark.slow
@@ -266,35 +266,3 @@ def test_journal_has_all_confirmed_exchanges(after_cuts, size):
                 )
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
-
-
-def test_with_an_interval_a_cut_changes_the_center_id(after_cuts, monkeypatch):
-    """The id stays after a clean close; the data is always an earlier state."""
-    tuning.set_boot_id(monkeypatch, "the next one")
-    make = functools.partial(Journal, size=1500, interval=1000.0)
-    same = set()
-    for known, durability in after_cuts(make):
-        with found(durability) as (store, keeper):
-            if known is not None:
-                center_id, version, *state = known
-                number = store.current.number
-                np.testing.assert_array_equal(store.current.params, -number)
-                same.add(keeper.center_id == center_id)
-                assert keeper.center_id != center_id or number >= version
-                assert keeper.center_id == center_id or state != ["closed"]
-    assert same == {True, False}
-
-
-def test_snapshots_are_complete_or_the_center_id_changes(after_cuts):
-    make = functools.partial(Snapshots, seconds=None, exchanges=3)
-    same = set()
-    for known, durability in after_cuts(make):
-        with found(durability) as (store, keeper):
-            if known is not None:
-                center_id, version, *state = known
-                same.add(keeper.center_id == center_id)
-                assert keeper.center_id == center_id or state != ["closed"]
-                assert keeper.center_id != center_id or store.current.number >= version
-                number = store.current.number
-                np.testing.assert_array_equal(store.current.params, -number)
-    assert same == {True, False}

@@ -120,35 +120,13 @@ class Run(contextlib.ExitStack):
 
     def _serve(self):
         chosen = self._scenario
-        count = {"one": 1, "shards": 2, "tree": 1}[chosen.centers]
-        own = [*chosen.options, *self._access()]
-        # A site loses updates that its parent drops, so the root drops none.
-        mode = [] if chosen.centers == "tree" else chosen.mode_options
+        count = {"one": 1, "shards": 2}[chosen.centers]
+        own = [*chosen.options, *chosen.mode_options, *self._access()]
         self.centers = [
-            self._begun([*own, *mode, *self._kept(number)]) for number in range(count)
+            self._begun([*own, *self._kept(number)]) for number in range(count)
         ]
-        self.fronts, self._uplinks = self.centers, []  # centers that workers connect to
-        if chosen.centers == "tree":
-            root = self.centers[0]
-            with self._connected(root.address) as center:
-                center.initialize(model.params(chosen.slots), worker="root")
-            self._uplinks = [self._proxy([root], f"127.0.2.{n + 1}") for n in range(2)]
-            self.fronts = [
-                self._begun(
-                    [
-                        *own,
-                        *chosen.mode_options,
-                        *self._parent_access(),
-                        f"--parent=127.0.2.{number + 1}:{root.ports[0]}",
-                        "--parent-period=3",
-                    ]
-                )
-                for number in range(2)
-            ]
-        self.links = []
-        for number in range(chosen.workers):
-            host = f"127.0.1.{number + 1}"
-            self.links.append(self._proxy(self._fronts_of(number), host))
+        hosts = [f"127.0.1.{number + 1}" for number in range(chosen.workers)]
+        self.links = [self._proxy(host) for host in hosts]
 
     def _access(self):
         """Return the options of a center for tokens and TLS."""
@@ -158,23 +136,15 @@ class Run(contextlib.ExitStack):
         self._tokens = {name: secrets.token_hex(16) for name in [*names, "*"]}
         lines = [f"chief {name} {self._tokens[name]}" for name in names]
         lines.append(f"chief,operator * {self._tokens['*']}")
-        tokens, own = self._folder / "tokens", self._folder / "own.token"
-        for path, text in ((tokens, "\n".join(lines)), (own, self._tokens["*"])):
-            path.touch(mode=0o600)
-            path.write_text(text)
+        tokens = self._folder / "tokens"
+        tokens.touch(mode=0o600)
+        tokens.write_text("\n".join(lines))
         certificate, key = _certificate()
         return [
             f"--tokens={tokens}",
             f"--tls-certificate={certificate}",
             f"--tls-key={key}",
         ]
-
-    def _parent_access(self):
-        """Return the options of a site for token and TLS at its parent."""
-        if not self._scenario.secure:
-            return []
-        own = self._folder / "own.token"
-        return [f"--parent-tls-ca={_certificate()[0]}", f"--parent-token-file={own}"]
 
     def _connected(self, addresses):
         """Connect the driver to a center, or to all shards of one."""
@@ -198,21 +168,15 @@ class Run(contextlib.ExitStack):
         where = self._folder / f"kept-{number}"
         return {
             "none": [],
-            "snapshots": [f"--snapshots={where}", "--snapshot-exchanges=20"],
             "journal": [f"--journal={where}"],
         }[self._scenario.durability]
 
-    def _proxy(self, fronts, host):
+    def _proxy(self, host):
         proxy = self.enter_context(Proxy(records=True))
-        for front in fronts:
-            for port in front.ports:
+        for center in self.centers:
+            for port in center.ports:
                 proxy.forward((HOST, port), at=(host, port))
         return proxy
-
-    def _fronts_of(self, worker):
-        if self._scenario.centers == "tree":
-            return [self.fronts[worker % 2]]
-        return self.fronts
 
     @property
     def _rule(self):
@@ -223,8 +187,7 @@ class Run(contextlib.ExitStack):
         """Start a session of a worker."""
         chosen, worker = self._scenario, self._spares.worker()
         addresses = [
-            f"127.0.1.{number + 1}:{front.ports[0]}"
-            for front in self._fronts_of(number)
+            f"127.0.1.{number + 1}:{center.ports[0]}" for center in self.centers
         ]
         worker.process.ask(
             do="start",
@@ -336,13 +299,10 @@ class Run(contextlib.ExitStack):
         waited = self._scenario.recovers
         return f"worker {number} does not go on after {waited} s: {where}"
 
-    # Faults of the connection from a worker to its center, or a site to its parent.
+    # Faults of the connection from a worker to its center.
 
     def _proxy_of(self, fault):
-        proxies = [*self.links, *self._uplinks]
-        if self._uplinks and fault.at % 0.1 < 0.03:  # a choice determined by the seed
-            return self._uplinks[fault.target % 2]
-        return proxies[fault.target]
+        return self.links[fault.target]
 
     def _directions_of(self, fault):
         proxy = self._proxy_of(fault)
@@ -420,29 +380,24 @@ class Run(contextlib.ExitStack):
 
     # Faults of centers.
 
-    def _center(self, number):
-        if number >= len(self.centers):
-            return self.fronts[number - 1]
-        return self.centers[number]
-
     def _kill_center(self, fault, outcome):
-        center = self._center(fault.target)
+        center = self.centers[fault.target]
         center.end(KILL)
         center.start()
 
     def _stop_center(self, fault, outcome):
-        process = self._center(fault.target).process
+        process = self.centers[fault.target].process
         process.signal(STOP)
         return fault.seconds, lambda: process.signal(CONTINUE)
 
     def _drain_center(self, fault, outcome):
-        center = self._center(fault.target)
+        center = self.centers[fault.target]
         self._drain(center, outcome)
         center.start()
 
     def _disk(self, fault, outcome):
         """Fill the disk: the center ends by itself at its next exchange, if any."""
-        center = self._center(fault.target)
+        center = self.centers[fault.target]
         center.process.signal(CONTINUE)
         center.process.fill_disk()
         code = center.process.wait(TIMEOUT)
@@ -458,7 +413,7 @@ class Run(contextlib.ExitStack):
     # Jumps of a clock, which must have no effect.
 
     def _clock(self, fault, outcome):
-        clocks = [self._center(0).process.clock]
+        clocks = [self.centers[0].process.clock]
         if fault.target in self._own:
             clocks.append(self._own[fault.target].clock)
         random.Random(fault.at).choice(clocks).jump(fault.amount)  # noqa: S311
@@ -475,9 +430,6 @@ class Run(contextlib.ExitStack):
     def _end(self, outcome):
         """Check the invariants of the centers, before and after their end."""
         chosen = self._scenario
-        if self._uplinks:
-            for site in self.fronts:
-                self._drain(site, outcome)
         addresses = [center.address for center in self.centers]
         with self._connected(addresses) as center:
             params = center.pull().params

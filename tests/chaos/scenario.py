@@ -70,8 +70,8 @@ class Scenario:
     rule: str
     codec: str
     transports: tuple[str, ...]  # of each worker
-    centers: str  # "one", "shards" or "tree"
-    durability: str  # "none", "snapshots" or "journal"
+    centers: str  # "one" or "shards"
+    durability: str  # "none" or "journal"
     size: str
     overlap: bool
     patience: int | None
@@ -119,7 +119,6 @@ class Scenario:
         """True if a center may forget acknowledged steps."""
         forgets = {
             "journal": set(),
-            "snapshots": {"kill center"},
             "none": {"kill center", "drain center"},
         }[self.durability]
         return any(fault.kind in forgets for fault in self.faults)
@@ -173,13 +172,11 @@ def drawn(seed):
     """Return the scenario of a seed."""
     rng = random.Random(seed)  # noqa: S311 reproducible
     rule = rng.choices(["downpour", "easgd"], [4, 1])[0]
-    centers = rng.choices(["one", "shards", "tree"], [4, 2, 1])[0]
+    centers = rng.choices(["one", "shards"], [2, 1])[0]
     elastic = rule == "easgd"
-    if elastic and centers == "tree":
-        centers = "one"
     mode = rng.choice(["asynchronous", "rounds"] if elastic else list(_MODES))
-    durability = rng.choices(["none", "snapshots", "journal"], [1, 1, 3])[0]
-    if centers == "tree" or elastic:
+    durability = rng.choices(["none", "journal"], [1, 4])[0]
+    if elastic:
         durability = "journal"
     overlap = rng.random() < 0.3
     one_by_one = mode in ("asynchronous", "versions", "rounds")
@@ -189,10 +186,7 @@ def drawn(seed):
     if centers == "shards" and one_by_one and not elastic and rng.random() < 0.8:
         delay = 0 if overlap else rng.choice([0, 1, 2])
     weighs = centers == "one" and one_by_one and not elastic and rng.random() < 0.3
-    # A site that ends loses the residual of a sparse codec towards its parent.
-    apart = model.SPARSE if centers == "tree" else ()
-    named = [name for name in model.CODECS if name not in apart]
-    codec = "none" if elastic or weighs else rng.choice(named)
+    codec = "none" if elastic or weighs else rng.choice(list(model.CODECS))
     # After a dropped or rejected message a worker's steps are not all in turn.
     drops = mode in ("versions", "quorum-drop")
     in_turn = not elastic and codec not in model.SPARSE and not drops
@@ -239,10 +233,7 @@ def _fault(rng, chosen):
         directions = rng.choice([(True, False), (False, True)])
     target = rng.randrange(chosen.workers)
     if kind in _CENTER:
-        # In a tree only the root fails: it has a journal; sites lose unsent updates.
-        target = rng.randrange({"one": 1, "shards": 2, "tree": 1}[chosen.centers])
-        if chosen.centers == "tree" and rng.random() < 0.3:
-            kind, target = "stop center", rng.randrange(3)
+        target = rng.randrange({"one": 1, "shards": 2}[chosen.centers])
     lasting = ("outage", "delay", "throttle", "hold", "stop", "stop center")
     return Fault(
         at,

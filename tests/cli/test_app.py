@@ -20,7 +20,7 @@ from agn_optax.ops.engines import _run
 def test_version_and_list_of_commands_are_printed():
     assert __version__ in succeeds("--version")
     output = succeeds("--help")
-    names = "serve status watch save drain doctor backup export plan keys launch"
+    names = "serve status watch save drain doctor plan keys launch"
     for name in names.split():
         assert f" {name} " in output
 
@@ -28,7 +28,7 @@ def test_version_and_list_of_commands_are_printed():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("serve", ["--rule-from", "--quorum", "--tls-client-ca", "--parent-period"]),
+        ("serve", ["--rule-from", "--quorum", "--tls-client-ca"]),
         ("drain", ["ADDRESS", "--tls-ca", "--token-file"]),
         ("save", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
@@ -92,9 +92,7 @@ def test_flags_that_a_file_can_set_have_a_negative_form():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), [("serve", "flax"), ("export", "flax"), ("keys", "keys")]
-)
+@pytest.mark.parametrize(("name", "extra"), [("serve", "flax"), ("keys", "keys")])
 def test_help_names_the_extra_that_is_needed(name, extra):
     output = " ".join(succeeds(name, "--help").replace("\u2502", " ").split())
     assert f"eeds the extra {extra}." in output

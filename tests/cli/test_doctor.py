@@ -201,38 +201,38 @@ def test_doctor_warns_of_a_slow_round_trip(server, monkeypatch):
 
 def test_doctor_compares_free_disk_with_the_next_snapshot(tmp_path):
     disk = tmp_path / "disk"
-    kept = center.Snapshots(disk)
+    kept = center.Journal(disk)
     with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
         result, message = checks(own.address, code=0)["disk"]
         assert result == "ok"
         assert "are free, and the next snapshot with its journal takes" in message
         status = service.Observer(own.address).status()
         (snapshot,) = disk.glob("snapshot-*")
-        assert status["disk_needed"] == snapshot.stat().st_size
+        assert status["disk_needed"] == snapshot.stat().st_size + (64 << 10)
         assert status["disk_free"] > 0
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A mounted file system of 4 MB."""
+    """A mounted file system of 8 MB."""
     with small_disks(tmp_path) as mount:
-        yield mount("size=4m")
+        yield mount("size=8m")
 
 
 def test_doctor_warns_of_a_disk_that_is_nearly_full(small_disk):
-    kept = center.Snapshots(small_disk / "center")
+    kept = center.Journal(small_disk / "center")
     params = jnp.zeros(250_000)
     with service.serve(RULE, params, durability=kept) as own:
         assert checks(own.address, code=0)["disk"][0] == "ok"  # two more fit
         taken = small_disk / "taken"
-        taken.write_bytes(bytes(1_500_000))  # one more does
+        taken.write_bytes(bytes(3_500_000))  # one more does
         result, message = checks(own.address, code=0)["disk"]
         assert (result, "make room before a second" in message) == ("warning", True)
-        taken.write_bytes(bytes(2_500_000))
+        taken.write_bytes(bytes(6_500_000))
         result, message = checks(own.address, code=1)["disk"]
         taken.unlink()
     assert result == "failed"
-    assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room, or", message)
+    assert re.match(r"\d+ kB are free, and .* takes 2 MB: make room, or", message)
 
 
 def test_doctor_reads_an_address_from_a_file(server, tmp_path):

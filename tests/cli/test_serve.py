@@ -26,7 +26,6 @@ from agn_optax.center import (
     BoundedStaleness,
     Journal,
     MessageLimits,
-    Snapshots,
     Submission,
     Synchronous,
 )
@@ -252,7 +251,6 @@ def test_message_limits_are_made_from_options(served):
 
 DEFAULTS = {
     "page": None,
-    "parent": None,
     "mode": Asynchronous(),
     "durability": None,
     "limits": service.Limits(messages=MessageLimits()),
@@ -316,17 +314,7 @@ D = pathlib.Path("d")
     [
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal(D, size=9)),
-        ({"journal": "d", "journal_interval": 0.5}, Journal(D, interval=0.5)),
-        (
-            {"snapshots": "d", "snapshots_kept_seconds": 9.0},
-            Snapshots(D, keep_seconds=9.0),
-        ),
-        ({"snapshots": "d"}, Snapshots(D)),
-        ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots(D, seconds=5.0)),
-        (
-            {"snapshots": "d", "snapshot_exchanges": 7, "snapshots_kept": 1},
-            Snapshots(D, seconds=None, exchanges=7, keep=1),
-        ),
+        ({"journal": "d"}, Journal(D)),
     ],
 )
 def test_durability_is_made_from_options(options, durability, served):
@@ -393,15 +381,9 @@ def test_serve_combines_a_round_with_krum(address):
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
         (["--signal-exit-code=-1"], "must be a whole number from 0 to 255, got -1"),
-        (["--journal=a", "--snapshots=b"], "--journal and --snapshots exclude each"),
         (["--journal-size=5"], "--journal-size needs --journal"),
-        (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
-        (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
-        (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
-        (["--parent-period=3"], "--parent-period needs --parent"),
-        (["--parent-name=a"], "--parent-name needs --parent"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
         (["--tokens=no such file"], "cannot read no such file"),
         ([f"--tokens={__file__}"], "line 1 of "),
@@ -484,35 +466,6 @@ def test_serve_imports_its_rule_and_prints_json(training, address):
         "page": None,
         "page_token": None,
     }
-
-
-def test_serve_connects_to_its_parent(monkeypatch, address):
-    """Only the arguments of `serve` are tested here, not what a parent does."""
-    given = {}
-    real = service.serve
-
-    def serve_without_parent(rule, *, parent, **settings):
-        given.update(status=parent.center.status(), period=parent.period)
-        return real(rule, **settings)
-
-    monkeypatch.setattr(service, "serve", serve_without_parent)
-    rule = rules.downpour()
-    with real(rule) as parent:
-        serve(
-            address,
-            rule,
-            "--rule=downpour",
-            f"--parent={parent.address}",
-            "--parent-period=5",
-        )
-    assert given["period"] == 5
-    assert given["status"]["rule"] == "downpour"
-
-
-def test_parent_with_another_rule_is_rejected():
-    with service.serve(rules.dynsgd()) as parent:
-        output = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
-    assert "runs another rule" in output
 
 
 @pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.slow)])

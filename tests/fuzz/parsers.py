@@ -361,7 +361,7 @@ def _read_lock(data):
 
 
 def _line(kind, number):
-    return _files.Lock(kind, number, _files.boot_id()).to_bytes()
+    return _files.Lock(kind, number).to_bytes()
 
 
 def _read_folder(data):
@@ -382,12 +382,11 @@ def _read_folder(data):
         snapshot = directory.load()
         np.testing.assert_array_equal(snapshot.arrays[0], TREE["a"])
         count = 0
-        replay = directory.replay(snapshot)
-        for record in replay:
+        for record in _files.replay(directory, snapshot):
             assert record.number == count
             _check_record(record)
             count += 1
-        assert count == _COUNT or replay.new_id_reason
+        assert count == _COUNT or directory.new_id_reason
     finally:
         directory.close()
 
@@ -430,8 +429,8 @@ max-versions-behind = 3
 lease = 2
 dtype = "float32"
 direct = false
-snapshots = "kept"
-snapshot-exchanges = 20
+journal = "kept"
+journal-size = 20
 insecure = true
 """
 _WIRE = (errors.ProtocolError, DecodeError)

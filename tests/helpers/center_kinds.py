@@ -5,12 +5,12 @@ import contextlib
 import agn_optax
 from agn_optax import service
 
-KINDS = ["local", "server", "shards", "site"]
+KINDS = ["local", "server", "shards"]
 
 
 @contextlib.contextmanager
 def made(kind, rule, params=None, *, messages=None, **settings):
-    """Yield a center as a worker sees it: embedded, served, in two shards or a site."""
+    """Yield a center as a worker sees it: embedded, served or in two shards."""
     limits = agn_optax.center if kind == "local" else service
     settings["limits"] = limits.Limits(messages=messages)
     with contextlib.ExitStack() as stack:
@@ -27,15 +27,9 @@ def made(kind, rule, params=None, *, messages=None, **settings):
             yield agn_optax.LocalCenter(rule, params, **settings)
         elif kind == "server":
             yield connect(serve(rule, params, **settings).address, rule)
-        elif kind == "shards":
+        else:
             servers = [serve(rule, **settings) for _ in range(2)]
             center = connect([server.address for server in servers], rule)
             if params is not None:
                 center.initialize(params, worker="")
             yield center
-        else:  # a site that rarely exchanges with its parent
-            above = service.Parent(agn_optax.LocalCenter(rule, params), period=1000)
-            server = serve(rule, params, parent=above, **settings)
-            if params is not None:
-                assert server.uplink.ready.wait(20)
-            yield connect(server.address, rule)

@@ -7,7 +7,7 @@ import time
 import types
 
 from agn_optax.center import _core
-from agn_optax.center.durability import _directory, _files, _keeper, _writer
+from agn_optax.center.durability import _directory, _keeper, _writer
 from agn_optax.ops.watch import _page
 from agn_optax.round.placements import _host
 from agn_optax.service import _watchdog
@@ -15,12 +15,12 @@ from agn_optax.service.client import _client, _session
 from agn_optax.service.security import _access, _call_limits
 from agn_optax.service.server import _exchanges, _servicer
 from agn_optax.service.transports import _connection, _socket
-from agn_optax.worker import _processes, _tree
+from agn_optax.worker import _processes
 from helpers.waiting import wait_until
 
 
 def set_center_clock(monkeypatch, monotonic):
-    """Have centers, and the pauses of their snapshots, call ``monotonic()``."""
+    """Have centers call ``monotonic()``."""
     for module in (_core, _keeper):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=monotonic))
 
@@ -95,13 +95,6 @@ def set_file_checks(monkeypatch, seconds):
         monkeypatch.setattr(_access, name, seconds)
 
 
-def set_parent_pauses(monkeypatch, first, longest=None):
-    """Set the first and the longest pause of a site that has lost its parent."""
-    monkeypatch.setattr(_tree, "_POLL", first)
-    if longest is not None:
-        monkeypatch.setattr(_tree, "_MAX_PAUSE", longest)
-
-
 def set_broadcast_pause(monkeypatch, seconds):
     """Set the pause between broadcasts of a worker of several processes that waits."""
     monkeypatch.setattr(_processes, "_PAUSE", seconds)
@@ -113,11 +106,6 @@ def set_journal_sync(monkeypatch, act):
     monkeypatch.setattr(_writer, "_sync", lambda file: act(file, sync))
 
 
-def set_journal_clock(monkeypatch, monotonic):
-    """Have journals call ``monotonic()`` for the time of their next sync."""
-    monkeypatch.setattr(_writer, "time", types.SimpleNamespace(monotonic=monotonic))
-
-
 def set_least_reserved(monkeypatch, size):
     """Set the least bytes that a journal reserves, so that it is copied quickly."""
     monkeypatch.setattr(_directory, "_MIN_RESERVED", size)
@@ -126,16 +114,6 @@ def set_least_reserved(monkeypatch, size):
 def set_most_records(monkeypatch, most):
     """Set the number of records after which a snapshot replaces a journal."""
     monkeypatch.setattr(_keeper, "_MAX_RECORDS", most)
-
-
-def set_snapshot_retries(monkeypatch, seconds):
-    """Set the pause before a failed snapshot is tried again."""
-    monkeypatch.setattr(_keeper, "_RETRY_INTERVAL", seconds)
-
-
-def set_boot_id(monkeypatch, text):
-    """Have centers find their files after another boot of the machine."""
-    monkeypatch.setattr(_files, "boot_id", lambda: text)
 
 
 def set_page_clock(monkeypatch, monotonic):

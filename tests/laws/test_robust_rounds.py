@@ -18,14 +18,11 @@ from agn_optax import codecs, errors, robust, rules
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
-    CenterSettings,
-    Core,
     Journal,
     ShardedCenter,
     Submission,
     Synchronous,
 )
-from agn_optax.worker import Uplink
 
 WORKERS, PERIOD, ROUNDS = 8, 2, 2
 INNER = shared.sgd(0.25)
@@ -357,10 +354,3 @@ def test_all_fragments_at_once_equal_no_fragments_for_median():
         rule("median"), fragments=agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
     )
     assert_close(found, expected, tolerance=1e-6)
-
-
-def test_robust_aggregation_is_rejected_at_a_site_with_a_parent():
-    parent = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), PARAMS)
-    core = Core(CenterSettings(rule("median"), PARAMS, mode=Synchronous()))
-    with pytest.raises(errors.InvalidArgumentError, match="with median of this center"):
-        Uplink(core, parent, period=2, name="site")

@@ -29,7 +29,6 @@ PLACES = [
     "socket",
     pytest.param("memory", marks=shares),
     "shards",
-    "site",
     "journal",
 ]
 
@@ -94,11 +93,6 @@ def placed(stack, place, codec, tmp_path):
         center = connect([serve(None).address for _ in range(2)])
         center.initialize(start(), worker="")
         return center
-    if place == "site":
-        parent = agn_optax.LocalCenter(rule(codec), start())
-        server = serve(start(), parent=service.Parent(parent, period=1000))
-        assert server.uplink.ready.wait(60)
-        return connect(server.address)
     if place == "journal":
         return connect(serve(start(), durability=Journal(tmp_path / "a")).address)
     return connect(serve(start()).address, transports=[place])
@@ -354,7 +348,6 @@ def in_turns(kind, name, overlap):
         ("server", "agn", False),
         ("server", "agn", True),
         ("server", "easgd", False),
-        ("site", "agn", False),
         ("shards", "easgd", False),
     ],
 )

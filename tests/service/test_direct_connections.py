@@ -241,41 +241,6 @@ def test_message_is_read_before_its_answer_overwrites_it(transport):
                 np.testing.assert_array_equal(leaf, expected)
 
 
-@shares
-def test_site_forwards_messages_from_shared_memory():
-    parent = agn_optax.LocalCenter(RULE)
-    with served("memory", parent=service.Parent(parent, period=4)) as (server, center):
-        assert server.uplink.ready.wait(LIMIT)
-        ones = jax.tree.map(jnp.ones_like, center.pull().params)
-        for i in range(8):
-            scaled = jax.tree.map(lambda x, i=i: i * x, ones)
-            version = center.pull().version
-            sessions.exchange(center, scaled, anchor_version=version, worker="anna")
-        wait_until(lambda: parent.version)  # after one exchange or two
-        server.stop()
-        np.testing.assert_array_equal(parent.pull().params["w"], 1.0 - 28)
-
-
-@shares
-def test_site_reads_a_message_before_its_answer_overwrites_it():
-    rule = shared.agn(shared.sgd(1.0))
-    parent = agn_optax.LocalCenter(rule)
-    params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
-    above = service.Parent(parent, period=8)
-    with served("memory", rule=rule, params=params, parent=above) as (server, center):
-        assert server.uplink.ready.wait(LIMIT)
-        assert server.center.core.store.packing is not None
-        # The server believes that another worker is about to send a message.
-        server._servicer.exchanges.running += 1
-        for i in range(8):
-            sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
-            version = server.center.version
-            sessions.exchange(center, sent, anchor_version=version, worker="anna")
-        wait_until(lambda: parent.version)
-        for leaf in jax.tree.leaves(parent.pull().params):
-            np.testing.assert_array_equal(leaf, -3.5)
-
-
 def test_many_workers_of_one_process_exchange_in_rounds(transport):
     with served(transport, mode=Synchronous()) as (server, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)

@@ -17,7 +17,7 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.center import Journal, Snapshots
+from agn_optax.center import Journal
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
@@ -109,21 +109,23 @@ def killed(tmp_path):
     address = f"unix:{tmp_path}/center"
 
     @contextlib.contextmanager
-    def serve(kind):
+    def serve():
         servers = [
             service.serve(
                 RULE,
                 np.zeros(2, np.float32),
                 address=address,
-                durability=kind(tmp_path / "a"),
+                durability=Journal(tmp_path / "a"),
             )
         ]
 
-        def kill():
+        def kill(*, loses_lock=False):
             shutil.copytree(tmp_path / "a", tmp_path / "b")
+            if loses_lock:
+                (tmp_path / "b" / "lock").unlink()
             servers.pop().stop()
             again = service.serve(
-                RULE, address=address, durability=kind(tmp_path / "b")
+                RULE, address=address, durability=Journal(tmp_path / "b")
             )
             servers.append(again)
             return again
@@ -139,7 +141,7 @@ def killed(tmp_path):
 
 
 def test_worker_continues_at_a_killed_center_with_a_journal(killed):
-    with killed(Journal) as (center, kill):
+    with killed() as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
         params, state = worker.exchange(params - 1, state)
@@ -151,7 +153,7 @@ def test_worker_continues_at_a_killed_center_with_a_journal(killed):
 
 
 def test_killed_shard_with_a_journal_continues(killed):
-    with killed(Journal) as (one, kill), service.serve(RULE) as other:
+    with killed() as (one, kill), service.serve(RULE) as other:
         servers = [one.address, other.address]
         with service.connect(servers, RULE, timeout=LIMIT) as center:
             # The first shard has its part already: two of four elements.
@@ -171,18 +173,18 @@ def test_killed_shard_with_a_journal_continues(killed):
             assert server.center.version == other.center.version == 2
 
 
-def test_worker_gets_an_error_at_a_center_reset_to_a_snapshot(killed):
-    with killed(Snapshots) as (center, kill):
+def test_worker_gets_an_error_at_a_center_with_a_new_id(killed):
+    with killed() as (center, kill):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
         params, state = worker.exchange(params - 1, state)
-        server = kill()
-        assert server.center.version == 0
+        server = kill(loses_lock=True)
+        assert server.center.version == 1
         with pytest.raises(errors.WorkerStateError, match="not the one that worker"):
             worker.exchange(params - 1, state)
         params, state = worker.start()
         params, state = worker.exchange(params - 1, state)
-        np.testing.assert_array_equal(params, -1)
+        np.testing.assert_array_equal(params, -2)
 
 
 def test_no_answer_or_pull_before_the_journal_is_on_disk(tmp_path, monkeypatch):
@@ -314,12 +316,3 @@ def test_failed_server_releases_its_directory(tmp_path):
     ):
         service.serve(RULE, address=other.address, durability=kept)
     service.serve(RULE, durability=kept).stop()
-
-
-def test_center_with_a_parent_cannot_have_a_journal(tmp_path):
-    parent = agn_optax.LocalCenter(RULE)
-    with pytest.raises(errors.InvalidArgumentError, match="a center with a parent"):
-        service.serve(
-            RULE, parent=service.Parent(parent), durability=Journal(tmp_path / "a")
-        )
-    assert not list(tmp_path.iterdir())

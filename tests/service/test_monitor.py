@@ -231,7 +231,7 @@ def test_rejections_are_events_with_their_reason():
 
 
 def test_snapshots_and_restarts_are_events(tmp_path):
-    kept = centers.Snapshots(tmp_path)
+    kept = centers.Journal(tmp_path)
     with watched(None, durability=kept) as (server, monitor, center):
         assert monitor.view()["version"] is None
         center.initialize({"w": jnp.zeros(3)}, worker="anna")
@@ -254,7 +254,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
 
 
 def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
-    with watched(durability=centers.Snapshots(tmp_path)) as (server, monitor, _):
+    with watched(durability=centers.Journal(tmp_path)) as (server, monitor, _):
         keeper = server.center.core._keeper
         monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
         with pytest.raises(errors.DurabilityError):

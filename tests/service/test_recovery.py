@@ -1,23 +1,19 @@
 """Failures at inconvenient moments: no step is lost, and none counts twice."""
 
-import contextlib
 import functools
-import json
-import shutil
 import threading
 import time
-import urllib.request
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import commands, links, network, ports, sessions, shared, tuning
+from helpers import links, network, sessions, shared, tuning
 from helpers.waiting import BUSY, LIMIT, in_background, wait_until
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.center import Snapshots, Synchronous
+from agn_optax.center import Synchronous
 from agn_optax.service import center_pb2 as pb
 
 RULE = shared.downpour()
@@ -203,167 +199,6 @@ def test_closing_a_connection_ends_its_retries(caplog):
         center.close()
         with pytest.raises(errors.CenterClosedError, match="is closed"):
             pulled.result(LIMIT)
-
-
-def test_exchanges_while_a_site_joins_its_parent_are_kept():
-    class Slow(agn_optax.LocalCenter):
-        def join(self, *args, **settings):
-            joins.set()
-            assert met.wait(20)
-            return super().join(*args, **settings)
-
-    joins, met = threading.Event(), threading.Event()
-    parent = Slow(RULE)
-    with (
-        service.serve(RULE, parent=service.Parent(parent, period=100)) as site,
-        service.connect(site.address, RULE) as center,
-    ):
-        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
-        loop = worker.start(ZEROS, chief=True)
-        assert joins.wait(20)
-        assert parent.core.is_initialized
-        worker.exchange(*step(worker, *loop))
-        met.set()
-        assert site.uplink.ready.wait(20)
-        assert center.pull().params["w"][0] == -1
-    assert parent.pull().params["w"][0] == -1
-
-
-@pytest.fixture
-def tree(tmp_path, monkeypatch, lively):
-    """A site below a parent that can be killed and restarted from a snapshot."""
-    tuning.set_parent_pauses(monkeypatch, 0.05, longest=0.2)
-    address, killed = ports.free_address(), tmp_path / "killed"
-
-    class Tree:
-        def saves(self):
-            self.parent.center.write_snapshot()
-            shutil.rmtree(killed, ignore_errors=True)
-            shutil.copytree(tmp_path / "kept", killed)
-
-        def loses(self):
-            self.parent.stop(0.0)
-            shutil.rmtree(tmp_path / "kept")
-            killed.rename(tmp_path / "kept")
-
-        def serves(self, params=None):
-            kept = Snapshots(tmp_path / "kept", seconds=None, exchanges=1000)
-            self.parent = stack.enter_context(
-                service.serve(RULE, params, address=address, durability=kept)
-            )
-
-        def exchange(self, count):
-            for _ in range(count):
-                sessions.exchange(self.center, ONES, anchor_version=0, worker="anna")
-
-        def has(self, value):
-            center = self.parent.center
-            return center.core.is_initialized and center.pull().params["w"][0] == value
-
-    with contextlib.ExitStack() as stack:
-        tree = Tree()
-        tree.serves(ZEROS)
-        tree.above = stack.enter_context(
-            service.connect(address, RULE, timeout=1.0, transports=["grpc"])
-        )
-        tree.site = stack.enter_context(
-            service.serve(
-                RULE, parent=service.Parent(tree.above, period=2), page="127.0.0.1:0"
-            )
-        )
-        assert tree.site.uplink.ready.wait(LIMIT)
-        tree.center = stack.enter_context(service.connect(tree.site.address, RULE))
-        yield tree
-
-
-def state(server):
-    with urllib.request.urlopen(f"{server.page_address}state.json") as answer:  # noqa: S310 its own page
-        return json.load(answer)
-
-
-def test_site_joins_anew_a_parent_restarted_from_a_snapshot(tree):
-    """Updates that the parent lost stay lost; all others are sent once."""
-    tree.exchange(2)
-    wait_until(lambda: tree.has(-2))
-    tree.saves()
-    tree.exchange(2)
-    wait_until(lambda: tree.has(-4))
-    wait_until(lambda: not tree.site.uplink._rounds)  # the site has the answer
-    tree.loses()
-    tree.exchange(2)
-    wait_until(lambda: tree.center.status()["degraded"])  # at the end of this period
-    tree.exchange(1)
-    degraded = tree.center.status()["degraded"]
-    assert "goes on without its parent since" in degraded
-    wait_until(lambda: state(tree.site)["degraded"], pause=PAGE)
-    with urllib.request.urlopen(f"{tree.site.page_address}metrics") as answer:  # noqa: S310 its own page
-        assert b"agn_optax_degraded 1.0" in answer.read()
-    tree.serves()
-    wait_until(lambda: not tree.center.status()["degraded"])
-    wait_until(lambda: tree.has(-2 - 2))  # one of the three is still to come
-    wait_until(lambda: not state(tree.site)["degraded"], pause=PAGE)
-    assert "no longer degraded" in state(tree.site)["events"][-1]["text"]
-    tree.site.stop()
-    assert tree.has(-2 - 3)
-    assert tree.site.center.pull().params["w"][0] == -5
-    assert tree.site.uplink.error is None
-
-
-def test_commands_report_that_a_site_runs_without_its_parent(tree):
-    tree.parent.stop(0.0)
-    tree.exchange(2)
-    wait_until(lambda: tree.center.status()["degraded"])
-    for command in ("status", "watch"):
-        more = ["--count=1"] if command == "watch" else []
-        shown = commands.command(command, tree.site.address, *more)
-        assert "goes on without its parent" in " ".join(shown.stdout.split())
-    checked = commands.command("doctor", tree.site.address, "--json")
-    found = {each["check"]: each for each in json.loads(checked.stdout)["checks"]}
-    assert found["state"]["result"] == "warning"
-    assert found["disk"]["result"] == "ok"
-    tree.site.stop(0.0)  # no grace: it cannot send its last updates
-
-
-def test_site_sends_nothing_again_that_its_restarted_parent_has(tree):
-    """Although the site never got the answer."""
-    receive = tree.above._remote.answer_in
-
-    def lost(snapshot, link, submission):
-        tree.above._remote.answer_in = receive
-        tree.saves()
-        tree.loses()
-        tree.serves()
-        raise errors.CenterUnreachableError("the test has lost it")
-
-    tree.above._remote.answer_in = lost
-    tree.exchange(2)
-    wait_until(lambda: tree.above._remote.answer_in is receive and tree.has(-2))
-    tree.exchange(1)
-    tree.site.stop()
-    assert tree.has(-3)
-    assert tree.site.center.pull().params["w"][0] == -3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("lively")
-def test_stopping_site_sends_its_updates_if_parent_returns_in_grace():
-    with (
-        service.serve(RULE, ZEROS) as parent,
-        network.Network(parent) as net,
-        service.connect(net.address, RULE, transports=["grpc"], timeout=1.0) as above,
-    ):
-        site = service.serve(RULE, parent=service.Parent(above, period=1000))
-        assert site.uplink.ready.wait(60)
-        with service.connect(site.address, RULE, timeout=60) as center:
-            sessions.exchange(center, ONES, anchor_version=0, worker="anna")
-        net.cut()
-        stopping = in_background(functools.partial(site.stop, grace=60.0), "a test")
-        with pytest.raises(TimeoutError):
-            stopping.result(4.0)
-        net.mend()
-        stopping.result(60)
-        assert site.uplink.error is None
-        assert parent.center.pull().params["w"].tolist() == [-1.0, -1.0]
 
 
 def test_message_in_a_dtype_without_x64_is_rejected():

@@ -20,7 +20,7 @@ import pytest
 from grpc._server import _RPCState
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import network, ports, shared, tuning
-from helpers.support import RULES, assert_close, assert_identical, tree
+from helpers.support import RULES, assert_identical, tree
 from helpers.waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
@@ -299,7 +299,6 @@ def test_bad_addresses_are_rejected(address):
             r"limits must be agn_optax.service.Limits",
         ),
         ({"security": MessageLimits()}, r"security must be agn_optax.service.Security"),
-        ({"parent": service}, r"parent must be agn_optax.service.Parent"),
     ],
 )
 def test_settings_of_another_type_are_rejected(settings, message):
@@ -315,8 +314,6 @@ def test_settings_of_another_type_are_rejected(settings, message):
             lambda own: service.Limits(messages=1.0),
             r"messages must be MessageLimits\(...\)",
         ),
-        (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
-        (lambda own: service.Parent(own, period=0), "period must be a positive int"),
     ],
 )
 def test_invalid_groups_of_settings_are_rejected(call, message):
@@ -705,51 +702,6 @@ def test_center_is_updated_in_place_without_readers(serve, connect, chief):
         assert not current.readers
         places.add(current.params["w"].unsafe_buffer_pointer())
     assert len(places) == 1
-
-
-def test_sites_of_a_tree_share_a_parent(serve, connect):
-    """The parent has every step of every worker of each site, once."""
-    parent = serve()
-    sites = [
-        serve(
-            params=None,
-            parent=service.Parent(connect(parent.address), period=2, name=f"site-{i}"),
-        )
-        for i in range(2)
-    ]
-    steps = 0
-    for i, site in enumerate(sites):
-        assert site.uplink.ready.wait(20)
-        worker = a_worker(connect(site.address), f"worker-{i}")
-        params, state = worker.start(ONES, chief=True)
-        for _ in range(5 + i):
-            params, state = a_step(worker, params, state)
-            steps += 1
-    for site in sites:
-        site.stop()
-        assert site.uplink.error is None
-    for leaf in jax.tree.leaves(parent.center.pull().params):
-        np.testing.assert_array_equal(leaf, 1.0 - steps)
-    assert 2 <= parent.center.version <= 6
-
-
-def test_site_of_agn_sends_the_mean_of_its_messages(serve, connect):
-    rule = shared.agn(shared.sgd(1.0))
-    parent = serve(rule)
-    site = serve(
-        rule, None, parent=service.Parent(connect(parent.address, rule), period=1000)
-    )
-    assert site.uplink.ready.wait(20)
-    worker = a_worker(connect(site.address, rule), period=2)
-    params, state = worker.start()
-    for _ in range(6):
-        params, state = a_step(worker, params, state)
-    site.stop()
-    assert site.uplink._worker.exchanges == 1
-    # The mean of the site's messages, each a mean gradient of 1.
-    assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
-    with pytest.raises(errors.InvalidArgumentError, match="sends no gradients"):
-        serve(shared.easgd(0.5), parent=service.Parent(connect(parent.address, rule)))
 
 
 def test_worker_that_waits_for_a_chief_logs_it_repeatedly(

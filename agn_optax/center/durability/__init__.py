@@ -1,28 +1,16 @@
-"""Durability of a center: snapshots, and a journal of exchanges, on disk.
+"""Durability of a center: a journal of exchanges on disk, and snapshots for it.
 
 `_keeper` records what happens to the center and decides what is written, `_writer` is
 the thread that writes the journal, `_directory` manages the files, and `_records` is
-their format. `_files` reads the files of an earlier process, and `_backup` copies them.
+their format. `_files` reads the files of an earlier process.
 """
 
-from agn_optax.center.durability._backup import backup
 from agn_optax.center.durability._directory import DiskSpace
-from agn_optax.center.durability._keeper import (
-    Durability,
-    Image,
-    Journal,
-    Keeper,
-    Snapshots,
-    read,
-)
+from agn_optax.center.durability._keeper import Image, Journal, Keeper
 
 __all__ = [
     "DiskSpace",
-    "Durability",
     "Image",
     "Journal",
     "Keeper",
-    "Snapshots",
-    "backup",
-    "read",
 ]

@@ -11,7 +11,6 @@ import os
 import pathlib
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from agn_optax.center.durability._files import (
     CenterFiles,
     Kind,
     Lock,
-    boot_id,
     disk_errors,
     open_file,
 )
@@ -102,12 +100,11 @@ class Directory(CenterFiles):
         if journal is not None:
             _check_path(journal, self.file("journal", begin))
 
-    def disk_space(self, snapshot: int, *, journal: bool) -> DiskSpace:
+    def disk_space(self, snapshot: int) -> DiskSpace:
         """Return the free and the needed disk space.
 
         Args:
           snapshot: size of a snapshot in bytes.
-          journal: whether a journal begins after the next snapshot.
 
         Raises:
           OSError: the directory is gone.
@@ -115,7 +112,7 @@ class Directory(CenterFiles):
         free = shutil.disk_usage(self.path).free
         # A record is about as large as the parameters.
         reserved = max(_MIN_RESERVED, min(snapshot, _MAX_RESERVED))
-        return DiskSpace(free, snapshot + (reserved if journal else 0))
+        return DiskSpace(free, snapshot + reserved)
 
     def write_lock(self, kind: Kind, number: int) -> None:
         """Write the guarantee for newer records to the lock, and sync it to disk.
@@ -127,7 +124,7 @@ class Directory(CenterFiles):
         Raises:
           OSError: the lock could not be written.
         """
-        self.lock = Lock(kind, number, boot_id())
+        self.lock = Lock(kind, number)
         self.write_num_records(number)
         os.fsync(self._lock_file)
 
@@ -136,7 +133,7 @@ class Directory(CenterFiles):
 
         The lock is not synced, which would take as long as syncing the records. If the
         process is killed, the number is preserved. After a power failure it may be some
-        seconds old, and with the kind "interval" too large: then it is ignored.
+        seconds old.
         """
         assert self.lock is not None
         self.lock = self.lock._replace(num_records=number)
@@ -184,22 +181,13 @@ class Directory(CenterFiles):
             raise
         return file, size
 
-    def remove_old(self, journals: int, keep: int, seconds: float = 0.0) -> None:
-        """Remove files that are no longer needed.
-
-        Args:
-          journals: remove the journals that begin before this record.
-          keep: number of snapshots to keep, the last ones.
-          seconds: also keep the snapshots that are younger than this.
-        """
+    def remove_old(self, journals: int) -> None:
+        """Remove the journals that begin before a record, and all but one snapshot."""
         for number in self.numbers("journal"):
             if number < journals:
                 self.file("journal", number).unlink()
-        oldest = time.time() - seconds
-        for number in self.numbers("snapshot")[:-keep]:
-            path = self.file("snapshot", number)
-            if path.stat().st_mtime <= oldest:
-                path.unlink()
+        for number in self.numbers("snapshot")[:-1]:
+            self.file("snapshot", number).unlink()
 
 
 def reserve(file: int, size: int, needed: int) -> int:

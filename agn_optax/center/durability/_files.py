@@ -12,16 +12,13 @@ snapshot was written.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import logging
-import math
 import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
@@ -35,15 +32,10 @@ _RESTORE_OR_REMOVE_LOCK = (
     "again"
 )
 _LOCK_SIZE = 64  # bytes
-_TRIES = 20  # attempts to read files that another process changes meanwhile
-T = TypeVar("T")
 
 # The guarantee for records beyond the number in the lock. "closed": there are none.
-# "journal": a record is on disk before its exchange is answered. "interval": the
-# operating system has the record before its exchange is answered, and the disk has it
-# some time later. "memory": no guarantee. "backup": this is a copy, and the original
-# may have had later records.
-Kind = Literal["closed", "journal", "interval", "memory", "backup"]
+# "journal": a record is on disk before its exchange is answered.
+Kind = Literal["closed", "journal"]
 
 
 class Lock(NamedTuple):
@@ -51,18 +43,16 @@ class Lock(NamedTuple):
 
     kind: Kind
     num_records: int  # number of records that were on disk
-    boot_id: str  # boot id of the system that wrote the lock
 
     def to_bytes(self) -> bytes:
         """Return the contents of the file."""
         text = " ".join(map(str, self))
-        return f"{text} {_checksum(text)}".ljust(_LOCK_SIZE - 1).encode() + b"\n"
+        checksum = f"{zlib.crc32(text.encode()):08x}"
+        return f"{text} {checksum}".ljust(_LOCK_SIZE - 1).encode() + b"\n"
 
 
 class CenterFiles:
-    """The files of a center, to which another process may be writing.
-
-    `Directory` also locks and writes them.
+    """The files of a center, which `Directory` also locks and writes.
 
     Args:
       path: path of the directory.
@@ -79,13 +69,23 @@ class CenterFiles:
         self.path = pathlib.Path(path)
         self.lock = _read_lock(self.path / "lock")
 
+    @property
+    def new_id_reason(self) -> str:
+        """The reason why updates may be lost, so that the center gets a new id."""
+        if self.lock is not None:
+            return ""
+        return (
+            f"{self.path / 'lock'} is missing, so the number of records that were on "
+            "disk is unknown"
+        )
+
     def load(self) -> Record | None:
         """Read the newest snapshot; None if the directory never had a center.
 
         Raises:
           DurabilityError: the snapshot cannot be read, or was removed.
         """
-        newest = self.newest()
+        newest = max(self.numbers("snapshot"), default=None)
         if newest is None:
             if self.lock is not None or self.numbers("journal"):
                 raise errors.DurabilityError(
@@ -103,34 +103,6 @@ class CenterFiles:
                 )
         return record
 
-    def load_center(self) -> Record:
-        """Read the newest snapshot of a directory that must have a center.
-
-        Raises:
-          DurabilityError: there is no center, or its snapshot cannot be read.
-        """
-        snapshot = self.load()
-        if snapshot is None:
-            raise errors.DurabilityError(f"there is no center in {self.path}")
-        return snapshot
-
-    def replay(self, snapshot: Record) -> Replay:
-        """Return the records after a snapshot."""
-        return Replay(self, snapshot)
-
-    def replay_on_disk(self, snapshot: Record) -> Replay:
-        """Return the records after a snapshot that were on disk according to the lock.
-
-        Another process may be writing further records.
-        """
-        if self.lock is None or self.lock.boot_id != boot_id():
-            return Replay(self, snapshot)
-        return Replay(self, snapshot, self.lock.num_records)
-
-    def newest(self) -> int | None:
-        """Return the number of the newest snapshot; None if there is none."""
-        return max(self.numbers("snapshot"), default=None)
-
     def file(self, kind: str, number: int) -> pathlib.Path:
         """Return the path of a snapshot or a journal."""
         return self.path / f"{kind}-{number:012}"
@@ -143,135 +115,57 @@ class CenterFiles:
         return sorted(int(match[1]) for match in matches if match)
 
 
-class Replay:
-    """The records after a snapshot, in order, to be iterated over once.
-
-    The iteration ends with the check that no record is missing, and only then is
-    `new_id_reason` known.
-
-    Args:
-      files: the files of the center.
-      snapshot: the snapshot.
-      limit: number of records, including those of the snapshot, after which the
-        iteration ends.
+def replay(files: CenterFiles, snapshot: Record) -> Iterator[Record]:
+    """Yield the records after a snapshot, and check at the end that none is missing.
 
     Raises:
       DurabilityError: a record is missing that was on disk.
     """
-
-    def __init__(
-        self, files: CenterFiles, snapshot: Record, limit: float = math.inf
-    ) -> None:
-        self._files, self._limit = files, limit
-        self._number = snapshot.number  # of the next record
-        # File and byte at which the records end.
-        self._end = f"{files.file('snapshot', self._number)} at byte {snapshot.size}"
-        self._missing = ""  # description of a missing journal, or of a missing part
-        self._incomplete = ""  # description of an incomplete write at the end
-        self._new_id_reason: str | None = None
-
-    def __iter__(self) -> Iterator[Record]:
-        if self._number < self._limit:
-            for record in self._read_journals():
-                yield record
-                if self._number >= self._limit:
-                    break
-        self._new_id_reason = self._check_complete()
-
-    @property
-    def new_id_reason(self) -> str:
-        """Reason why updates may be lost, so that the center gets a new id; else ""."""
-        if self._new_id_reason is None:
-            raise RuntimeError("the records must be read to their end first")
-        return self._new_id_reason
-
-    def _read_journals(self) -> Iterator[Record]:
-        files, lock = self._files, self._files.lock
-        starts = files.numbers("journal")
-        earlier = [start for start in starts if start <= self._number]
-        starts = earlier[-1:] + [start for start in starts if start > self._number]
-        has_journal = lock is not None and lock.kind in ("journal", "interval")
-        if has_journal and not earlier:
-            self._missing = f"{files.file('journal', self._number)} is missing"
-        for start in starts:
-            path, position = files.file("journal", start), 0
-            is_last = start == starts[-1]
-            with _reading(path) as file:
-                if start > self._number:
-                    raise _records.DamagedError(
-                        f"record {self._number} is missing before it"
-                    )
-                self._end = f"{path} at byte 0"
-                size = os.fstat(file).st_size
-                cut_off = functools.partial(self._cut_off, path, is_last)
-                for record in _records.read_all(file, start, cut_off):
-                    if record.file_size > size:
-                        self._missing = f"{path} was truncated"
-                    position += record.size
-                    self._end = f"{path} at byte {position}"
-                    if record.number == self._number:
-                        self._number += 1
-                        yield record
-
-    def _cut_off(self, path: pathlib.Path, is_last: bool, size: int) -> None:
-        """Record that a journal ends with an incomplete record."""
-        if not is_last:  # a journal is on disk before the next one is begun
-            raise _records.DamagedError("its end is damaged")
-        self._incomplete = f"{path} ends with {size} bytes of an incomplete write"
-
-    def _check_complete(self) -> str:
-        """Return the reason for a new id; raise if records are missing."""
-        files, number = self._files, self._number
-        if files.lock is None:
-            return (
-                f"{files.path / 'lock'} is missing, so the number of records that were "
-                "on disk is unknown"
-            )
-        kind, num_records, boot = files.lock
-        if kind == "interval" and boot != boot_id():
-            return (
-                "the machine has restarted, and the last records may not have been on "
-                "disk"
-            )
-        if number < num_records:
-            raise errors.DurabilityError(
-                f"{self._end}: record {number} is damaged or missing, but records "
-                f"up to {num_records - 1} were on disk. {_RESTORE_OR_REMOVE_LOCK}"
-            )
-        if self._missing:
-            raise errors.DurabilityError(
-                f"{self._missing}: it may have had record {number} and later ones. "
-                f"{_RESTORE_OR_REMOVE_LOCK}"
-            )
-        if self._incomplete:  # harmless: its exchange was never answered
-            _log.warning("%s: these bytes are ignored", self._incomplete)
-        if kind == "memory":
-            return "it was not closed, and its last changes were in memory only"
-        if kind == "backup":
-            return "it is a backup, and the original may have had later records"
-        return ""
-
-
-def retry_if_changed(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
-    """Call ``read``; if it fails while another process changes the files, try again."""
-    for tries in itertools.count(1):
-        before = _state(directory)
-        try:
-            return read()
-        except errors.DurabilityError:
-            # Another process may have replaced the files meanwhile.
-            if tries == _TRIES or _state(directory) == before:
-                raise
-    raise AssertionError
-
-
-def _state(directory: str | os.PathLike[str]) -> object:
-    """Return a value that changes whenever the files do."""
-    try:
-        files = CenterFiles(directory)
-        return files.newest(), files.lock
-    except errors.DurabilityError as error:  # the lock is being written
-        return str(error)
+    number, lock = snapshot.number, files.lock  # number of the next record
+    end = f"{files.file('snapshot', number)} at byte {snapshot.size}"
+    missing = ""  # description of a missing journal, or of a missing part
+    starts = files.numbers("journal")
+    earlier = [start for start in starts if start <= number]
+    starts = earlier[-1:] + [start for start in starts if start > number]
+    if lock is not None and lock.kind != "closed" and not earlier:
+        missing = f"{files.file('journal', number)} is missing"
+    cut_off: list[int] = []  # bytes of an incomplete write at the end of a journal
+    for start in starts:
+        path, position = files.file("journal", start), 0
+        with _reading(path) as file:
+            if start > number:
+                raise _records.DamagedError(f"record {number} is missing before it")
+            end = f"{path} at byte 0"
+            size = os.fstat(file).st_size
+            for record in _records.read_all(file, start, cut_off.append):
+                if record.file_size > size:
+                    missing = f"{path} was truncated"
+                position += record.size
+                end = f"{path} at byte {position}"
+                if record.number == number:
+                    number += 1
+                    yield record
+            # A journal is on disk before the next one is begun.
+            if cut_off and start != starts[-1]:
+                raise _records.DamagedError("its end is damaged")
+    if lock is None:  # see `CenterFiles.new_id_reason`
+        return
+    if number < lock.num_records:
+        raise errors.DurabilityError(
+            f"{end}: record {number} is damaged or missing, but records up to "
+            f"{lock.num_records - 1} were on disk. {_RESTORE_OR_REMOVE_LOCK}"
+        )
+    if missing:
+        raise errors.DurabilityError(
+            f"{missing}: it may have had record {number} and later ones. "
+            f"{_RESTORE_OR_REMOVE_LOCK}"
+        )
+    if cut_off:  # harmless: its exchange was never answered
+        _log.warning(
+            "%s ends with %d bytes of an incomplete write: these bytes are ignored",
+            path,
+            *cut_off,
+        )
 
 
 def _read_lock(path: pathlib.Path) -> Lock | None:
@@ -281,8 +175,8 @@ def _read_lock(path: pathlib.Path) -> Lock | None:
     if not raw.strip(b"\0"):
         return None
     words = raw.decode("ascii", "replace").split()
-    if len(words) == 4 and words[0] in get_args(Kind) and words[1].isdecimal():
-        lock = Lock(words[0], int(words[1]), words[2])  # type: ignore[arg-type]
+    if len(words) == 3 and words[0] in get_args(Kind) and words[1].isdecimal():
+        lock = Lock(words[0], int(words[1]))  # type: ignore[arg-type]
         if lock.to_bytes() == raw:
             return lock
     raise errors.DurabilityError(f"{path} is damaged. {_RESTORE_OR_REMOVE_LOCK}")
@@ -299,16 +193,6 @@ def _reading(path: pathlib.Path) -> Iterator[int]:
             yield file
     except _records.DamagedError as error:
         raise errors.DurabilityError(f"{path}: {error}. {_RESTORE_BACKUP}") from None
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the id of this boot of the machine; if unknown, one for this process."""
-    try:
-        text = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return f"process-{os.getpid()}"
-    return text.replace("-", "")[:16]
 
 
 @contextlib.contextmanager
@@ -330,7 +214,3 @@ def disk_errors(what: str) -> Iterator[None]:
         if isinstance(error, errors.DurabilityError):
             raise
         raise errors.DurabilityError(f"{what}: {error}") from error
-
-
-def _checksum(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"

@@ -1,7 +1,4 @@
-"""Durability settings, and the keeper that saves and restores a center.
-
-    Snapshots    writes the whole center from time to time
-    Journal      also writes every exchange, before it is answered
+"""The journal's settings, and the keeper that saves and restores a center.
 
 A `Keeper` owns the directory. The core reports every change to it, one at a time, and
 asks it whether the change is on disk.
@@ -29,12 +26,7 @@ from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, DiskSpace
-from agn_optax.center.durability._files import (
-    CenterFiles,
-    Kind,
-    disk_errors,
-    retry_if_changed,
-)
+from agn_optax.center.durability._files import disk_errors, replay
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.round import steps as rounds
@@ -45,63 +37,6 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
 _MIN_SNAPSHOTS = 4  # minimum journal size, in snapshots, so that snapshots are few
 _MAX_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
-_RETRY_INTERVAL = 60.0  # s, pause before a failed snapshot is tried again
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshots:
-    """The center is written to disk from time to time, and when it is closed.
-
-    If the process is killed, the exchanges since the last snapshot are lost. The center
-    that continues from the snapshot gets a new center id, so that workers do not resume
-    against it.
-
-    Args:
-      directory: directory of this center alone, to which snapshots are written. It is
-        created if necessary; a center that is found in it continues.
-      seconds: seconds between two snapshots; none is written if nothing has changed.
-        None for no limit.
-      exchanges: number of updates of the center between two snapshots (a synchronous
-        round of exchanges is one update); None for no limit.
-      keep: number of snapshots to keep.
-      keep_seconds: age in seconds up to which snapshots are kept, however many.
-
-    Raises:
-      InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
-        ``exchanges`` is given.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, agn_optax
-      >>> rule = agn_optax.rules.downpour()
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     durability = agn_optax.center.Snapshots(folder, seconds=30.0)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
-      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
-      ...     _ = center.join("worker-0").exchange(sent)
-      ...     center.close()
-      ...     center = agn_optax.LocalCenter(rule, durability=durability)
-      ...     print(center.pull().params, center.version)
-      ...     center.close()
-      [0. 0.] 1
-    """
-
-    directory: str | os.PathLike[str]
-    seconds: float | None = 60.0
-    exchanges: int | None = None
-    keep: int = 2
-    keep_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_directory(self.directory)
-        if self.seconds is None and self.exchanges is None:
-            raise errors.InvalidArgumentError(
-                "Snapshots needs seconds=, exchanges= or both, got neither"
-            )
-        if self.seconds is not None:
-            check.seconds(self.seconds, "seconds", positive=True)
-        check.whole_number(self.exchanges, "exchanges", least=1)
-        check.whole_number(self.keep, "keep", least=1, optional=False)
-        check.seconds(self.keep_seconds, "keep_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +47,6 @@ class Journal:
     exchange, and an exchange that is repeated is not applied again. Exchanges that
     arrive together are written together.
 
-    With an ``interval``, an exchange is answered once the operating system has it, and
-    is synced to disk within that interval. If only the process is killed, nothing is
-    lost. If the machine loses power, the exchanges of at most ``interval`` seconds are
-    lost, and the center that continues gets a new center id, so that workers do not
-    resume against it.
-
     Args:
       directory: directory of this center alone, to which every exchange is written
         before it is answered. It is created if necessary; a center that is found in it
@@ -126,8 +55,6 @@ class Journal:
         the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 records of exchanges, joins and leaves, so that a start takes
         seconds.
-      interval: maximum seconds between two syncs to disk; None syncs every exchange
-        before it is answered.
 
     If the disk is full or fails, or if the directory is moved, the center closes and
     answers no further exchange.
@@ -152,16 +79,12 @@ class Journal:
 
     directory: str | os.PathLike[str]
     size: int | None = None
-    interval: float | None = None
 
     def __post_init__(self) -> None:
-        _check_directory(self.directory)
+        path = self.directory
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise errors.InvalidTypeError(f"directory must be a path, got {path!r}")
         check.whole_number(self.size, "size", least=1)
-        if self.interval is not None:
-            check.seconds(self.interval, "interval", positive=True)
-
-
-Durability = Snapshots | Journal
 
 
 # The complete state of a center: a function that returns the copied center state, the
@@ -173,7 +96,7 @@ class Keeper:
     """Saves a center in a directory.
 
     Args:
-      durability: the settings.
+      journal: the settings.
       rule: the rule of the center.
       changed: the condition around the center's lock. Callers of `begin` and `record`
         hold it, and notify it afterwards. The keeper notifies it of written records.
@@ -187,26 +110,22 @@ class Keeper:
       saved_version: version of the newest snapshot written; None before the first.
 
     Raises:
-      InvalidTypeError: ``durability`` has another type.
+      InvalidTypeError: ``journal`` has another type.
       DurabilityError: the directory cannot be used.
     """
 
     def __init__(
-        self, durability: Durability, rule: Rule, changed: threading.Condition
+        self, journal: Journal, rule: Rule, changed: threading.Condition
     ) -> None:
-        if not isinstance(durability, Snapshots | Journal):
-            raise errors.InvalidTypeError(
-                "durability must be Snapshots(...), Journal(...) or None, got "
-                f"{durability!r}"
-            )
+        check.instance(journal, Journal, "durability must be Journal(...) or None")
         self.center_id = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
         self.restore_message = ""
         self.saved_version: int | None = None
-        self._durability = durability
+        self._journal = journal
         self._snapshot_error = ""  # why the last snapshot could not be written
-        self._directory = Directory(durability.directory)
+        self._directory = Directory(journal.directory)
         self._changed = changed
         self._image: Callable[[], Image]
         self._rule = rule
@@ -215,10 +134,8 @@ class Keeper:
         self._number = 0  # number of records so far
         self._written = 0  # number of records that the journal has written
         self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
-        self._saved_at = 0.0  # time of the last attempt at a snapshot
-        self._attempted = 0  # number of records before that attempt
+        self._attempted = 0  # number of records before the last attempt at a snapshot
         self._saved_size = 0
-        self._exchanges = 0  # since that attempt
         self._saving = threading.Lock()  # held while a snapshot is written
         self._saver: Future[None] | None = None  # set once there is a center
 
@@ -243,19 +160,22 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        _check_rule(snapshot, self._rule, where)
+        if other := difference(snapshot.about["rule"], self._rule):
+            raise errors.RuleMismatchError(
+                f"{where} has another rule: {other}. Use the same optimizers and "
+                "settings, or another directory"
+            )
         saved = _state(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, saved, device, flatten=flatten)
         now = time.monotonic()
         states = [snapshot.about["ledger"]]
         self._number = snapshot.number
-        replay = self._directory.replay(snapshot)
-        for record in replay:
+        for record in replay(self._directory, snapshot):
             self._number = record.number + 1
             _apply_record(record, store)
             states.append(record.about["ledger"])
         version = ledger.version = store.current.number
-        reason = replay.new_id_reason
+        reason = self._directory.new_id_reason
         for state in states:
             # If updates are lost, workers may be ahead of the center: they restart.
             ledger.restore(state, now, is_new_id=bool(reason))
@@ -279,18 +199,25 @@ class Keeper:
         Raises:
           DurabilityError: the center cannot be written.
         """
-        self._image = image
+        self._image, number = image, self._number
         try:
+            # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
-                self._write_first(self._number)
+                if self._saved != (number, self.center_id):
+                    self._save(number, image())
+                self._written = number
+                self._writer = Writer(
+                    self._directory, number, self._set_written, self._fail
+                )
+                self._directory.write_lock("journal", number)
+                self._directory.remove_old(number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next call may have other parameters
             raise
-        self._saved_at, self._attempted = time.monotonic(), self._number
-        name = "agn-optax snapshots"
-        self._saver = keep_running(self._save_when_due, name)
+        self._attempted = number
+        self._saver = keep_running(self._save_when_due, "agn-optax snapshots")
 
     def record(
         self,
@@ -313,19 +240,17 @@ class Keeper:
         Returns:
           The record number to wait for, see `is_kept`.
         """
-        if self._saver is None or self._closed or self.failure:
+        if self._writer is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        self._exchanges += bool(submissions)
-        if self._writer is not None:
-            about = {
-                "ledger": ledger,
-                "messages": [plain(submission) for submission in submissions],
-                "staleness": staleness,
-                "weights": weights,
-                "workers": workers,
-            }
-            self._writer.append(about, [s.contribution for s in submissions])
+        about = {
+            "ledger": ledger,
+            "messages": [plain(submission) for submission in submissions],
+            "staleness": staleness,
+            "weights": weights,
+            "workers": workers,
+        }
+        self._writer.append(about, [s.contribution for s in submissions])
         return self.recorded
 
     @property
@@ -342,9 +267,8 @@ class Keeper:
         """Return the free and the needed disk space; None if unknown."""
         if self._saver is None:
             return None
-        has_journal = isinstance(self._durability, Journal)
         try:
-            return self._directory.disk_space(self._saved_size, journal=has_journal)
+            return self._directory.disk_space(self._saved_size)
         except OSError:  # the directory was moved; the next write reports it
             return None
 
@@ -394,37 +318,9 @@ class Keeper:
                 if self._saved != (number, self.center_id):
                     self._save(number, image)
                 self._directory.write_lock("closed", number)
-                self._remove_old(number + 1)
+                self._directory.remove_old(number + 1)
         except OSError as error:
             self._fail(error)
-
-    def _write_first(self, number: int) -> None:
-        """Write the files that must be on disk before the first exchange.
-
-        The order ensures that the guarantee in the lock holds if the process is killed
-        in between.
-        """
-        if self._saved != (number, self.center_id):
-            self._save(number, self._image())
-        if isinstance(self._durability, Snapshots):
-            self._directory.write_lock("memory", number)
-        else:
-            interval, self._written = self._durability.interval, number
-            self._writer = Writer(
-                self._directory, number, interval, self._set_written, self._fail
-            )
-            kind: Kind = "journal" if interval is None else "interval"
-            self._directory.write_lock(kind, number)
-        self._remove_old(number)
-
-    def _remove_old(self, journals: int) -> None:
-        """Remove old snapshots, and the journals that begin before a record."""
-        durability = self._durability
-        if isinstance(durability, Journal):
-            self._directory.remove_old(journals, keep=1)
-        else:
-            keep, seconds = durability.keep, durability.keep_seconds
-            self._directory.remove_old(journals, keep, seconds)
 
     def _set_written(self, number: int) -> None:
         with self._changed:
@@ -440,36 +336,31 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while self._wait_until_due():
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self.failure or self._is_due
+                )
+                if self._closed or self.failure:
+                    return
             # A failed attempt is repeated later.
             with self._saving, contextlib.suppress(errors.DurabilityError):
-                if self._time_left() == 0.0:  # `save` has written none meanwhile
+                if self._is_due:  # `save` has written none meanwhile
                     self._try_to_save()
 
-    def _wait_until_due(self) -> bool:
-        """Wait until a snapshot is due; return False if the center ends before."""
-        with self._changed:
-            while not (self._closed or self.failure):
-                left = self._time_left()
-                if left == 0.0:
-                    return True
-                self._changed.wait(left)
-            return False
+    @property
+    def _is_due(self) -> bool:
+        """True if the journal is so long that a snapshot replaces it."""
+        assert self._writer is not None
+        default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
+        is_large = self._writer.size >= (self._journal.size or default)
+        return is_large or self._number - self._attempted >= _MAX_RECORDS
 
     def _try_to_save(self) -> int:
         """Write a snapshot, which replaces the journal; return its version."""
-        with self._changed:
-            self._exchanges, self._saved_at = 0, time.monotonic()
-            attempted = self._attempted
         try:
             return self._replace_journal()
-        except BaseException as error:  # also Ctrl-C: a later snapshot may succeed
-            with self._changed:
-                if not isinstance(self._durability, Journal):  # it has all records
-                    self._attempted = attempted  # the next attempt needs no exchange
-                self._changed.notify_all()  # the time of the next attempt has changed
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             self._snapshot_error = (
                 f"no snapshot could be written to {self._directory.path}: {error}; the "
                 "next attempt follows when the next snapshot is due"
@@ -477,43 +368,22 @@ class Keeper:
             _log.error("%s", self._snapshot_error)
             raise errors.DurabilityError(self._snapshot_error) from error
 
-    def _time_left(self) -> float | None:
-        """Return the seconds to the next snapshot; None if time does not decide."""
-        settings, records = self._durability, self._number - self._attempted
-        if isinstance(settings, Journal):
-            assert self._writer is not None
-            default = max(_JOURNAL_SIZE, _MIN_SNAPSHOTS * self._saved_size)
-            size = settings.size or default
-            is_due = self._writer.size >= size or records >= _MAX_RECORDS
-        else:
-            limit = settings.exchanges
-            is_due = limit is not None and self._exchanges >= limit
-            pause = settings.seconds
-            if pause is None and self._snapshot_error:
-                pause = _RETRY_INTERVAL
-            if pause is not None and records and not is_due:
-                return max(0.0, self._saved_at + pause - time.monotonic())
-        return 0.0 if is_due else None
-
     def _replace_journal(self) -> int:
         """Write a snapshot, which makes the records before it unnecessary.
 
         Returns:
           The snapshot's version.
         """
+        writer = self._writer
+        assert writer is not None
         with self._changed:
-            self._attempted = begin = number = self._number
-            writer = self._writer
-            if writer:
-                writer.begin_file()
+            self._attempted = number = self._number
+            writer.begin_file()
             image = self._image()
-            if writer:
-                self._changed.wait_for(lambda: not writer.is_switching or self.failure)
-                begin = writer.begin
+            self._changed.wait_for(lambda: not writer.is_switching or self.failure)
+            begin = writer.begin
         version = self._save(number, image)
-        if isinstance(self._durability, Snapshots):
-            self._directory.write_num_records(number)
-        self._remove_old(begin)
+        self._directory.remove_old(begin)
         return version
 
     def _save(self, number: int, image: Image) -> int:
@@ -557,7 +427,10 @@ def _state(
 ) -> CenterState:
     """Check a snapshot against rule and parameters; return its center state."""
     about = snapshot.about
-    described = _described(snapshot)
+    described = description.Description(
+        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
+        about["containers"],
+    )
     count = len(described.leaves)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
@@ -589,85 +462,3 @@ def _state(
         )
     center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"], broadcast)
-
-
-def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:
-    """Read the center in a directory, which another process may be using.
-
-    Args:
-      directory: directory of a `Journal` or of `Snapshots`, which is not changed.
-      rule: rule of the center, to apply the exchanges since the last snapshot again.
-        None requires that there are no such exchanges, as after
-        `LocalCenter.write_snapshot`; the result then has no optimizer state.
-
-    Returns:
-      The center's state, with parameters in dicts, lists and tuples.
-
-    Raises:
-      DurabilityError: there is no center, or it cannot be read.
-      RuleMismatchError: the center has another rule.
-      InvalidArgumentError: there are exchanges since the last snapshot, and no rule.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, agn_optax
-      >>> rule = agn_optax.rules.downpour()
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     durability = agn_optax.center.Journal(folder)
-      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=durability)
-      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
-      ...     _ = center.join("w").exchange(sent)
-      ...     print(agn_optax.center.read(folder, rule).params)
-      ...     center.close()
-      [0. 0.]
-    """
-    return retry_if_changed(directory, lambda: _read(directory, rule))
-
-
-def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
-    files = CenterFiles(directory)
-    snapshot = files.load_center()
-    where = f"the center in {files.path}"
-    if rule is None:
-        described = _described(snapshot)
-        if described.structure is None:
-            raise errors.DurabilityError(
-                f"{where} has parameters in containers other than dicts, lists and "
-                "tuples, which only its own program can rebuild"
-            )
-        params = description.rebuild(described.structure, iter(snapshot.arrays))
-        for record in files.replay_on_disk(snapshot):
-            if record.about["messages"]:
-                raise errors.InvalidArgumentError(
-                    f"{where} has exchanges since its last snapshot, which must be "
-                    "applied again: give the rule, or have a snapshot written first "
-                    "(`agn-optax save`)"
-                )
-        return CenterState(params, None, snapshot.about["version"])
-    _check_rule(snapshot, rule, where)
-    state = _state(snapshot, rule, None, None, where)
-    store = Store.restore(rule, state, None)
-    for record in files.replay_on_disk(snapshot):
-        _apply_record(record, store)
-    return store.save()
-
-
-def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
-    if other := difference(snapshot.about["rule"], rule):
-        raise errors.RuleMismatchError(
-            f"{where} has another rule: {other}. Use the same optimizers and "
-            "settings, or another directory"
-        )
-
-
-def _described(snapshot: Record) -> description.Description:
-    """Return the description of the parameters in a snapshot."""
-    about = snapshot.about
-    return description.Description(
-        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
-        about["containers"],
-    )
-
-
-def _check_directory(value: Any) -> None:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise errors.InvalidTypeError(f"directory must be a path, got {value!r}")

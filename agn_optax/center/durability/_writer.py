@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import queue
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -32,8 +30,6 @@ class Writer:
     Args:
       directory: directory of the files.
       number: number of the first record.
-      interval: maximum time between two syncs, in seconds; None syncs each batch before
-        it counts as written.
       on_written: called with the number of written records each time that the number
         grows, and when a request for a new file has been handled.
       on_failed: called with the exception after which nothing more is written.
@@ -49,22 +45,18 @@ class Writer:
     begin: int
     _file: int
     _size: int  # size of the file, bytes
-    _end: int  # bytes of it that are written records
-    _synced: int  # bytes of it that are on disk
+    _end: int  # bytes of it that are records on disk
     _counted: int  # bytes of it that `size` leaves out
 
     def __init__(
         self,
         directory: Directory,
         number: int,
-        interval: float | None,
         on_written: Callable[[int], None],
         on_failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._number = number
-        self._interval = interval
-        self._sync_due = math.inf  # time of the next sync
         self._on_written = on_written
         self._on_failed = on_failed
         # Contents of records; "new file" begins a new file, and "end" ends the thread.
@@ -108,12 +100,7 @@ class Writer:
 
         It refers to no arrays while it waits for records.
         """
-        left = None if self._sync_due == math.inf else self._sync_due - time.monotonic()
-        try:
-            batch = [self._queue.get(timeout=left and max(left, 0.0))]
-        except queue.Empty:
-            self._sync()
-            return True
+        batch = [self._queue.get()]
         while not self._queue.empty():
             batch.append(self._queue.get())
         pieces: list[memoryview] = []
@@ -121,7 +108,6 @@ class Writer:
         for queued in batch:
             if queued == "end" or queued == "new file":
                 self._write(pieces, end)
-                self._sync()
                 if queued == "end":
                     return False
                 self._switch_file()
@@ -130,7 +116,7 @@ class Writer:
             about, trees = queued
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
             record, size = _records.encode(
-                self._number, about, arrays, self._synced, self._size
+                self._number, about, arrays, self._end, self._size
             )
             pieces += record
             end += size
@@ -145,20 +131,11 @@ class Writer:
         if end > size:  # extend first, or each sync would also write the new file size
             size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
+        _sync(self._file)
         self._end, self._size = end, size
-        if self._interval is None or time.monotonic() >= self._sync_due:
-            self._sync()
         self._directory.check_paths(self._file, self.begin)
         self._directory.write_num_records(self._number)
         self._on_written(self._number)
-        if self._interval is not None:
-            self._sync_due = min(self._sync_due, time.monotonic() + self._interval)
-
-    def _sync(self) -> None:
-        """Sync all written records to disk."""
-        if self._synced < self._end:
-            _sync(self._file)
-        self._synced, self._sync_due = self._end, math.inf
 
     def _switch_file(self) -> None:
         """Continue in a new file, or in the current one if none can be created."""
@@ -176,4 +153,4 @@ class Writer:
     def _begin_file(self) -> None:
         self._file, self._size = self._directory.begin_journal(self._number)
         self.begin = self._number
-        self._end = self._synced = self._counted = 0
+        self._end = self._counted = 0

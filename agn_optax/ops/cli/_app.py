@@ -10,9 +10,7 @@ from typer.core import TyperGroup
 from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.ops.cli import (
-    _backup,
     _doctor,
-    _export,
     _keys,
     _launch_command,
     _options,
@@ -68,7 +66,7 @@ def _root(
 
 for subcommand in (
     *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
-    *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
+    *(_doctor.doctor, _plan.plan, _keys.keys),
 ):
     app.command(cls=_options.Command)(_options.as_command(subcommand))
 # Options after the program's name belong to the program.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 from agn_optax import errors, service
@@ -13,16 +11,13 @@ from agn_optax._internal import check
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
-    Durability,
     Journal,
     MessageLimits,
     Mode,
-    Snapshots,
     Synchronous,
 )
 from agn_optax.ops.cli import _options
 from agn_optax.ops.cli._options import Group
-from agn_optax.rules import Rule
 
 _SERVED = Group(
     service.ServerSettings,
@@ -43,17 +38,6 @@ _JOURNAL = Group(
     names={"directory": "journal"},
     needs="--journal",
 )
-_SNAPSHOTS = Group(
-    Snapshots,
-    names={
-        "directory": "snapshots",
-        "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
-        "exchanges": "snapshot_exchanges",
-        "keep": "snapshots_kept",
-        "keep_seconds": "snapshots_kept_seconds",
-    },
-    needs="--snapshots",
-)
 _TLS = Group(
     service.Tls,
     *("certificate", "key", "ca"),
@@ -63,7 +47,6 @@ _TLS = Group(
 _SECURITY = Group(service.Security)
 _LIMITS = Group(service.Limits)
 _MESSAGES = Group(MessageLimits, prefix="reject_")
-_PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--parent")
 
 
 @_options.record(
@@ -71,12 +54,10 @@ _PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--par
         "served": _SERVED,
         **_MODES,
         "journal": _JOURNAL,
-        "snapshots": _SNAPSHOTS,
         "tls": _TLS,
         "security": _SECURITY,
         "limits": _LIMITS,
         "messages": _MESSAGES,
-        "parent": _PARENT,
     },
     everyday=("address", "journal", "save", "mode", "tokens", "page"),
     modes=", ".join(_MODES),
@@ -92,7 +73,6 @@ class CenterOptions:
 
     Durability:
       *journal
-      *snapshots
       save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
         that Orbax reads; needs the extra flax.
 
@@ -128,12 +108,6 @@ class CenterOptions:
 
     Message limits:
       *messages
-
-    Parent:
-      parent HOST:PORT|unix:PATH: Address of a center that this one joins as a worker.
-      *parent
-      parent_token_file FILE: File with the token to present to the parent.
-      parent_tls_ca FILE.pem: CA certificates to verify the parent with.
     """
 
     address_file: pathlib.Path | None = None
@@ -145,13 +119,10 @@ class CenterOptions:
     page: bool | None = None
     page_address: str | None = None
     signal_exit_code: int | None = None
-    parent: str | None = None
-    parent_token_file: pathlib.Path | None = None
-    parent_tls_ca: pathlib.Path | None = None
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
-    """Return the arguments of `agn_optax.service.serve`, without rule and parent.
+    """Return the arguments of `agn_optax.service.serve`, without the rule.
 
     `access` returns the part of ``security`` that names the callers.
 
@@ -165,7 +136,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
         )
     for option, is_given, excluded in (
         ("--open", options.open, "tokens"),
-        ("--snapshots", "snapshots" in _options.given(options), "journal"),
         ("--no-page", options.page is False, "page_address"),
         ("--no-direct", options.direct is False, "direct_address"),
     ):
@@ -176,7 +146,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "page": options.page_address or (service.LOOPBACK if options.page else None),
         "mode": _mode_of(options),
-        "durability": _durability_of(options),
+        "durability": _JOURNAL.build_if_given("directory", options),
         "limits": _LIMITS.build(options, messages=_MESSAGES.build(options)),
         "security": _SECURITY.build(options, tls=_tls_of(options)),
         **_SERVED.given(options),
@@ -184,31 +154,6 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     if options.direct is False:
         arguments["direct_address"] = False
     return arguments
-
-
-@contextlib.contextmanager
-def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None]:
-    """Connect to the center's parent, and yield it; None without a parent.
-
-    Raises:
-      InvalidArgumentError: an option needs another one.
-      CenterError: the parent does not answer, or runs another rule.
-    """
-    if options.parent is None:
-        others = [*_PARENT.names.values(), "parent_token_file", "parent_tls_ca"]
-        _options.reject(options, "needs --parent", only=others)
-        yield None
-        return
-    # A center that has a certificate presents it to its parent.
-    tls, ca = _TLS.given(options), options.parent_tls_ca
-    with service.connect(
-        options.parent,
-        rule,
-        tls=None if ca is None else service.Tls(**{**tls, "ca": ca}),
-        insecure=_SECURITY.given(options).get("insecure", False),
-        token=options.parent_token_file,
-    ) as center:
-        yield _PARENT.build(options, center=center)
 
 
 def access(
@@ -263,12 +208,3 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
         return None
     tls.server_credentials()  # raises for bad files before anything is started
     return tls
-
-
-def _durability_of(options: CenterOptions) -> Durability | None:
-    given = _SNAPSHOTS.given(options)
-    # If only a number of exchanges is given, no snapshots are written by time.
-    is_by_exchanges = "exchanges" in given and "seconds" not in given
-    more = {"seconds": None} if is_by_exchanges else {}
-    snapshots = _SNAPSHOTS.build_if_given("directory", options, **more)
-    return _JOURNAL.build_if_given("directory", options) or snapshots

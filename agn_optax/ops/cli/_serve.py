@@ -13,7 +13,7 @@ import typer
 
 from agn_optax import errors, service
 from agn_optax._signals import handled
-from agn_optax.ops.cli import _center_options, _export, _options, _rules
+from agn_optax.ops.cli import _center_options, _options, _rules, _save
 from agn_optax.ops.cli._center_options import CenterOptions
 from agn_optax.ops.cli._rules import RuleOptions
 
@@ -30,9 +30,9 @@ def serve(
     """Serve a center until SIGTERM or SIGINT drains it.
 
     Prints the addresses and the token as soon as workers can join. The first worker
-    that starts as chief provides the parameters, unless --journal or --snapshots names
-    a directory with a center, which then continues. The first options below are those
-    that most centers need; the others follow by topic.
+    that starts as chief provides the parameters, unless --journal names a directory
+    with a center, which then continues. The first options below are those that most
+    centers need; the others follow by topic.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
@@ -41,7 +41,7 @@ def serve(
     center_rule = _rules.make(_options.with_defaults(rule, values))
     settings = _center_options.settings(center)
     if center.save is not None:
-        _export.check(center.save)
+        _save.check(center.save)
     address = str(settings.get("address", service.LOOPBACK))
     # Workers that know a fixed address may call at once, so its token is stored first.
     is_fixed = service.address.is_fixed(address)
@@ -62,8 +62,6 @@ def serve(
         signal.signal(signum, signal.SIG_DFL)  # the next signal kills
 
     with handled(_SIGNALS, on_signal), contextlib.ExitStack() as stack:
-        parent = _center_options.parent(center, center_rule)
-        settings["parent"] = stack.enter_context(parent)
         if token and is_fixed:
             _store_token(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(center_rule, **settings))
@@ -101,7 +99,7 @@ def serve(
     core = server.center.core
     if center.save is not None and core.is_initialized:
         snapshot = server.center.pull()
-        _export.write(snapshot.params, center.save)
+        _save.write(snapshot.params, center.save)
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)

@@ -138,7 +138,7 @@ def save(
     timeout: Timeout = 600.0,
     json: _options.Json = False,
 ) -> None:
-    """Have a center write a snapshot to the directory of its --journal or --snapshots.
+    """Have a center write a snapshot to the directory of its --journal.
 
     Ends when the snapshot is on disk. Needs the role of an operator.
     """

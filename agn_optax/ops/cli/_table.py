@@ -122,13 +122,12 @@ def _width(column: Sequence[str]) -> int:
 
 
 def _title(center: _Status) -> str:
-    version, parent = center["version"], center["parent"]
+    version = center["version"]
     holds = "no parameters yet"
     if version is not None:
         size = units.in_bytes(center["parameter_bytes"])
         holds = f"version {version}, {center['parameters']} parameters ({size})"
-    parent = f", parent {parent}" if parent else ""
-    return f"{center['rule']} at {center['address']}: {holds}, {center['mode']}{parent}"
+    return f"{center['rule']} at {center['address']}: {holds}, {center['mode']}"
 
 
 def _caption(center: _Status) -> str:

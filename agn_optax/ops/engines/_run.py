@@ -178,7 +178,7 @@ class Run:
         given = {**self.rule, **self.serve}
         if self.storage is not None:
             given["address_file"] = self.address_file
-            if not {"journal", "snapshots"} & set(self.serve):
+            if "journal" not in self.serve:
                 given["journal"] = self.storage.absolute() / "journal"
         if self.workers > (Limits().max_workers or self.workers):
             given.setdefault("max_workers", self.workers)

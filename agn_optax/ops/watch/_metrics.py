@@ -61,7 +61,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
         return metric
 
     info = InfoMetricFamily("agn_optax_center", "Settings of the center")
-    settings = ("release", "rule", "mode", "parent")
+    settings = ("release", "rule", "mode")
     info.add_metric([], {name: view[name] for name in settings})
     yield info
     for key, value in view.items():

@@ -202,8 +202,7 @@ class RemoteSession(Session):
                 )
             while header.HasField("waiting"):
                 header = link.read_header()
-        self._center_id, before = header.joined.center, header.joined.before
-        self.previous_session = (before, header.joined.settled) if before else None
+        self._center_id = header.joined.center
         remote.failed_transports |= failed
         return link
 

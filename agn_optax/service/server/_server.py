@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-import uuid
 import weakref
 
 from agn_optax._internal import arguments, check
@@ -22,7 +21,6 @@ from agn_optax.service.transports import (
     ListenSettings,
     transports_named,
 )
-from agn_optax.worker import Uplink
 
 _log = logging.getLogger("agn_optax")
 DEFAULT_GRACE = 30.0  # s for exchanges to be finished when the server stops
@@ -40,7 +38,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         port.
       page_address: URL of its page; None if it has none.
       center: the center variable: ``center.pull()``, ``center.save()``.
-      uplink: the link to its parent; None if it has no parent.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.address = servicer.listens_at
         self.direct_address = servicer.direct_address or None
         self.page_address = servicer.page_address or None
-        self.uplink: Uplink | None = None
         self._servicer = servicer
         self._listeners = listeners
         servicer.stop = functools.partial(_stop, weakref.ref(self))
@@ -96,9 +92,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         second call returns at once.
 
         Args:
-          grace: seconds for the exchanges that are running, and for those that are
-            still owed to the parent; None for 30. One second after the grace,
-            everything has ended in any case.
+          grace: seconds for the exchanges that are running; None for 30. One second
+            after the grace, everything has ended in any case.
         """
         with self._stopping:
             if self._is_stopping or self._stopped.is_set():
@@ -117,8 +112,6 @@ class Server(contextlib.AbstractContextManager["Server"]):
         exchanges = self._servicer.exchanges
         while not exchanges.wait_until_idle(_CHECK_INTERVAL) and time.monotonic() < end:
             pass
-        if self.uplink is not None:
-            self.uplink.stop(max(0.0, end - time.monotonic()))
         for listener in self._listeners.values():
             listener.close(timeout=max(0.0, end + _CLOSE_TIMEOUT - time.monotonic()))
         self._stopped.set()
@@ -142,7 +135,7 @@ def serve(settings: ServerSettings) -> Server:
       The running server: ``server.address``, ``server.stop()``.
 
     Raises:
-      InvalidTypeError: ``limits``, ``security`` or ``parent`` is of another type.
+      InvalidTypeError: ``limits`` or ``security`` is of another type.
       InvalidArgumentError: a setting is out of range, some do not go together, or an
         address is not valid or cannot be listened at.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
@@ -160,31 +153,19 @@ def serve(settings: ServerSettings) -> Server:
       ...     center.close()
       [0. 0. 0.]
     """
-    limits, parent = settings.limits or Limits(), settings.parent
+    limits = settings.limits or Limits()
     access = (settings.security or Security()).access_of_server(
         is_local=settings.is_local
     )
     authenticator = Authenticator(access)
     center = PackedCenter(**settings.of_center)
     dtype = check.float_dtype(settings.dtype, "dtype")
-    parent_address = ""
-    if parent is not None:
-        parent_address = getattr(parent.center, "address", "this process")
     with contextlib.ExitStack() as on_error:
         on_error.callback(center.close, "the server could not be started")
-        servicer = Servicer(
-            *(center.core, authenticator, "" if dtype is None else dtype.name),
-            *(parent_address, limits),
-        )
+        dtype_name = "" if dtype is None else dtype.name
+        servicer = Servicer(center.core, authenticator, dtype_name, limits)
         server = Server(center, servicer, _listeners(servicer, settings))
         on_error.callback(server.stop)
-        if parent is not None:
-            name = parent.name
-            if name is None:  # centers of several hosts may have the same address
-                name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-            server.uplink = Uplink(
-                center.core, parent.center, period=parent.period, name=name
-            )
         on_error.pop_all()
     return server
 

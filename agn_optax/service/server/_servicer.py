@@ -52,7 +52,6 @@ class Servicer:
       core: the core of the center.
       authenticator: the authenticator of callers.
       dtype: the floating dtype that was chosen for the center; "" if none was.
-      parent: address of the center that this one is a worker of; "" if none.
       limits: the limits of the service.
 
     Attributes:
@@ -75,7 +74,6 @@ class Servicer:
         core: Core,
         authenticator: Authenticator,
         dtype: str,
-        parent: str,
         limits: Limits,
     ) -> None:
         self.core = core
@@ -83,7 +81,6 @@ class Servicer:
         self.limits = limits
         self.max_workers = limits.max_workers or _MAX_WORKERS
         self._dtype = dtype
-        self._parent = parent
         self._frames = CenterFrames(core)
         self._traffic = WorkerTraffic(self.max_workers)
         self.exchanges = Exchanges(core, self._frames, self._traffic)
@@ -303,8 +300,7 @@ class Servicer:
             return
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield WAITING
-        before, settled = session.previous_session or ("", 0)
-        joined = pb.Joined(center=self.core.center_id, before=before, settled=settled)
+        joined = pb.Joined(center=self.core.center_id)
         yield Frame(pb.Header(joined=joined))
         while (header := reader.read_header()) is not None:
             caller = self._authenticate_again(caller, join.worker)
@@ -377,7 +373,6 @@ class Servicer:
             parameter_bytes=nbytes,
             bytes_received=self._traffic.total.bytes_received,
             bytes_sent=self._traffic.total.bytes_sent,
-            parent=self._parent,
             listens_at=self.listens_at,
             direct_address=self.direct_address,
             page_address=self.page_address,

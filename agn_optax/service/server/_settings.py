@@ -7,8 +7,8 @@ import math
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, extras
-from agn_optax.center import Center, CenterSettings
+from agn_optax._internal import check, extras
+from agn_optax.center import CenterSettings
 from agn_optax.center import Limits as CenterLimits
 from agn_optax.service import _address
 from agn_optax.service.security import _tls
@@ -115,44 +115,6 @@ class Security:
         return self.access
 
 
-@dataclasses.dataclass(frozen=True)
-class Parent:
-    """The center that a served center is a worker of.
-
-    The workers of a site share the served center, and the sites share the parent, by
-    the parent's rule.
-
-    Args:
-      center: the parent, such as `connect` returns. A served center without parameters
-        starts from the parent's.
-      period: exchanges at the served center between two exchanges with its parent.
-      name: name of the served center among the parent's workers, needed if the parent's
-        token is for one name; None for a new name.
-
-    Raises:
-      InvalidTypeError: ``center`` is not a center, or ``period`` not an int.
-      InvalidArgumentError: ``period`` is out of range.
-
-    Example:
-      >>> import jax.numpy as jnp, agn_optax, agn_optax.service
-      >>> rule = agn_optax.rules.downpour()
-      >>> center = agn_optax.LocalCenter(rule, jnp.ones(2))
-      >>> parent = agn_optax.service.Parent(center, period=4, name="site-0")
-      >>> with agn_optax.service.serve(rule, parent=parent) as site:
-      ...     print(site.uplink.ready.wait(10.0))
-      True
-    """
-
-    center: Center
-    period: int = 10
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        expected = "center must be a center, such as connect(address, rule)"
-        check.instance(self.center, Center, expected)
-        check.positive_int(self.period, "period")
-
-
 LOOPBACK = "127.0.0.1:0"  # any free port, which only this machine reaches
 
 
@@ -175,8 +137,6 @@ class ServerSettings(CenterSettings):
         0 uses a free one, see ``server.page_address``. None for no page.
       security: certificates, and who may call, an `agn_optax.service.Security`; None
         for ``Security()``, which serves everybody on this machine, and nobody else.
-      parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
-        None for no parent. A center with a parent has no ``durability``.
     """
 
     _: dataclasses.KW_ONLY
@@ -188,16 +148,10 @@ class ServerSettings(CenterSettings):
     direct_address: str | Literal[False] | None = None
     page: str | None = None
     security: Security | None = None
-    parent: Parent | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in (("security", Security), ("parent", Parent)):
-            self._check_group(name, kind)
-        if self.parent is not None and self.durability is not None:
-            combinations.reject(
-                "durability", "a center with a parent", f"{self.durability}"
-            )
+        self._check_group("security", Security)
         for name in ("direct_address", "page"):
             address = getattr(self, name)
             if address is None or (name == "direct_address" and address is False):
