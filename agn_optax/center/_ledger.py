@@ -355,16 +355,10 @@ class Ledger:
             self.pending[worker] = Entry(worker, submission.without_arrays(), now)
         return not is_last
 
-    def is_waiting(self, batch: Batch) -> bool:
-        """Return whether every message of a batch still waits: no worker has left."""
-        return all(self.pending.get(e.worker) is e for e in batch.entries)
-
     def due(self, now: float) -> Batch | None:
         """Return the messages to apply or drop next; None if all must wait.
 
-        The messages of the batch keep waiting until `settle` or `fail` is called. If
-        that happens later, `is_waiting` must still be true. Messages that arrive
-        meanwhile are for the next batch.
+        The messages of the batch keep waiting until `settle` or `fail` is called.
         """
         self.expire(now)
         due = self.mode.due(self, now)
@@ -520,14 +514,9 @@ class Ledger:
             self.is_open = self.is_open or state["open"] or enough
             self.rejections.restore_norms(state["norms"])
 
-    def deadline(self, *, is_held: bool = False) -> float | None:
-        """Return the time to call `due` again if no event comes first; None for never.
-
-        Args:
-          is_held: whether messages cannot be applied now; then only leases have
-            deadlines.
-        """
-        times = [math.inf if is_held else self.mode.deadline(self)]
+    def deadline(self) -> float | None:
+        """Return the time to call `due` again if no event comes; None for never."""
+        times = [self.mode.deadline(self)]
         for member in self._registered.values():
             times.append(member.expires)
             if member.connected and member.heartbeat_timeout is not None:

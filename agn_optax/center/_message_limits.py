@@ -18,6 +18,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 _MAX_NORMS = 100  # maximum number of norms in the median
+_MAX_NORM = 2.0**64  # the square root of the largest number of float32
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -29,8 +30,11 @@ class MessageLimits:
     its progress since its last exchange, adopts the center and continues.
 
     Args:
-      nonfinite: reject messages with nonfinite elements, and messages after which the
-        center would not be finite.
+      nonfinite: reject messages that are not finite or far too large: their norm is
+        beyond the square root of the largest number of the center's dtype (1.8e19 for
+        float32 and bfloat16, 256 for float16), so that the squares in an optimizer's
+        state stay finite. For float64 the limit is the largest number of float32. A
+        center optimizer may still overflow, for example with a learning rate of 1e20.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
         last 100 applied messages. Takes effect after 10 applied messages; None for no
@@ -114,11 +118,14 @@ class Rejections:
     Attributes:
       limits: the limits.
       counts: number of messages rejected in this process, by the exceeded limit.
+      max_norm: norm beyond which a message counts as not finite; the center sets it to
+        `Store.max_norm`.
     """
 
     def __init__(self, limits: MessageLimits) -> None:
         self.limits = limits
         self.counts: dict[str, int] = {}
+        self.max_norm = _MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
         self._new: list[
             float
@@ -147,8 +154,10 @@ class Rejections:
         if size is None:
             return None
         norm, largest = size
-        if limits.nonfinite and not math.isfinite(norm):
-            return Rejection("nonfinite", f"it is not finite (its norm is {norm})")
+        if limits.nonfinite and not norm <= self.max_norm:  # also true for NaN
+            larger = "" if math.isnan(norm) else f", or beyond {self.max_norm:.3g}"
+            reason = f"it is not finite{larger} (its norm is {norm:.4g})"
+            return Rejection("nonfinite", reason)
         # `not a <= b` is also true for NaN.
         limit = limits.norm
         if limit is not None and not norm <= limit:

@@ -76,7 +76,7 @@ def test_messages_must_be_message_limits():
 @pytest.mark.parametrize(
     ("settings", "good", "bad", "why"),
     [
-        ({}, 1e30, np.nan, "it is not finite (its norm is nan)"),
+        ({}, 1e15, np.nan, "it is not finite (its norm is nan)"),
         ({"norm": 10}, -9.5, 11.0, "its norm is 11, and this center takes 10 at most"),
         ({"norm": 10, "nonfinite": False}, 9.5, np.nan, "its norm is nan, and"),
         ({"element": 2.0}, -2.0, -2.5, "it has an element of 2.5, and this center"),
