@@ -31,7 +31,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import check, combinations
 from agn_optax.center._ledger import Batch, Member, Stage
-from agn_optax.center._message_limits import Rejection, Size
+from agn_optax.center._message_limits import Rejection
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
 from agn_optax.center._store import CenterState, Store, Version
@@ -61,7 +61,6 @@ class _WaitingMessage:
 
     submission: Submission  # with its contribution as the store takes it
     norm: Any
-    size: Size | None  # None if the message limits do not need it
     # One condition per message: a shared one would wake up all workers every time.
     done: threading.Condition  # notified when the message no longer waits
 
@@ -428,18 +427,15 @@ class Core:
 
     def _examine(self, submission: Submission) -> _WaitingMessage:
         """Place a contribution on the center's device, and measure its message."""
-        store, limits, size = self.store, self.ledger.rejections.limits, None
+        store = self.store
         contribution = store.check_and_place(submission.contribution)
         # The core does not use the fields `reported` and `anchor`.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
             norm: Any = store.norm(contribution, version.params)
-            if limits.measures:
-                largest = None
-                if limits.element is not None:
-                    largest = float(store.largest(contribution, version.params))
-                size = Size(float(norm), largest)
-        return _WaitingMessage(submission, norm, size, threading.Condition(self._lock))
+            if self.ledger.rejections.limits.measures:
+                norm = np.float32(norm)  # waits for the device
+        return _WaitingMessage(submission, norm, threading.Condition(self._lock))
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
@@ -472,10 +468,7 @@ class Core:
     def _settle(self, batch: Batch) -> None:
         """Apply, drop or reject messages, which then no longer wait."""
         store, before = self.store, self.store.current
-        messages = [self._messages[entry.worker] for entry in batch.entries]
-        batch = self.ledger.decide_rejections(batch, [m.size for m in messages])
-        for entry in batch.entries:
-            del self._messages[entry.worker]
+        messages = [self._messages.pop(entry.worker) for entry in batch.entries]
         checks_finite, failure = self.ledger.rejections.limits.nonfinite, None
         try:
             if batch.indices_to_apply and not store.apply(
@@ -705,10 +698,12 @@ class LocalSession(Session):
         """Submit an exchange, whose contribution may be flattened: see `Session`."""
         core, submission = self._core, submission.checked()
         message = core._examine(submission)
+        about = self.worker, self.session_id, submission
+        # On the device if no limit needs it.
+        norm = None if isinstance(message.norm, jax.Array) else float(message.norm)
         with core.atomically():
             core._check_open()
-            now = time.monotonic()
-            if core.ledger.submit(self.worker, self.session_id, submission, now):
+            if core.ledger.submit(*about, time.monotonic(), norm):
                 core._messages.setdefault(self.worker, message)
                 core._release(self.worker)
             core._apply_due()

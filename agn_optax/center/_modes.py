@@ -36,6 +36,7 @@ class Entry:
     worker: str
     submission: Submission  # without its arrays
     arrived: float  # time, s
+    norm: float | None = None  # of the message; None if it was not measured
 
 
 class Waiting(Protocol):

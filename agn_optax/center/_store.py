@@ -26,7 +26,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Broadcast
-from agn_optax.rules import Rule, downpour, robust
+from agn_optax.rules import Rule, robust
 
 PyTree = Any
 
@@ -274,10 +274,6 @@ class Store:
             return np.sqrt(np.float32(sum(map(_square, contribution))))
         return self._programs.norm(contribution, center)
 
-    def largest(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Return the largest absolute element of a contribution's message."""
-        return self._programs.largest(contribution, center)
-
     def apply(
         self,
         submissions: Sequence[Submission],
@@ -398,25 +394,21 @@ class _Extra(NamedTuple):
     staleness: jax.Array
     steps: jax.Array
     weight: jax.Array
-    since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
+    since: np.int32  # not on the device, because few values repeat
     workers: jax.Array
 
     def as_dict(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
-        return {**self._asdict(), "since": sum(self.since), "outside": True}
-
-
-_VERSIONS = 256  # divisor of `since`: its parts repeat, so few need a new transfer
+        return {**self._asdict(), "outside": True}
 
 
 def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:
-    since = min(max(version - stale, 0), _MAX_INT)
-    rest, weight = since % _VERSIONS, submission.weight
+    weight = submission.weight
     return _Extra(
         _on_device(stale),
         _on_device(submission.steps or 1),
         _on_device(1.0 if weight is None else weight),
-        (_on_device(since - rest), _on_device(rest)),
+        np.int32(min(max(version - stale, 0), _MAX_INT)),
         _on_device(workers),
     )
 
@@ -436,28 +428,15 @@ def _largest(center: PyTree) -> jax.Array:
     return functools.reduce(jnp.maximum, maxima, jnp.zeros((), wide))
 
 
-_ANY = downpour()  # stands for the rule's parts that do not affect a measurement
-
-
 @functools.lru_cache(maxsize=32)
-def _measures(rule: Rule) -> dict[str, Any]:
-    """Return the compiled measurements, shared by rules whose messages are the same."""
+def _programs(rule: Rule) -> SimpleNamespace:
+    """Return the compiled programs of a rule, shared by its stores."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
         message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
         wide = trees.wider(jnp.float32, *(m.dtype for m in message))
         squares = [jnp.sum(m.astype(wide) ** 2) for m in message]
         return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
-
-    def largest(contribution: PyTree, center: PyTree) -> jax.Array:
-        return _largest(rounds.message_of(rule, contribution, center))
-
-    return {"norm": jax.jit(norm), "largest": jax.jit(largest)}
-
-
-@functools.lru_cache(maxsize=32)
-def _programs(rule: Rule) -> SimpleNamespace:
-    """Return the compiled programs of a rule, shared by its stores."""
 
     def counted(
         contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
@@ -514,7 +493,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         )
 
     return SimpleNamespace(
-        **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
+        norm=jax.jit(norm),
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=None if rule.is_summed else jax.jit(combine),
