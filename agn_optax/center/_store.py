@@ -394,21 +394,25 @@ class _Extra(NamedTuple):
     staleness: jax.Array
     steps: jax.Array
     weight: jax.Array
-    since: np.int32  # not on the device, because few values repeat
+    since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
 
     def as_dict(self) -> dict[str, Any]:
         """Return the extra arguments of a center outside the workers' programs."""
-        return {**self._asdict(), "outside": True}
+        return {**self._asdict(), "since": sum(self.since), "outside": True}
+
+
+_VERSIONS = 256  # divisor of `since`: its parts repeat, so few need a new transfer
 
 
 def _extra(version: int, stale: int, submission: Submission, workers: int) -> _Extra:
-    weight = submission.weight
+    since = min(max(version - stale, 0), _MAX_INT)
+    rest, weight = since % _VERSIONS, submission.weight
     return _Extra(
         _on_device(stale),
         _on_device(submission.steps or 1),
         _on_device(1.0 if weight is None else weight),
-        np.int32(min(max(version - stale, 0), _MAX_INT)),
+        (_on_device(since - rest), _on_device(rest)),
         _on_device(workers),
     )
 
