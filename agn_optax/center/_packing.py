@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax import round as rounds
-from agn_optax._internal import attempt, layout, trees
+from agn_optax._internal import layout
 from agn_optax.round import contribution_like, elementwise
 from agn_optax.rules import Rule
 
@@ -123,23 +122,8 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not (
-        elementwise.is_uniform(rule, tree) and elementwise.keeps_shapes(rule, parts)
-    ):
-        return None
-
-    def fits() -> bool:
-        """Return whether the state converts both ways."""
-        zeros = Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
-        state = rounds.init_center_state(rule, zeros)
-        apart = packing.unpack_state(rule, state)
-        together = packing.pack_state(rule, apart)
-        expected, _ = rounds.center_state_like(rule, tree)
-        is_same = trees.kinds(apart) == trees.kinds(expected)
-        return is_same and trees.kinds(together) == trees.kinds(state)
-
-    what = f"a center of rule {rule.name!r} in two arrays"
-    return packing if attempt(what, fits) else None
+    fits = elementwise.is_uniform(rule, tree) and elementwise.keeps_shapes(rule, parts)
+    return packing if fits else None
 
 
 def _owned(part: np.ndarray) -> jax.Array:

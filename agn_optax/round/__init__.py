@@ -79,7 +79,6 @@ from agn_optax.round._round import receive as receive
 from agn_optax.round._round import recover as recover
 from agn_optax.round._round import recovers as recovers
 from agn_optax.round._round import restore_residual as restore_residual
-from agn_optax.round._round import weigh_and_apply as weigh_and_apply
 from agn_optax.round._round import weighed_message as weighed_message
 from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
