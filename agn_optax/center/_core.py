@@ -699,7 +699,7 @@ class LocalSession(Session):
         core, submission = self._core, submission.checked()
         message = core._examine(submission)
         about = self.worker, self.session_id, submission
-        # On the device if no limit needs it.
+        # It is still on the device if no limit needs it.
         norm = None if isinstance(message.norm, jax.Array) else float(message.norm)
         with core.atomically():
             core._check_open()
