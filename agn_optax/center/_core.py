@@ -5,11 +5,9 @@
     Keeper      saves: the state on disk, if there is a durability
 
 The embedded center and the service are clients of a `Core`, and decide nothing
-themselves. The lock is held while programs are
-dispatched to the device, and never while they run. If the device must first report
-whether the center stays finite, a thread waits for it without the lock
-(`Core._run_check`): the thread that submitted the last of the messages, or a new one.
-These messages keep their turn, and no other message is applied meanwhile.
+themselves. The lock is held while programs are dispatched to the device, and not while
+they run; only a round whose rule needs all messages at once, such as a median, is
+combined under it.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, in_background
+from agn_optax._internal import check, combinations
 from agn_optax.center._ledger import Batch, Member, Stage
-from agn_optax.center._message_limits import Rejection, Size
+from agn_optax.center._message_limits import Rejection
 from agn_optax.center._protocol import Session
 from agn_optax.center._settings import CenterSettings
-from agn_optax.center._store import Bound, CenterState, Prepared, Store, Version
+from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center._submission import Answer, Snapshot, Submission
 from agn_optax.center.durability import DiskSpace, Image, Keeper
 
@@ -63,7 +61,6 @@ class _WaitingMessage:
 
     submission: Submission  # with its contribution as the store takes it
     norm: Any
-    size: Size | None  # None if the message limits do not need it
     # One condition per message: a shared one would wake up all workers every time.
     done: threading.Condition  # notified when the message no longer waits
 
@@ -78,20 +75,6 @@ class _WaitingMessage:
         if any(isinstance(leaf, np.ndarray) for leaf in leaves):
             return version.params, self.norm
         return None
-
-
-@dataclasses.dataclass(eq=False)
-class _FinitenessCheck:
-    """Messages to be applied if the device reports that the center stays finite."""
-
-    batch: Batch
-    messages: list[_WaitingMessage]
-    prepared: Prepared
-    has_thread: bool = False  # whether a thread was started to wait for the device
-    thread_id: int | None = None  # id of the thread that waits for the device
-    is_finite: bool | None = None  # None until the device has reported
-    bound: Bound | None = None
-    failure: Exception | None = None
 
 
 class Core:
@@ -126,7 +109,6 @@ class Core:
         self._answers: dict[str, KeptAnswer] = {}  # not yet acknowledged, by worker
         self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
         self._connection_closers: dict[str, Callable[[], None]] = {}  # by worker
-        self._finiteness: _FinitenessCheck | None = None  # the check under way
         self._closed = ""
         # Name of the worker that initialized the center; "" if the center was created
         # with its parameters. None if any worker may call `initialize`.
@@ -417,22 +399,19 @@ class Core:
         """
         return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
-    # For sessions. Hold the lock to call these, except `_examine` and `_run_check`.
+    # For sessions. Hold the lock to call these, except `_examine`.
 
     def _examine(self, submission: Submission) -> _WaitingMessage:
         """Place a contribution on the center's device, and measure its message."""
-        store, limits, size = self.store, self.ledger.rejections.limits, None
+        store = self.store
         contribution = store.check_and_place(submission.contribution)
         # The core does not use the fields `reported` and `anchor`.
         submission = submission.without_arrays()._replace(contribution=contribution)
         with self.reading() as version:
-            norm: Any = store.norm(contribution, version.params, waits=limits.measures)
-            if limits.measures:
-                largest = None
-                if limits.element is not None:
-                    largest = float(store.largest(contribution, version.params))
-                size = Size(float(norm), largest)
-        return _WaitingMessage(submission, norm, size, threading.Condition(self._lock))
+            norm: Any = store.norm(contribution, version.params)
+            if self.ledger.rejections.limits.measures:
+                norm = np.float32(norm)  # waits for the device
+        return _WaitingMessage(submission, norm, threading.Condition(self._lock))
 
     def _repeated_answer(self, worker: str, member: Member) -> KeptAnswer:
         """Return an answer to an exchange whose first answer has been released."""
@@ -449,121 +428,29 @@ class Core:
         )
         return KeptAnswer(answer, current, self._recorded())
 
-    def _apply_due(self, *, caller_waits: bool = False) -> None:
-        """Apply the messages that are due, and release what ended sessions needed.
-
-        Args:
-          caller_waits: whether the caller waits for the device, if necessary, once it
-            has released the lock; otherwise a new thread waits.
-        """
-        if not self._ended:  # even while a thread waits for the device
+    def _apply_due(self) -> None:
+        """Apply the messages that are due, and release what ended sessions needed."""
+        if not self._ended:
             self.ledger.expire(time.monotonic())
         while (
-            not self._ended
-            and self._finiteness is None
-            and (batch := self.ledger.due(time.monotonic())) is not None
+            not self._ended and (batch := self.ledger.due(time.monotonic())) is not None
         ):
-            self._begin_batch(batch)
+            self._settle(batch)
         for worker in self.ledger.take_ended():
             self._close_connection(worker)
             self._release(worker)
         self._changed.notify_all()
-        pending = self._finiteness
-        if pending and not (caller_waits or pending.has_thread or pending.thread_id):
-            run = functools.partial(self._run_check, pending)
-            in_background(run, "agn-optax check", unread=True)
-            pending.has_thread = True  # set last, so that a failed start is repeated
 
-    def _begin_batch(self, batch: Batch) -> None:
-        """Apply messages, or start the check that the center stays finite."""
-        store, messages = self.store, [self._messages[e.worker] for e in batch.entries]
-        batch = self.ledger.decide_rejections(batch, [m.size for m in messages])
-        prepared, norm = None, math.inf
-        checks_finite = self.ledger.rejections.limits.nonfinite
-        try:
-            if batch.indices_to_apply:
-                if checks_finite:
-                    norm = sum(batch.norms[i] for i in batch.indices_to_apply)
-                prepared = store.prepare(*_applied(batch, messages), norm)
-                if checks_finite and not store.is_bounded(prepared):
-                    pending = _FinitenessCheck(batch, messages, prepared)
-                    self._finiteness = pending
-                    return
-        except Exception as error:
-            self._end_batch(batch, messages, None, _with_traceback(error))
-        else:
-            self._end_batch(batch, messages, prepared)
-
-    def _run_check(self, pending: _FinitenessCheck) -> None:
-        """Wait for the device's check of messages, on one thread, and end the check.
-
-        The lock is not held meanwhile, so that all other calls continue. No other
-        messages are applied, so that the messages keep their turns.
-        """
-        this_thread = threading.get_ident()
-        try:
-            with self._changed:
-                if pending.thread_id is None:
-                    pending.thread_id = this_thread
-            if pending.thread_id == this_thread:
-                try:
-                    checked = self.store.check_finite(pending.prepared)
-                    pending.is_finite, pending.bound = checked
-                except Exception as error:
-                    pending.failure = _with_traceback(error)
-        finally:  # after Ctrl-C the messages still wait, and another thread checks them
-            with self._changed:
-                if pending.thread_id == this_thread:
-                    self._finiteness = None
-                    self._end_check(pending)
-                    self._apply_due()
-                    # Waiting threads have ignored the deadlines of rounds meanwhile.
-                    if self.ledger.mode.round_grace is not None:
-                        for message in self._messages.values():
-                            message.done.notify_all()
-
-    def _end_check(self, pending: _FinitenessCheck) -> None:
-        """Apply or reject checked messages, unless workers have left meanwhile.
-
-        If workers have left, the ledger decides again which messages are due.
-        """
-        batch = pending.batch
-        if self._ended or not self.ledger.is_waiting(batch):
-            return
-        if pending.is_finite:
-            self.store.set_bound(pending.bound)
-        elif pending.is_finite is not None:
-            batch = self._reject_all(batch)
-        elif pending.failure is None:  # interrupted
-            return
-        self._end_batch(batch, pending.messages, pending.prepared, pending.failure)
-
-    def _reject_all(self, batch: Batch) -> Batch:
-        """Return a batch in which all messages to be applied are rejected."""
-        answers = self.rule.codec.answer_dtype or "unrounded"
-        rejection = Rejection(
-            "nonfinite",
-            "with this message, or another one of its round, the center would not be "
-            f"finite, either itself or as workers adopt it ({answers})",
-        )
-        workers = [batch.entries[i].worker for i in batch.indices_to_apply]
-        return self.ledger.with_rejections(batch, dict.fromkeys(workers, rejection))
-
-    def _end_batch(
-        self,
-        batch: Batch,
-        messages: list[_WaitingMessage],
-        prepared: Prepared | None,
-        failure: Exception | None = None,
-    ) -> None:
+    def _settle(self, batch: Batch) -> None:
         """Apply, drop or reject messages, which then no longer wait."""
         store, before = self.store, self.store.current
-        for entry in batch.entries:
-            del self._messages[entry.worker]
+        messages = [self._messages.pop(entry.worker) for entry in batch.entries]
+        checks_finite, failure = self.ledger.rejections.limits.nonfinite, None
         try:
-            if batch.indices_to_apply and failure is None:
-                assert prepared is not None
-                store.move(prepared)
+            if batch.indices_to_apply and not store.apply(
+                *_applied(batch, messages), checks_finite=checks_finite
+            ):
+                batch = self._reject_all(batch)
         except Exception as error:
             failure = _with_traceback(error)
         finally:  # also after Ctrl-C
@@ -577,6 +464,16 @@ class Core:
                 self.ledger.fail(batch)
             else:
                 self._answer(batch, messages, before)
+
+    def _reject_all(self, batch: Batch) -> Batch:
+        """Return a batch in which all messages to be applied are rejected."""
+        rejection = Rejection(
+            "nonfinite",
+            f"the messages of its round, combined by {self.rule.combine}, are not "
+            "finite",
+        )
+        workers = [batch.entries[i].worker for i in batch.indices_to_apply]
+        return self.ledger.with_rejections(batch, dict.fromkeys(workers, rejection))
 
     def _answer(
         self, batch: Batch, messages: list[_WaitingMessage], before: Version
@@ -670,6 +567,7 @@ class Core:
         """Set the center's store, and write it to disk before it has readers."""
         old_chief, self._chief = self._chief, chief
         self._store, self.ledger.version = store, store.current.number
+        self.ledger.rejections.max_norm = store.max_norm
         try:
             if self._keeper is not None:
                 self._keeper.begin(self._image)
@@ -726,7 +624,7 @@ class Core:
 def _applied(
     batch: Batch, messages: list[_WaitingMessage]
 ) -> tuple[list[Submission], list[int], list[float] | None, int]:
-    """Return the messages to be applied, as arguments of `Store.prepare`.
+    """Return the messages to be applied, as arguments of `Store.apply`.
 
     Returns:
       The submissions, their staleness and weights, and the number of workers.
@@ -772,16 +670,15 @@ class LocalSession(Session):
         """Submit an exchange, whose contribution may be flattened: see `Session`."""
         core, submission = self._core, submission.checked()
         message = core._examine(submission)
+        about = self.worker, self.session_id, submission
+        # It is still on the device if no limit needs it.
+        norm = None if isinstance(message.norm, jax.Array) else float(message.norm)
         with core.atomically():
             core._check_open()
-            now = time.monotonic()
-            if core.ledger.submit(self.worker, self.session_id, submission, now):
+            if core.ledger.submit(*about, time.monotonic(), norm):
                 core._messages.setdefault(self.worker, message)
                 core._release(self.worker)
-            core._apply_due(caller_waits=True)
-            pending = core._finiteness
-        if pending and not (pending.has_thread or pending.thread_id):
-            core._run_check(pending)
+            core._apply_due()
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the answer to an exchange: see `Session.collect`."""
@@ -819,8 +716,7 @@ class LocalSession(Session):
                 now = time.monotonic()
                 if now >= end:
                     return None
-                is_held = core._finiteness is not None
-                deadline = core.ledger.deadline(is_held=is_held) or math.inf
+                deadline = core.ledger.deadline() or math.inf
                 until = min(end, deadline, now + _FAILURE_CHECK_INTERVAL)
                 core._messages[worker].done.wait(max(0.0, until - now))
                 core._apply_due()

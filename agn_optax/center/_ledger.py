@@ -6,8 +6,7 @@ seconds, is an argument. Its owner reports events, and asks for decisions:
     join, leave                 register a worker, or remove it
     disconnect, heartbeat       record that a worker lost its connection, or is alive
     submit                      accept a worker's message
-    due -> Batch | None         return the messages to apply or drop next, as a batch
-    decide_rejections -> Batch  decide which of them are rejected
+    due -> Batch | None         return the messages to apply, drop or reject next
     settle, fail                record that a batch was applied or dropped, or failed
     acknowledge                 record that the worker has received its answer
     state_to_save, restore      save and restore the state
@@ -28,7 +27,7 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax.center._limits import Limits
-from agn_optax.center._message_limits import MessageLimits, Rejection, Rejections, Size
+from agn_optax.center._message_limits import MessageLimits, Rejection, Rejections
 from agn_optax.center._modes import Entry, Mode
 from agn_optax.center._recent import Recent
 from agn_optax.center._submission import Submission
@@ -122,7 +121,6 @@ class Batch:
     applies: bool  # False if the messages are to be dropped
     # Rejections by worker; these messages are not applied with the others.
     rejected: Mapping[str, Rejection] = dataclasses.field(default_factory=dict)
-    norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
     workers: int = 1  # number of registered workers
 
     @property
@@ -163,7 +161,6 @@ class Ledger:
         self._last_expire = -math.inf  # time of the last call of `expire`
         # Seconds between two calls of `expire` that show a suspension of the process.
         self._suspension = math.inf
-        self._fastest: float | None = None  # highest speed; None if to be computed
 
     def registered(self) -> Mapping[str, Member]:
         """Return the registered workers, including those that may reconnect."""
@@ -252,7 +249,6 @@ class Ledger:
         self._ended.pop(worker, None)
         self._newly_ended.pop(worker, None)
         self._registered[worker] = member
-        self._fastest = None
         member.connected, member.heartbeat_timeout = True, heartbeat_timeout
         member.connection += 1
         self._extend_lease(member, now)
@@ -310,8 +306,16 @@ class Ledger:
         session_id: str,
         submission: Submission,
         now: float,
+        norm: float | None = None,
     ) -> bool:
         """Accept a worker's message after `Submission.checked`.
+
+        Args:
+          worker: the worker's name.
+          session_id: the session id.
+          submission: the message.
+          now: time in seconds.
+          norm: norm of the message; None if the message limits do not need it.
 
         Returns:
           True if the message is still to be applied, False if it was already settled.
@@ -344,32 +348,35 @@ class Ledger:
                 speed = float(f"{steps / (now - began):.4g}")
                 self._set_speeds(member, (*member.speeds, speed)[-_SPEED_ROUNDS:])
             member.round_version = max(member.round_version, anchor)
-            self.pending[worker] = Entry(worker, submission.without_arrays(), now)
+            self.pending[worker] = Entry(worker, submission.without_arrays(), now, norm)
         return not is_last
 
-    def is_waiting(self, batch: Batch) -> bool:
-        """Return whether every message of a batch still waits: no worker has left."""
-        return all(self.pending.get(e.worker) is e for e in batch.entries)
-
     def due(self, now: float) -> Batch | None:
-        """Return the messages to apply or drop next; None if all must wait.
+        """Return the messages to apply, drop or reject next; None if all must wait.
 
-        The messages of the batch keep waiting until `settle` or `fail` is called. If
-        that happens later, `is_waiting` must still be true. Messages that arrive
-        meanwhile are for the next batch.
+        The messages of the batch keep waiting until `settle` or `fail` is called.
         """
         self.expire(now)
         due = self.mode.due(self, now)
         if due is None:
             return None
         entries = sorted(due.entries, key=lambda entry: entry.worker)
-        return Batch(
+        late = [self.round_staleness(entry) for entry in entries]
+        batch = Batch(
             tuple(entries),
             tuple(self.version - e.submission.anchor_version for e in entries),
-            self.mode.weights([self.round_staleness(entry) for entry in entries]),
+            self.mode.weights(late),
             due.applies,
             workers=len(self._registered),
         )
+        if not due.applies:
+            return batch
+        rejected = {}
+        for entry, missed in zip(entries, late, strict=True):
+            rejection = self.rejections.decide(entry.submission, entry.norm, missed)
+            if rejection is not None:
+                rejected[entry.worker] = rejection
+        return self.with_rejections(batch, rejected)
 
     @property
     def is_complete(self) -> bool:
@@ -384,24 +391,6 @@ class Ledger:
         """Return the rounds by which a message's worker is ahead of the slowest."""
         slowest = min(member.rounds for member in self._registered.values())
         return self._registered[entry.worker].rounds - slowest
-
-    def decide_rejections(self, batch: Batch, sizes: Sequence[Size | None]) -> Batch:
-        """Return a batch with the rejections of its messages.
-
-        Args:
-          batch: result of `due`.
-          sizes: sizes of its messages; None for those that were not measured.
-        """
-        if not batch.applies:
-            return batch
-        rejected = {}
-        for entry, size in zip(batch.entries, sizes, strict=True):
-            late = self.round_staleness(entry)
-            rejection = self.rejections.decide(entry.submission, size, late)
-            if rejection is not None:
-                rejected[entry.worker] = rejection
-        norms = tuple(size.norm for size in sizes if size is not None)
-        return self.with_rejections(dataclasses.replace(batch, norms=norms), rejected)
 
     def with_rejections(self, batch: Batch, rejected: Mapping[str, Rejection]) -> Batch:
         """Return a batch with further rejections."""
@@ -419,9 +408,7 @@ class Ledger:
         member = self._registered.get(worker)
         if member is None or not member.speed:
             return None
-        if self._fastest is None:
-            self._fastest = max(m.speed for m in self._registered.values())
-        return member.speed / self._fastest
+        return member.speed / max(m.speed for m in self._registered.values())
 
     def settle(self, batch: Batch, now: float) -> None:
         """Record that the messages of a batch were applied, dropped or rejected."""
@@ -452,7 +439,7 @@ class Ledger:
                 member.consecutive_rejections = 0
             elif rejection is None:
                 member.dropped += 1
-        self.rejections.add_norms([batch.norms[i] for i in to_apply if batch.norms])
+        self.rejections.add_norms(batch.entries[i].norm for i in to_apply)
 
     def fail(self, batch: Batch) -> None:
         """Record that a batch failed, as if its messages had not been sent."""
@@ -495,7 +482,7 @@ class Ledger:
             member = Member(**fields, joined=now, seen=now, recent=Recent(now, 2))
             self._set_speeds(member, tuple(member.speeds))
             self._ended.pop(name, None)
-            self._registered[name], self._fastest = member, None
+            self._registered[name] = member
             self.disconnect(name, member.session_id, member.connection, now)
             if saved["has_ended"] or is_new_id:
                 self._end_session(name, member)
@@ -504,14 +491,9 @@ class Ledger:
             self.is_open = self.is_open or state["open"] or enough
             self.rejections.restore_norms(state["norms"])
 
-    def deadline(self, *, is_held: bool = False) -> float | None:
-        """Return the time to call `due` again if no event comes first; None for never.
-
-        Args:
-          is_held: whether messages cannot be applied now; then only leases have
-            deadlines.
-        """
-        times = [math.inf if is_held else self.mode.deadline(self)]
+    def deadline(self) -> float | None:
+        """Return the time to call `due` again if no event comes; None for never."""
+        times = [self.mode.deadline(self)]
         for member in self._registered.values():
             times.append(member.expires)
             if member.connected and member.heartbeat_timeout is not None:
@@ -528,12 +510,10 @@ class Ledger:
 
     def _set_speeds(self, member: Member, speeds: Sequence[float]) -> None:
         """Set a worker's speeds in its last rounds."""
-        before, member.speeds = member.speed, speeds
+        member.speeds = speeds
         # The median, because in one round the process may have been suspended, or the
         # local steps may have been made before the round began.
         member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
-        if self._fastest is not None and max(before, member.speed) >= self._fastest:
-            self._fastest = None
 
     def _extend_lease(self, member: Member, now: float) -> None:
         member.seen = now
@@ -551,7 +531,7 @@ class Ledger:
         member.connected, member.expires = False, math.inf
         self.pending.pop(worker, None)
         self._ended[worker] = self._registered.pop(worker)
-        self._newly_ended[worker] = self._fastest = None
+        self._newly_ended[worker] = None
         if len(self._ended) > _MAX_ENDED_SESSIONS:
             del self._ended[next(iter(self._ended))]
 

@@ -20,8 +20,7 @@ class Limits:
       lease: seconds after which a worker that lost its connection is removed. Workers
         in the center's process have no connection, and are never removed.
       messages: message limits; messages that exceed one are rejected. None rejects
-        messages that are not finite, and those after which the center would not be
-        finite.
+        messages that are not finite or far too large.
 
     Raises:
       InvalidTypeError: ``messages`` are not message limits.

@@ -18,6 +18,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 _MAX_NORMS = 100  # maximum number of norms in the median
+_MAX_NORM = 2.0**64  # the square root of the largest number of float32
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -29,13 +30,15 @@ class MessageLimits:
     its progress since its last exchange, adopts the center and continues.
 
     Args:
-      nonfinite: reject messages with nonfinite elements, and messages after which the
-        center would not be finite.
+      nonfinite: reject messages that are not finite or far too large: their norm is
+        beyond the square root of the largest number of the center's dtype (1.8e19 for
+        float32 and bfloat16, 256 for float16), so that the squares in an optimizer's
+        state stay finite. For float64 the limit is the largest number of float32. A
+        center optimizer may still overflow, for example with a learning rate of 1e20.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
         last 100 applied messages. Takes effect after 10 applied messages; None for no
         limit.
-      element: maximum absolute value of an element; None for no limit.
       staleness: maximum number of versions since the worker's round began, counted as
         in `BoundedStaleness`; None for no limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
@@ -64,7 +67,6 @@ class MessageLimits:
     nonfinite: bool = True
     norm: float | None = None
     times_median: float | None = None
-    element: float | None = None
     staleness: int | None = None
     in_a_row: int = 10
     steps: int | None = None
@@ -75,7 +77,7 @@ class MessageLimits:
             raise errors.InvalidTypeError(
                 f"nonfinite must be True or False, got {self.nonfinite!r}"
             )
-        for name in ("norm", "times_median", "element", "weight"):
+        for name in ("norm", "times_median", "weight"):
             if (bound := getattr(self, name)) is not None:
                 low = 1.0 if name == "times_median" else 0.0
                 check.rate(bound, name, low=low, high=math.inf, low_open=True)
@@ -86,15 +88,8 @@ class MessageLimits:
     @property
     def measures(self) -> bool:
         """True if the limits need the norms of messages, to be read from the device."""
-        bounds = (self.norm, self.times_median, self.element)
+        bounds = (self.norm, self.times_median)
         return self.nonfinite or any(bound is not None for bound in bounds)
-
-
-class Size(NamedTuple):
-    """The size of a message."""
-
-    norm: float
-    largest: float | None  # largest absolute value of an element; None if not measured
 
 
 class Rejection(NamedTuple):
@@ -114,24 +109,25 @@ class Rejections:
     Attributes:
       limits: the limits.
       counts: number of messages rejected in this process, by the exceeded limit.
+      max_norm: norm beyond which a message counts as not finite; the center sets it to
+        `Store.max_norm`.
     """
 
     def __init__(self, limits: MessageLimits) -> None:
         self.limits = limits
         self.counts: dict[str, int] = {}
+        self.max_norm = _MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
-        self._new: list[
-            float
-        ] = []  # norms added since the last call of `norms_to_save`
+        self._new: list[float] = []  # added since the last call of `norms_to_save`
 
     def decide(
-        self, submission: Submission, size: Size | None, round_staleness: int
+        self, submission: Submission, norm: float | None, round_staleness: int
     ) -> Rejection | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
           submission: the message, of which only the plain fields are read.
-          size: size of the message; None if it was not measured.
+          norm: norm of the message; None if it was not measured.
           round_staleness: number of versions since the round of its worker began.
         """
         limits = self.limits
@@ -144,18 +140,16 @@ class Rejections:
             return _exceeds(
                 "staleness", f"it is {round_staleness} versions late", limit
             )
-        if size is None:
+        if norm is None:
             return None
-        norm, largest = size
-        if limits.nonfinite and not math.isfinite(norm):
-            return Rejection("nonfinite", f"it is not finite (its norm is {norm})")
+        if limits.nonfinite and not norm <= self.max_norm:  # also true for NaN
+            larger = "" if math.isnan(norm) else f", or beyond {self.max_norm:.3g}"
+            reason = f"it is not finite{larger} (its norm is {norm:.4g})"
+            return Rejection("nonfinite", reason)
         # `not a <= b` is also true for NaN.
         limit = limits.norm
         if limit is not None and not norm <= limit:
             return _exceeds("norm", f"its norm is {norm:.4g}", limit)
-        limit = limits.element
-        if limit is not None and largest is not None and not largest <= limit:
-            return _exceeds("element", f"it has an element of {largest:.4g}", limit)
         if limits.times_median is not None and len(self._norms) >= _MIN_NORMS:
             median = statistics.median(self._norms)
             if median > 0 and not norm <= limits.times_median * median:
@@ -171,10 +165,10 @@ class Rejections:
         """Count a rejected message."""
         self.counts[rejection.kind] = self.counts.get(rejection.kind, 0) + 1
 
-    def add_norms(self, norms: Iterable[float]) -> None:
+    def add_norms(self, norms: Iterable[float | None]) -> None:
         """Record the norms of applied messages."""
         if self.limits.times_median is not None:
-            self._new = [norm for norm in norms if math.isfinite(norm)]
+            self._new = [n for n in norms if n is not None and math.isfinite(n)]
             self._norms.extend(self._new)
 
     def norms_to_save(self, *, whole: bool) -> list[float]:

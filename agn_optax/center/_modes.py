@@ -36,6 +36,7 @@ class Entry:
     worker: str
     submission: Submission  # without its arrays
     arrived: float  # time, s
+    norm: float | None = None  # of the message; None if it was not measured
 
 
 class Waiting(Protocol):
@@ -89,11 +90,6 @@ class Mode(abc.ABC):
     def deadline(self, waiting: Waiting) -> float:
         """Return the time at which messages become due if none arrives; or inf."""
         return math.inf
-
-    @property
-    def round_grace(self) -> float | None:
-        """Grace period of a round in seconds; None without a quorum."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +221,3 @@ class Synchronous(Mode):
         # A late message must not use up the grace period of the next round.
         on_time = [e.arrived for e in entries if not waiting.round_staleness(e)]
         return min(on_time or [e.arrived for e in entries]) + self.grace
-
-    @property
-    def round_grace(self) -> float | None:
-        """Grace period of a round in seconds; None without a quorum."""
-        return None if self.quorum is None else self.grace

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax._internal import attempt, layout, trees
+from agn_optax._internal import layout
 from agn_optax.round import contribution_like, elementwise
-from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -45,7 +44,6 @@ class Packing:
         offsets, end = layout.offsets(sizes)
         middle = layout.middle(offsets, end)
         self.shapes = ((middle,), (end - middle,))
-        self.has_gaps = end > sum(sizes)
         # For each leaf, the index of its array, and its slice there.
         self._places = [
             (1, slice(offset - middle, offset - middle + size))
@@ -124,38 +122,8 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not (
-        elementwise.is_uniform(rule, tree) and elementwise.keeps_shapes(rule, parts)
-    ):
-        return None
-
-    def fits() -> bool:
-        """Return whether the state converts both ways, and gaps stay finite."""
-        zeros = Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
-        state = rounds.init_center_state(rule, zeros)
-        apart = packing.unpack_state(rule, state)
-        together = packing.pack_state(rule, apart)
-        expected, _ = rounds.center_state_like(rule, tree)
-        return (
-            trees.kinds(apart) == trees.kinds(expected)
-            and trees.kinds(together) == trees.kinds(state)
-            and not (packing.has_gaps and _moves_zeros_beyond(rule, leaves[0].dtype))
-        )
-
-    what = f"a center of rule {rule.name!r} in two arrays"
-    return packing if attempt(what, fits) else None
-
-
-def _moves_zeros_beyond(rule: Rule, dtype: Any) -> bool:
-    """Return whether a rule makes zeros infinite or NaN, as Adam does without eps."""
-
-    def moved() -> PyTree:
-        zeros = Packed(*(jnp.zeros(1, dtype) for _ in Packed._fields))
-        state = rounds.init_center_state(rule, zeros)
-        return rounds.descend(rule, zeros, zeros, state, {})
-
-    made = jax.tree.leaves(jax.jit(moved)())
-    return not all(np.isfinite(np.float64(x)).all() for x in made)
+    fits = elementwise.is_uniform(rule, tree) and elementwise.keeps_shapes(rule, parts)
+    return packing if fits else None
 
 
 def _owned(part: np.ndarray) -> jax.Array:

@@ -22,23 +22,17 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.center import _reach
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Broadcast
 from agn_optax.round import steps as rounds
-from agn_optax.rules import Rule, downpour, robust
+from agn_optax.rules import Rule, robust
 
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
 _BLOCK = 1 << 18  # numbers whose squares are summed in float32
 _MAX_INT = (1 << 31) - 1
-_MIN_NORM = 1e-12  # squares of smaller numbers underflow in float32
-_NORM_MARGIN = 16.0  # multiple of a message's norm for which bounds are computed
-_MAX_NORM = float(np.finfo(np.float32).max)
-_BOUND_MESSAGES = 512, 16  # numbers of messages for which bounds are computed, in turn
-_RETRY_INTERVAL = 100  # finiteness checks after which bounds are computed again
 
 
 class CenterState(NamedTuple):
@@ -63,23 +57,6 @@ class Version:
     broadcast: Broadcast | None = None  # broadcast parameters of this version
 
 
-class Prepared(NamedTuple):
-    """The arguments that compute the next version: see `Store.prepare`."""
-
-    before: Version
-    program: SimpleNamespace
-    data: PyTree  # a contribution, or the sum of a round's messages
-    extra: Any  # `_Extra`; for a round also its divisor
-    norm: float  # upper bound of the norm of all its messages together
-
-
-class Bound(NamedTuple):
-    """A number of further messages that leave the center finite."""
-
-    messages: int
-    norm: float  # maximum norm of each
-
-
 class Store:
     """The versions of a rule's center variable.
 
@@ -102,6 +79,8 @@ class Store:
       contribution_like: abstract tree of a worker's contribution.
       delta_like: abstract tree of a delta between broadcast parameters; None if
         the codec does not answer with deltas.
+      max_norm: norm beyond which a message counts as not finite: the square root of the
+        largest number of the center's dtype.
     """
 
     def __init__(
@@ -120,6 +99,8 @@ class Store:
             params = jax.device_put(params, device)
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
+        largest = [float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(self.like)]
+        self.max_norm = math.sqrt(min(largest, default=0.0))
         # True if all leaves are in the memory of JAX's default CPU device.
         first, default = jax.local_devices()[0], jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
@@ -130,10 +111,6 @@ class Store:
         packing = self.packing = packing_of(rule, self.like) if flatten else None
         copied = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        self._bound: Bound | None = None  # of the current version
-        # The norm for which no bounds were found, and the number of finiteness checks
-        # until bounds are computed for it again.
-        self._unbounded_norm, self._retry_countdown = 0.0, 0
         if broadcast is None:
             broadcast = rounds.init_broadcast(rule, copied)
         self.current = Version(copied, version, broadcast=broadcast)
@@ -278,42 +255,24 @@ class Store:
         """Return a contribution, or parameters of a version, as a tree."""
         return placed if self.packing is None else self.packing.unpack(placed)
 
-    def norm(
-        self, contribution: PyTree, center: PyTree, *, waits: bool = True
-    ) -> jax.Array | np.floating:
+    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array | np.floating:
         """Return the global norm of a contribution's message to ``center``, in float32.
 
-        The norm is finite if and only if the message is finite: a finite norm beyond
-        the range of float32 is replaced by the largest number of float32.
+        The norm of a message that is not finite is NaN or infinite. It is also infinite
+        if a sum of squares leaves the range of float32.
 
         Args:
           contribution: result of `check_and_place`.
           center: parameters of a version.
-          waits: whether to wait for the device. Otherwise the norm may be infinite, or
-            zero, if squares of the message leave the range of float32.
         """
-        norm: jax.Array | np.floating
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
             and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
             # NumPy takes less time than a call of a compiled program.
-            norm = np.sqrt(np.float32(sum(map(_square, contribution))))
-        else:
-            norm = self._programs.norm(contribution, center)
-        if not waits:
-            return norm
-        norm = np.float32(norm)
-        if _MIN_NORM < norm < math.inf:
-            return norm
-        with np.errstate(all="ignore"):  # numbers of the message may be infinite
-            message = rounds.message_of(self._rule, contribution, center)
-        return _careful_norm(jax.tree.leaves(message))
-
-    def largest(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Return the largest absolute element of a contribution's message."""
-        return self._programs.largest(contribution, center)
+            return np.sqrt(np.float32(sum(map(_square, contribution))))
+        return self._programs.norm(contribution, center)
 
     def apply(
         self,
@@ -321,19 +280,10 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         workers: int = 1,
-    ) -> None:
-        """Compute the next version without a finiteness check: `prepare` and `move`."""
-        self.move(self.prepare(submissions, staleness, weights, workers))
-
-    def prepare(
-        self,
-        submissions: Sequence[Submission],
-        staleness: Sequence[int],
-        weights: Sequence[float] | None = None,
-        workers: int = 1,
-        norm: float = math.inf,
-    ) -> Prepared:
-        """Prepare the next version, without changing the current one.
+        *,
+        checks_finite: bool = False,
+    ) -> bool:
+        """Compute the next version.
 
         Args:
           submissions: one message, or those of a round, which the rule combines.
@@ -341,18 +291,49 @@ class Store:
           weights: factor of each message of a round, ignored if the rule discounts
             messages by their staleness; None if this is no round.
           workers: number of registered workers.
-          norm: upper bound of the norm of all messages together.
+          checks_finite: whether to check what the rule's ``combine`` makes of a round,
+            which waits for the device.
+
+        Returns:
+          False if that is not finite; then the center does not change.
         """
-        before, programs = self.current, self._programs
+        before, program = self.current, self._programs.move
         extras = [
             _extra(before.number, stale, submission, workers)
             for stale, submission in zip(staleness, submissions, strict=True)
         ]
+        data: PyTree = submissions[0].contribution
+        extra: Any = extras[0]
+        if weights is not None:
+            program = self._programs.move_round
+            data, extra = self._combine(submissions, extras, weights, workers)
+            is_checked = checks_finite and not self._rule.is_summed
+            if is_checked and not self._programs.is_finite(data, before.params):
+                return False
+        # Reuse the arrays of the old version, unless it has readers.
+        in_place = (
+            not before.escaped and not before.readers and self._rule.adopts == "after"
+        )
+        run = program.in_place if in_place else program.anew
+        moved = run(data, extra, before.params, self._center_state, before.broadcast)
+        params, self._center_state, broadcast, delta = moved
+        self._set_current(params, broadcast, delta)
+        return True
+
+    def _combine(
+        self,
+        submissions: Sequence[Submission],
+        extras: Sequence[_Extra],
+        weights: Sequence[float],
+        workers: int,
+    ) -> tuple[PyTree, tuple[jax.Array, _Extra]]:
+        """Return the sum of a round's messages, or what the rule combines them to.
+
+        Returns:
+          The sum, and its divisor with the extra arguments of the center optimizer.
+        """
+        before, programs, count = self.current, self._programs, len(submissions)
         contributions = [submission.contribution for submission in submissions]
-        if weights is None:
-            (contribution,) = contributions
-            return Prepared(before, programs.move, contribution, extras[0], norm)
-        count = len(submissions)
         # A message without steps or without a weight counts as 1.
         steps = sum(max(1, s.steps) for s in submissions)
         claimed = [1.0 if s.weight is None else s.weight for s in submissions]
@@ -369,47 +350,8 @@ class Store:
         else:
             total = programs.combine(contributions, before.params, counted)
         combined = Submission(0, total, before.number, round(steps / count), mean)
-        round_args = (
-            _on_device(float(count if is_mean else 1)),
-            _extra(before.number, 0, combined, workers),
-        )
-        # A discount may lengthen a message; a combined message may exceed the sum.
-        if self._rule.discount is not None or not self._rule.is_summed:
-            norm = math.inf
-        return Prepared(before, programs.move_round, total, round_args, norm)
-
-    def move(self, prepared: Prepared) -> None:
-        """Compute the prepared version from the current one."""
-        before = prepared.before
-        assert before is self.current
-        # Reuse the arrays of the old version, unless it has readers.
-        in_place = (
-            not before.escaped and not before.readers and self._rule.adopts == "after"
-        )
-        run = prepared.program.in_place if in_place else prepared.program.anew
-        moved = run(*self._arguments(prepared))
-        params, self._center_state, broadcast, delta = moved
-        self._set_current(params, broadcast, delta)
-
-    def check_finite(self, prepared: Prepared) -> tuple[bool, Bound | None]:
-        """Return whether a prepared version would be finite, and a bound if found.
-
-        This waits for the device, so do not call it under a lock. `move` must not be
-        called meanwhile. State that other methods read is unchanged: see `set_bound`.
-        """
-        bound = self._find_bound(prepared.before, prepared.norm)
-        if bound is not None:
-            return True, bound
-        return bool(prepared.program.stays_finite(*self._arguments(prepared))), None
-
-    def _arguments(self, prepared: Prepared) -> tuple[Any, ...]:
-        """Return the arguments of a prepared program."""
-        params, broadcast = prepared.before.params, prepared.before.broadcast
-        return prepared.data, prepared.extra, params, self._center_state, broadcast
-
-    def set_bound(self, bound: Bound | None) -> None:
-        """Set the bound that `check_finite` found for the next version."""
-        self._bound = bound
+        divisor = _on_device(float(count if is_mean else 1))
+        return total, (divisor, _extra(before.number, 0, combined, workers))
 
     def _set_current(
         self, params: PyTree, broadcast: Broadcast | None, delta: PyTree
@@ -419,49 +361,6 @@ class Store:
         self.current = Version(params, number, broadcast=broadcast)
         if broadcast is not None:
             self._differences.append((number, delta))
-
-    @functools.cached_property
-    def _limit(self) -> float:
-        """The largest number that the center may have; 0 if no bounds are computed."""
-        if _is_narrower(self.delta_like, self.like):
-            return 0.0  # a delta may overflow its narrower dtype
-        if not _reach.is_bounded(self._rule):
-            return 0.0
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
-        if self._rule.codec.answer_dtype is not None:
-            dtypes.append(self._rule.codec.answer_dtype)
-        return min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0) / 2
-
-    def is_bounded(self, prepared: Prepared) -> bool:
-        """Return whether a prepared version is certainly finite; if so, call `move`.
-
-        The decision counts the messages since the last `check_finite`, and does not
-        wait for the device.
-        """
-        bound = self._bound
-        if bound is None or not bound.messages or prepared.norm > bound.norm:
-            return False
-        self._bound = bound._replace(messages=bound.messages - 1)
-        return True
-
-    def _find_bound(self, before: Version, norm: float) -> Bound | None:
-        """Return a bound that holds after a message of a norm; None if not found."""
-        if not (self._limit and norm < math.inf):
-            return None
-        if self._retry_countdown > 0 and norm > self._unbounded_norm / 2:
-            self._retry_countdown -= 1
-            return None
-        params, state, message = before.params, self._center_state, _NORM_MARGIN * norm
-        found = _reach.largest_of(params, state)
-        center, within = largest = float(found[0]), float(found[1])
-        for messages in _BOUND_MESSAGES if math.isfinite(center + within) else ():
-            reached = _reach.bound(
-                self._rule, params, state, message, messages, largest
-            )
-            if reached < self._limit:
-                return Bound(messages - 1, message)
-        self._unbounded_norm, self._retry_countdown = norm, _RETRY_INTERVAL
-        return None
 
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -473,28 +372,6 @@ def _square(part: np.ndarray) -> float:
     """Return the square of a norm, with blocks summed in float64 to round less."""
     with np.errstate(over="ignore", invalid="ignore"):
         return sum(float(np.dot(block, block)) for block in _blocks(part))
-
-
-def _careful_norm(message: Sequence[Any]) -> np.float32:
-    """Return the norm of a message whose squares may overflow or underflow."""
-    blocks = [block for leaf in message for block in _blocks(np.asarray(leaf))]
-    largest = np.max([np.float64(np.abs(block).max()) for block in blocks], initial=0.0)
-    if not 0 < largest < math.inf:
-        return np.float32(largest)
-    square = sum(np.sum((block.astype(np.float64) / largest) ** 2) for block in blocks)
-    with np.errstate(over="ignore"):  # a finite norm may leave the range of float64
-        return np.float32(min(largest * np.sqrt(square), _MAX_NORM))
-
-
-def _floats(tree: PyTree) -> list[Any]:
-    leaves = jax.tree.leaves(tree)
-    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-
-def _is_narrower(difference: PyTree, center: PyTree) -> bool:
-    """Return whether a floating leaf of a delta has a smaller range than the center."""
-    most = min((jnp.finfo(x.dtype).maxexp for x in _floats(center)), default=0)
-    return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
 class _Extra(NamedTuple):
@@ -541,28 +418,15 @@ def _largest(center: PyTree) -> jax.Array:
     return functools.reduce(jnp.maximum, maxima, jnp.zeros((), wide))
 
 
-_ANY = downpour()  # stands for the rule's parts that do not affect a measurement
-
-
 @functools.lru_cache(maxsize=32)
-def _measures(rule: Rule) -> dict[str, Any]:
-    """Return the compiled measurements, shared by rules whose messages are the same."""
+def _programs(rule: Rule) -> SimpleNamespace:
+    """Return the compiled programs of a rule, shared by its stores."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
         message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
         wide = trees.wider(jnp.float32, *(m.dtype for m in message))
         squares = [jnp.sum(m.astype(wide) ** 2) for m in message]
         return jnp.sqrt(sum(squares, jnp.zeros((), wide))).astype(jnp.float32)
-
-    def largest(contribution: PyTree, center: PyTree) -> jax.Array:
-        return _largest(rounds.message_of(rule, contribution, center))
-
-    return {"norm": jax.jit(norm), "largest": jax.jit(largest)}
-
-
-@functools.lru_cache(maxsize=32)
-def _programs(rule: Rule) -> SimpleNamespace:
-    """Return the compiled programs of a rule, shared by its stores."""
 
     def counted(
         contribution: PyTree, center: PyTree, extra: _Extra, weight: Any
@@ -605,39 +469,25 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = optax.tree.cast_like(mean, center)
         return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
 
+    def is_finite(combined: PyTree, center: PyTree) -> jax.Array:
+        leaves = jax.tree.leaves(optax.tree.cast_like(combined, center))
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
     def compiled(program: Any) -> SimpleNamespace:
-        """Compile a program in three forms: in place, anew, and as finiteness check."""
-
-        def stays_finite(
-            data: PyTree, extra: Any, center: PyTree, state: PyTree, broadcast: PyTree
-        ) -> Any:
-            moved = program(data, extra, center, state, broadcast)
-            # In the dtype of the answer, whose range may be smaller than the center's.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
-            new = (rounds.answer_of(rule, moved.center), moved.center_state)
-            stay = [
-                (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
-                for n, o in zip(jax.tree.leaves(new), old, strict=True)
-                if jnp.issubdtype(n.dtype, jnp.floating)
-            ]
-            if _is_narrower(moved.delta, center):
-                difference = _floats(moved.delta)
-                stay += [jnp.isfinite(x).all() for x in difference]
-            return jnp.stack([*stay, jnp.array(True)]).all()
-
+        """Compile a program in two forms: in place and anew."""
         # The optimizer's state has no readers and is always donated; versions may have
         # readers.
         return SimpleNamespace(
             in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
             anew=jax.jit(program, donate_argnums=3),
-            stays_finite=jax.jit(stays_finite),  # donates nothing
         )
 
     return SimpleNamespace(
-        **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
+        norm=jax.jit(norm),
         weigh=jax.jit(weigh, donate_argnums=0),
         # Compiled for each number of messages; None if messages are summed.
         combine=None if rule.is_summed else jax.jit(combine),
+        is_finite=jax.jit(is_finite),  # takes the result of `combine`
         move=compiled(move),  # takes a contribution
         move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

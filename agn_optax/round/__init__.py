@@ -46,7 +46,6 @@ from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import contribution_like as contribution_like
-from agn_optax.round._round import weigh_and_apply as weigh_and_apply
 from agn_optax.round._slots import slots as slots
 from agn_optax.round.placements import CenterShards as CenterShards
 from agn_optax.round.placements import OnHost as OnHost

@@ -24,7 +24,6 @@ from agn_optax.rules._combinators import elastic_pull as elastic_pull
 from agn_optax.rules._combinators import normalize as normalize
 from agn_optax.rules._combinators import scale_by_staleness as scale_by_staleness
 from agn_optax.rules._declared import Reads as Reads
-from agn_optax.rules._declared import at_corners as at_corners
 from agn_optax.rules._declared import elementwise as elementwise
 from agn_optax.rules._declared import parts_of as parts_of
 from agn_optax.rules._declared import widest as widest

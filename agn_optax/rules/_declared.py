@@ -29,9 +29,6 @@ class Declaration(NamedTuple):
     # The part of the arguments that an element of the result depends on: that element,
     # its leaf, or the whole tree. All may depend on scalars, such as counts.
     reads: Reads | Callable[[Variables], Reads] = "element"
-    # True if the largest updates and states are at corners: where message, state and
-    # center each have their largest or smallest value, or are zero.
-    at_corners: bool = False
     # The variable that has inner transformations, or a function that returns them.
     inner: str | Callable[[Variables], Any] | None = None
 
@@ -41,7 +38,6 @@ class Part(NamedTuple):
 
     maker: str  # the function that made it, such as "optax.scale_by_adam"
     reads: Reads
-    at_corners: bool
 
 
 def _made_by_factory(own: Variables) -> Any:
@@ -62,14 +58,13 @@ def _unknown() -> None:
     """Stand for a transformation that is not in the table."""
 
 
-_CORNERS = Declaration(at_corners=True)
 _ELEMENT = Declaration()
 _LEAF = Declaration("leaf")
 
 TABLE: dict[str, Declaration] = {
     # Functions that combine or wrap other transformations.
-    "optax.chain": Declaration(inner="update_fns", at_corners=True),
-    "optax.with_extra_args_support": Declaration(inner="tx", at_corners=True),
+    "optax.chain": Declaration(inner="update_fns"),
+    "optax.with_extra_args_support": Declaration(inner="tx"),
     "optax.named_chain": Declaration(inner="transforms"),
     "optax.conditionally_mask": Declaration(inner="inner"),
     "optax.conditionally_transform": Declaration(inner="inner"),
@@ -84,30 +79,30 @@ TABLE: dict[str, Declaration] = {
         lambda own: "leaf" if own["is_radial"] else "element", inner="optimizer"
     ),
     "agn_optax.by_local_steps": Declaration(inner="optimizer"),
-    "agn_optax.elementwise": Declaration(inner="optimizer", at_corners=True),
+    "agn_optax.elementwise": Declaration(inner="optimizer"),
     "agn_optax.restart_momentum": Declaration(inner="optimizer"),
-    "agn_optax.stateless": Declaration(inner="update", at_corners=True),
+    "agn_optax.stateless": Declaration(inner="update"),
     # Transformations of each element.
     "agn_optax.accumulate": _ELEMENT,
     "agn_optax.delayed_nesterov": _ELEMENT,
     "agn_optax.elastic_pull": _ELEMENT,
-    "agn_optax.momentum_lookahead": _CORNERS,
+    "agn_optax.momentum_lookahead": _ELEMENT,
     "agn_optax.normalize": _ELEMENT,
     "agn_optax.ordered_momentum": _ELEMENT,
-    "agn_optax.scale_by_staleness": _CORNERS,
+    "agn_optax.scale_by_staleness": _ELEMENT,
     "agn_optax.scale_by_turnaround": _ELEMENT,
     "agn_optax.scale_by_weight": _ELEMENT,
-    "optax.add_decayed_weights": _CORNERS,
+    "optax.add_decayed_weights": _ELEMENT,
     "optax.apply_every": _ELEMENT,
-    "optax.clip": _CORNERS,
+    "optax.clip": _ELEMENT,
     "optax.ema": _ELEMENT,
-    "optax.identity": _CORNERS,
+    "optax.identity": _ELEMENT,
     "optax.keep_params_nonnegative": _ELEMENT,
     "optax.reduce_on_plateau": _ELEMENT,
-    "optax.scale": _CORNERS,
+    "optax.scale": _ELEMENT,
     "optax.scale_by_acprop": _ELEMENT,
     "optax.scale_by_adadelta": _ELEMENT,
-    "optax.scale_by_adam": _CORNERS,
+    "optax.scale_by_adam": _ELEMENT,
     "optax.scale_by_adamax": _ELEMENT,
     "optax.scale_by_adan": _ELEMENT,
     "optax.scale_by_ademamix": _ELEMENT,
@@ -115,20 +110,20 @@ TABLE: dict[str, Declaration] = {
     "optax.scale_by_amsgrad": _ELEMENT,
     "optax.scale_by_belief": _ELEMENT,
     "optax.scale_by_cocob": _ELEMENT,
-    "optax.scale_by_lion": _CORNERS,
+    "optax.scale_by_lion": _ELEMENT,
     "optax.scale_by_madgrad": _ELEMENT,
     "optax.scale_by_optimistic_gradient": _ELEMENT,
     "optax.scale_by_radam": _ELEMENT,
-    "optax.scale_by_rms": _CORNERS,
+    "optax.scale_by_rms": _ELEMENT,
     "optax.scale_by_rprop": _ELEMENT,
     "optax.scale_by_rss": _ELEMENT,
-    "optax.scale_by_schedule": _CORNERS,
-    "optax.scale_by_sign": _CORNERS,
+    "optax.scale_by_schedule": _ELEMENT,
+    "optax.scale_by_sign": _ELEMENT,
     "optax.scale_by_simplified_ademamix": _ELEMENT,
     "optax.scale_by_stddev": _ELEMENT,
     "optax.scale_by_yogi": _ELEMENT,
     "optax.set_to_zero": _ELEMENT,
-    "optax.trace": _CORNERS,
+    "optax.trace": _ELEMENT,
     # Transformations of each leaf.
     "agn_optax.heloco": _LEAF,
     "optax.adaptive_grad_clip": _LEAF,
@@ -143,8 +138,6 @@ TABLE: dict[str, Declaration] = {
     "optax.scale_by_sm3": _LEAF,
     "optax.scale_by_trust_ratio": _LEAF,
     "optax.zero_nans": _LEAF,  # its state has a flag for each leaf
-    # These read the whole tree; they are listed for their corners.
-    "optax.clip_by_global_norm": Declaration("tree", at_corners=True),
 }
 
 
@@ -165,7 +158,7 @@ def parts_of(update: Any, *, trusting: bool = False) -> Iterator[Part]:
     maker, own = _origin(update)
     entry = TABLE.get(maker, Declaration("tree"))
     reads = entry.reads(own) if callable(entry.reads) else entry.reads
-    yield Part(maker, reads, entry.at_corners)
+    yield Part(maker, reads)
     if entry.inner is None or (trusting and maker == "agn_optax.elementwise"):
         return
     if callable(entry.inner):
@@ -193,11 +186,6 @@ def _origin(update: Any) -> tuple[str, Variables]:
 
 def _is_transform(node: Any) -> bool:
     return callable(getattr(node, "update", None))
-
-
-def at_corners(optimizer: optax.GradientTransformation) -> bool:
-    """Return whether the largest updates and states of ``optimizer`` are at corners."""
-    return all(part.at_corners for part in parts_of(optimizer))
 
 
 def elementwise(

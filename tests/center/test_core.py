@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -14,13 +13,12 @@ import threading
 import uuid
 import weakref
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import shared, tuning
-from helpers.waiting import in_background, wait_until
+from helpers.waiting import in_background
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -155,8 +153,6 @@ class Exchanges(RuleBasedStateMachine):
 
     def expire(self):
         """Remove workers with an expired lease; return the present ones."""
-        # Wait for a check in another thread, as if it took no time.
-        assert self.core.wait_for(lambda: self.core._finiteness is None, LIMIT)
         members = self.core.members()[1]
         for known in self.sessions.values():
             if known.until <= self.clock.now:
@@ -532,10 +528,10 @@ def test_message_that_fails_to_apply_may_be_sent_again(monkeypatch):
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
 
-    def fails(*args):
+    def fails(*args, **kwargs):
         raise FloatingPointError("no memory for this")
 
-    monkeypatch.setattr(core.store, "move", fails)
+    monkeypatch.setattr(core.store, "apply", fails)
     submit(anna)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="no memory"):
@@ -588,198 +584,15 @@ def test_response_is_not_read_once_its_worker_has_joined_anew():
         core.snapshot(answer.version)
 
 
-def look_and_wait(looks, may, updates, params):
-    """Update in a callback that signals when it runs, and waits for permission."""
-
-    def wait(update):
-        looks.set()
-        assert may.wait(LIMIT)
-        return update
-
-    return jax.pure_callback(wait, jax.eval_shape(lambda: updates), updates)
-
-
-@pytest.mark.parametrize("mode", [None, Synchronous()])
-def test_center_serves_others_while_the_device_checks_a_message(mode):
-    """No call waits for the device under the lock, and the order of turns stays."""
-    looks, may = threading.Event(), threading.Event()
-    waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
-    core = Core(CenterSettings(shared.agn(waiting), jnp.zeros(2), mode=mode))
-    anna, bert = core.join("anna"), core.join("bert")
-    sends = [threading.Thread(target=submit, args=(each,)) for each in (anna, bert)]
-    for thread in sends:
-        thread.start()
-    answered = threading.Event()
-
-    def others():
-        sessions = [(each.worker, each.session_id) for each in (anna, bert)]
-        assert core.heartbeat(sessions) == ["anna", "bert"]
-        core.join("carl").leave()
-        assert set(core.members()[1]) == {"anna", "bert"}
-        assert core.snapshot().version == 0
-        answered.set()
-
-    assert looks.wait(LIMIT)
-    asks = threading.Thread(target=others)
-    asks.start()
-    try:
-        assert answered.wait(10.0)
-    finally:
-        may.set()
-        asks.join(LIMIT)
-    for thread in sends:
-        thread.join(LIMIT)
-    versions = {each.collect(1, LIMIT).version for each in (anna, bert)}
-    assert versions == ({1, 2} if mode is None else {1})
-
-
-def test_message_of_a_worker_that_leaves_during_its_check_is_dropped():
-    looks, may = threading.Event(), threading.Event()
-    waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
-    core = Core(CenterSettings(shared.agn(waiting), jnp.zeros(2)))
-    anna, bert = core.join("anna"), core.join("bert")
-    sends = threading.Thread(target=submit, args=(anna,))
-    sends.start()
-    assert looks.wait(LIMIT)
-    anna.leave()
-    may.set()
-    sends.join(LIMIT)
-    assert core.snapshot().version == 0
-    assert exchange(bert).version == 1
-    back = core.join("anna", anna.session_id, resume=True)
-    assert exchange(back, 1).version == 2
-
-
-@contextlib.contextmanager
-def held_check(core, *submits):
-    """Submit messages whose check is blocked within the context."""
-    looks, may = threading.Event(), threading.Event()
-    look = core.store.check_finite
-
-    def held(prepared):
-        looks.set()
-        assert may.wait(LIMIT)
-        return look(prepared)
-
-    core.store.check_finite = held
-    threads = [threading.Thread(target=submit) for submit in submits]
-    for thread in threads:
-        thread.start()
-    try:
-        assert looks.wait(LIMIT)
-        yield
-    finally:
-        core.store.check_finite = look
-        may.set()
-        for thread in threads:
-            thread.join(LIMIT)
-
-
-def test_leases_expire_while_the_device_checks_a_message():
-    core = core_of(limits=Limits(lease=0.0))
-    anna, bert = core.join("anna"), core.join("bert")
-    with held_check(core, lambda: submit(anna)):
-        bert.disconnect()
-        assert set(core.members()[1]) == {"anna"}
-    assert anna.collect(1, LIMIT).version == 1
-
-
-def test_message_that_arrives_during_a_check_may_become_too_stale():
-    core = core_of(BoundedStaleness(versions=0))
-    anna, bert = core.join("anna"), core.join("bert")
-    with held_check(core, lambda: submit(anna)):
-        submit(bert)
-    assert anna.collect(1, LIMIT).applied
-    answer = bert.collect(1, LIMIT)
-    assert (answer.applied, answer.staleness) == (False, 1)
-
-
-def test_waiting_calls_do_not_poll_during_a_check():
-    """The round is over, but nothing can be decided before the check ends."""
-    core = core_of(Synchronous(quorum=2, grace=0.01))
-    anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
-    settled = 0
-    settle = core._apply_due
-
-    def counted(**how):
-        nonlocal settled
-        settled += 1
-        settle(**how)
-
-    def end_a_round():  # the check is blocked before it can begin
-        submit(anna)
-        submit(bert)
-        anna.collect(1, LIMIT)
-
-    core._apply_due = counted
-    with held_check(core, end_a_round):
-        settled = 0
-        assert bert.collect(1, 0.2) is None
-        assert settled < 10
-    assert bert.collect(1, LIMIT).version == 1
-
-
-def test_round_ends_in_time_after_a_check(monkeypatch):
-    """A call waiting for the round did not have to wake up before."""
-    tuning.set_failure_checks(monkeypatch, math.inf)
-    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
-    anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
-    submit(anna)
-    with held_check(core, functools.partial(anna.collect, 1, LIMIT)):
-        submit(bert)
-        with collecting(bert, monkeypatch) as got:
-            pass
-    assert got.result(LIMIT).version == 2
-
-
-@pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
-def test_check_that_failed_to_start_is_started_by_the_next_call(fails, monkeypatch):
-    """For example, no thread can be started, or Ctrl-C comes before."""
-    tuning.set_failure_checks(monkeypatch, 0.05)  # s, until the next attempt
-    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
-    anna, bert = core.join("anna"), core.join("bert")
-
-    def broken(*args, **kwargs):
-        raise fails("not now")
-
-    with monkeypatch.context() as patch:
-        submit(anna)
-        if fails is RuntimeError:
-            patch.setattr(threading.Thread, "start", broken)
-            act = functools.partial(anna.collect, 1, LIMIT)
-        else:
-            patch.setattr(core, "_run_check", broken)
-            act = functools.partial(submit, bert)
-        with pytest.raises(fails, match="not now"):
-            act()
-    assert anna.collect(1, LIMIT).version == 1
-
-
-def test_exception_in_the_thread_of_a_check_is_logged(caplog):
-    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
-    anna, _ = core.join("anna"), core.join("bert")
-
-    answer = core._answer
-
-    def broken(*settled):
-        answer(*settled)
-        raise ZeroDivisionError("after the answer")
-
-    core._answer = broken
-    submit(anna)
-    assert anna.collect(1, LIMIT).version == 1
-    wait_until(lambda: "ZeroDivisionError: after the answer" in caplog.text)
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypatch):
     core = core_of()
     anna = core.join("anna")
 
-    def fails(*args):
+    def fails(*args, **kwargs):
         raise FloatingPointError("no memory for this")
 
-    monkeypatch.setattr(core.store, "move", fails)
+    monkeypatch.setattr(core.store, "apply", fails)
     submit(anna)
     monkeypatch.undo()
     if again:
@@ -812,14 +625,14 @@ def test_interrupted_exchange_is_applied_once(when, monkeypatch):
     """For example, by Ctrl-C in a cell of a notebook."""
     core = core_of()
     anna = core.join("anna")
-    move = core.store.move
+    apply = core.store.apply
 
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
         if when == "after":
-            move(*args)
+            apply(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core.store, "move", interrupted)
+    monkeypatch.setattr(core.store, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         submit(anna)
     monkeypatch.undo()

@@ -27,7 +27,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import checkpoint, errors, rules, service
-from agn_optax.center import Journal, MessageLimits, Submission, Synchronous
+from agn_optax.center import Journal, MessageLimits, Submission, Synchronous, _store
 from agn_optax.service.transports import GrpcLink
 
 LIMIT = 60  # s, generous: no test should come near it
@@ -360,8 +360,11 @@ def test_unused_extras_are_no_program_arguments():
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         store = center.core.store
         sent = Submission(2, jnp.ones(3), anchor_version=1, steps=2, weight=3.0)
-        prepared = store.prepare([sent], [0])
-        lowered = prepared.program.in_place.lower(*store._arguments(prepared))
+        extra = _store._extra(1, 0, sent, workers=1)
+        params, state = store.current.params, store._center_state
+        lowered = store._programs.move.in_place.lower(
+            sent.contribution, extra, params, state, None
+        )
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")
     # The message, the center and its momentum; the state of ASKS is not read.

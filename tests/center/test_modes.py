@@ -77,15 +77,12 @@ def test_round_ends_when_all_messages_are_there_or_with_its_grace():
     assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
 
 
-def test_only_rounds_have_weights_and_a_grace():
+def test_only_rounds_have_weights():
     assert Synchronous(late="weighted").weights([0, 3]) == (1.0, 0.25)
     assert Synchronous().weights([0, 3]) == (1.0, 1.0)
     for mode in (Asynchronous(), BoundedStaleness(rounds=1)):
         assert mode.weights([0]) is None
         assert mode.deadline(PendingMessages(a=(0, 0))) == math.inf
-        assert mode.round_grace is None
-    assert Synchronous(grace=3.0).round_grace is None
-    assert Synchronous(quorum=1, grace=3.0).round_grace == 3.0
 
 
 class Pairs(Mode):

@@ -46,11 +46,6 @@ class ConnectionClock:
             self._ahead += 20.0
 
 
-def set_failure_checks(monkeypatch, seconds):
-    """Set the pause after which a waiting call checks whether workers have failed."""
-    monkeypatch.setattr(_core, "_FAILURE_CHECK_INTERVAL", seconds)
-
-
 def set_greeting_timeout(monkeypatch, seconds):
     """Set the timeout of a direct connection's greeting."""
     monkeypatch.setattr(_socket, "_CONNECT_TIMEOUT", seconds)

@@ -13,7 +13,8 @@ from helpers import shared, support
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
-from agn_optax.center import ShardedCenter
+from agn_optax._internal import trees
+from agn_optax.center import ShardedCenter, Store
 from agn_optax.round import _elementwise, _parts
 from agn_optax.rules import _declared
 
@@ -442,3 +443,13 @@ def test_log_reports_skipped_optimization_of_masked_optimizer(caplog):
         assert not _elementwise.is_uniform(rule, PARAMS)
     (record,) = caplog.records
     assert record.message.startswith("not done: a center in two arrays, because of")
+
+
+@pytest.mark.parametrize("name", _declared.TABLE)
+def test_center_in_two_arrays_has_the_state_of_one_in_leaves(name):
+    rule = shared.agn(constructed(name))
+    params = numbers(0, ("a", "b"))
+    kept, flat = (Store(rule, params, flatten=flatten) for flatten in (False, True))
+    assert trees.kinds(flat.save()) == trees.kinds(kept.save())
+    again = Store.restore(rule, flat.save(), flatten=True)
+    support.assert_identical(again.save(), flat.save())
