@@ -52,13 +52,11 @@ if _typing.TYPE_CHECKING:
         loss_scaling,
         reduce_loss,
     )
-    from agn_optax.training import Fitted, fit
     from agn_optax.worker import Worker, from_first_process
 
 __all__ = [
     "Center",
     "ExchangeState",
-    "Fitted",
     "Fragments",
     "LocalCenter",
     "Phases",
@@ -87,7 +85,6 @@ __all__ = [
     "elementwise",
     "errors",
     "exchange_every",
-    "fit",
     "from_first_process",
     "initialize_distributed",
     "loss_scale",
@@ -117,13 +114,11 @@ _MODULES = (
     "service",
     "sinks",
     "towers",
-    "training",
     "worker",
 )
 # The folders of the other lazy names; a name that is missing here is in `towers`.
 _FOLDERS = {
     **dict.fromkeys(("Center", "LocalCenter", "Snapshot"), "center"),
-    **dict.fromkeys(("Fitted", "fit"), "training"),
     **dict.fromkeys(("Worker", "from_first_process"), "worker"),
 }
 

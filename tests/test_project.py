@@ -28,7 +28,6 @@ LAYERS = {
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
-    "training": {"_internal", "towers", "worker", "flax", "checkpoint"},
     "service": {"_internal", "rules", "round", "center", "worker"},
     "flax": {"_internal"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
@@ -44,7 +43,6 @@ EXTRAS = {
     },
     "flax": {"flax"},
     "checkpoint": {"orbax"},
-    "training": {"rich"},
     "ops": {
         "cryptography",
         "grpc",
@@ -273,7 +271,6 @@ def test_import_loads_no_heavy_package_and_no_backend():
         agn_optax,
         agn_optax.rules,
         agn_optax.towers,
-        agn_optax.training,
         agn_optax.center,
         agn_optax.checkpoint,
         agn_optax.service,
