@@ -31,7 +31,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # The extras that the tests need besides the group dev; the same as in `make lock`.
-EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,ray,tensorboard"
+EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,ray"
 # For each extra, statements that must run with only that extra installed.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
@@ -44,8 +44,7 @@ USES = {
     "kubernetes": "import yaml",
     "metrics": "import prometheus_client",
     "ray": "import ray",
-    "tensorboard": "import tensorboardX",
-    "all": "import flax, grain, ray, tensorboardX; from agn_optax import cli, service",
+    "all": "import flax, grain, ray; from agn_optax import cli, service",
 }
 
 

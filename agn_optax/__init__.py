@@ -112,7 +112,6 @@ _MODULES = (
     "checkpoint",
     "flax",
     "service",
-    "sinks",
     "towers",
     "worker",
 )

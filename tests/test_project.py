@@ -24,7 +24,6 @@ LAYERS = {
     "_internal": set(),
     "rules": {"_internal"},
     "round": {"_internal", "rules"},
-    "sinks": {"_internal"},
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},

@@ -103,8 +103,7 @@ class Worker:
         the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
         numbers given to `report` are included. Callbacks cost a pass over the
         parameters per exchange, and wait for the device. An exception in a callback is
-        logged and not raised, because the exchange has been made. `agn_optax.sinks` has
-        ready-made callbacks.
+        logged and not raised, because the exchange has been made.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
@@ -751,8 +750,8 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         if not callable(callback):
             raise errors.InvalidTypeError(
-                "callbacks must be functions of a step and its values, or objects of "
-                f"agn_optax.sinks, got {check.show(callback)}"
+                "callbacks must be functions of a step and its values, got "
+                f"{check.show(callback)}"
             )
 
 
