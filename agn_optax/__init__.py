@@ -110,7 +110,6 @@ _MODULES = (
     *_OPERATIONS,
     "center",
     "checkpoint",
-    "flax",
     "service",
     "towers",
     "worker",

@@ -28,7 +28,6 @@ LAYERS = {
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
-    "flax": {"_internal"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "ops": {"_internal", "rules", "round", "center", "service"},
 }
@@ -40,7 +39,6 @@ EXTRAS = {
         "grpc_health",
         "ml_dtypes",
     },
-    "flax": {"flax"},
     "checkpoint": {"orbax"},
     "ops": {
         "cryptography",
