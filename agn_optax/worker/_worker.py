@@ -779,6 +779,7 @@ def _divided(
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)
     if isinstance(period, rounds.DynamicPeriod):
-        combinations.reject("dynamic_period", "fragments", f"period={period}")
+        got = f"period={period}"
+        combinations.reject("dynamic_period", "fragments", got, errors.InvalidTypeError)
     fragments.check_period(int(rounds.as_schedule(period)(0)))
     return center.divided_by(fragments)
