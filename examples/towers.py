@@ -115,11 +115,13 @@ class Trainer:
 
         state = towers.create(make, jax.random.key(args.seed))
 
-        def exchange(state: TrainState) -> TrainState:
+        def train_round(state: TrainState, rows: jax.Array) -> Any:
+            steps = jnp.swapaxes(rows, 0, 1)
+            state, losses = jax.lax.scan(self._step, state, steps)
             params, opt_state = split.exchange(state.params, state.opt_state)
-            return state.replace(params=params, opt_state=opt_state)
+            return state.replace(params=params, opt_state=opt_state), losses
 
-        rounds = towers.round(self._step, args.period, exchange=exchange)
+        rounds = towers.step(train_round)
         data = self._rounds(towers)
         batches = next(data)
         program = rounds.lower(state, batches).compile()
@@ -163,12 +165,11 @@ class Trainer:
     def _rounds(self, towers: agn_optax.Towers) -> Iterator[PyTree]:
         rng = np.random.default_rng(self.seed)
         while True:
-            yield towers.shard_round(
-                [
-                    self._windows(self.text.train, rng, self.own_rows)
-                    for _ in range(self.args.period)
-                ]
-            )
+            windows = [
+                self._windows(self.text.train, rng, self.own_rows)
+                for _ in range(self.args.period)
+            ]
+            yield towers.shard(np.stack(windows, axis=1))  # [rows, steps, characters]
 
     def _windows(self, text: Any, rng: np.random.Generator, rows: int) -> Any:
         """Return ``rows`` windows of text, one character longer than the context."""

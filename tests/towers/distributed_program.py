@@ -109,8 +109,8 @@ def results(devices, part):
         towers.evaluate(metric, center, mine if part.index else cut(batch, 0))
     except errors.InvalidArgumentError as error:
         found["rejected"] = jnp.asarray("batch has no rows" in str(error))
-    run = towers.round(problem.train_step(tx), 2)
-    batches = towers.shard_round([part(b) for b in problem.batches(2)])
+    run = towers.step(problem.whole_round(problem.train_step(tx)))
+    batches = towers.shard(part(problem.stacked(problem.batches(2))))
     state, metrics = run(towers.create(lambda p: (p, tx.init(p)), center), batches)
     found["round"] = towers.mean(metrics["loss"])
     return found
