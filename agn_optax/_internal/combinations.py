@@ -142,10 +142,6 @@ COMBINATIONS = {
         "the parent would also sum the gradients that the combine leaves out. "
         + _DISPLACEMENTS
     ),
-    ("`Resumable` with a center in memory", "other workers of the center"): (
-        "the center is saved with its only worker. Give the center "
-        "`durability=agn_optax.center.Journal(...)`"
-    ),
 }
 
 
