@@ -150,7 +150,6 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
-        _replicas.register_with_flax()
         state = self._create_program(make)(*self._put_on_all(arguments))
         if make is not _replicas.one_tower:  # which makes equal centers
             _replicas.check_centers(state)
@@ -212,7 +211,6 @@ class Towers:
           (3,)
         """
         _replicas.check_stacked(state, self.size)
-        _replicas.register_with_flax()
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
