@@ -3,7 +3,6 @@
 import collections
 import gc
 import importlib.metadata
-import multiprocessing
 import os
 import pathlib
 import shutil
@@ -91,15 +90,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests that need semaphores on systems without them, as without /dev/shm."""
-    if "TensorBoard" in item.name or "tensorboard_reads" in item.name:
-        try:
-            multiprocessing.Lock()
-        except OSError as error:
-            pytest.skip(f"tensorboardX needs semaphores: {error}")
 
 
 def pytest_unconfigure() -> None:

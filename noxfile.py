@@ -31,7 +31,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # The extras that the tests need besides the group dev; the same as in `make lock`.
-EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,tensorboard"
+EXTRAS = "cli,flax,grain,keys,kubernetes,metrics"
 # For each extra, statements that must run with only that extra installed.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
@@ -43,8 +43,6 @@ USES = {
     "grain": "import grain",
     "kubernetes": "import yaml",
     "metrics": "import prometheus_client",
-    "tensorboard": "import tensorboardX",
-    "all": "import flax, grain, tensorboardX; from agn_optax import cli, service",
 }
 
 

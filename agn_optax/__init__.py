@@ -46,18 +46,15 @@ if _typing.TYPE_CHECKING:
         Towers,
         all_reduce,
         densify,
-        initialize_distributed,
         loss_scale,
         loss_scaling,
         reduce_loss,
     )
-    from agn_optax.training import Fitted, fit
     from agn_optax.worker import Worker, from_first_process
 
 __all__ = [
     "Center",
     "ExchangeState",
-    "Fitted",
     "Fragments",
     "LocalCenter",
     "Phases",
@@ -86,9 +83,7 @@ __all__ = [
     "elementwise",
     "errors",
     "exchange_every",
-    "fit",
     "from_first_process",
-    "initialize_distributed",
     "loss_scale",
     "loss_scaling",
     "normalize",
@@ -111,17 +106,13 @@ _MODULES = (
     *_OPERATIONS,
     "center",
     "checkpoint",
-    "flax",
     "service",
-    "sinks",
     "towers",
-    "training",
     "worker",
 )
 # The folders of the other lazy names; a name that is missing here is in `towers`.
 _FOLDERS = {
     **dict.fromkeys(("Center", "LocalCenter", "Snapshot"), "center"),
-    **dict.fromkeys(("Fitted", "fit"), "training"),
     **dict.fromkeys(("Worker", "from_first_process"), "worker"),
 }
 

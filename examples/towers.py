@@ -7,13 +7,14 @@ the same number of characters of Python's standard library.
 
     python examples/towers.py                  # every local accelerator, else four CPUs
 
-On several hosts, launch the same script once on each (docs/towers.md).
+On several hosts, launch the same script once on each, with --hosts (docs/towers.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -115,11 +116,13 @@ class Trainer:
 
         state = towers.create(make, jax.random.key(args.seed))
 
-        def exchange(state: TrainState) -> TrainState:
+        def train_round(state: TrainState, rows: jax.Array) -> Any:
+            steps = jnp.swapaxes(rows, 0, 1)
+            state, losses = jax.lax.scan(self._step, state, steps)
             params, opt_state = split.exchange(state.params, state.opt_state)
-            return state.replace(params=params, opt_state=opt_state)
+            return state.replace(params=params, opt_state=opt_state), losses
 
-        rounds = towers.round(self._step, args.period, exchange=exchange)
+        rounds = towers.step(train_round)
         data = self._rounds(towers)
         batches = next(data)
         program = rounds.lower(state, batches).compile()
@@ -163,12 +166,11 @@ class Trainer:
     def _rounds(self, towers: agn_optax.Towers) -> Iterator[PyTree]:
         rng = np.random.default_rng(self.seed)
         while True:
-            yield towers.shard_round(
-                [
-                    self._windows(self.text.train, rng, self.own_rows)
-                    for _ in range(self.args.period)
-                ]
-            )
+            windows = [
+                self._windows(self.text.train, rng, self.own_rows)
+                for _ in range(self.args.period)
+            ]
+            yield towers.shard(np.stack(windows, axis=1))  # [rows, steps, characters]
 
     def _windows(self, text: Any, rng: np.random.Generator, rows: int) -> Any:
         """Return ``rows`` windows of text, one character longer than the context."""
@@ -289,6 +291,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--megabytes", type=float, default=8.0, help="MB of text (default 8)")
     add("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
+    add("--hosts", type=int, default=1, help="number of hosts (default 1)")
     output = pathlib.Path("demo-output")
     add(
         "--output",
@@ -299,6 +302,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     for name in (
         "towers",
+        "hosts",
         "period",
         "rounds",
         "evaluate",
@@ -321,7 +325,11 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     """Train in every mode; process 0 prints the table and writes the plot."""
     args = parse(arguments)
     jax.config.update("jax_num_cpu_devices", args.towers)
-    agn_optax.initialize_distributed()
+    if args.hosts > 1:
+        index = os.environ.get("JAX_PROCESS_ID")  # if the cluster does not know it
+        jax.distributed.initialize(
+            num_processes=args.hosts, process_id=None if index is None else int(index)
+        )
     devices = jax.devices()
     modes = {"data parallel": 1}
     if len(devices) > 1:

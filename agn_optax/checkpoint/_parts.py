@@ -5,7 +5,7 @@ Each part has a description in JSON and a tree of arrays, and is restored from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,19 +105,12 @@ class WorkerPart:
 
 
 class CenterPart:
-    """A center in this process, or a shard; the methods are those of `WorkerPart`.
-
-    Args:
-      center: the center.
-      cut: function from the parameters of the whole model to those of this shard.
-    """
+    """A center in this process; the methods are those of `WorkerPart`."""
 
     kind = "center"
 
-    def __init__(
-        self, center: LocalCenter, cut: Callable[[PyTree], PyTree] = lambda like: like
-    ) -> None:
-        self.center, self._cut = center, cut
+    def __init__(self, center: LocalCenter) -> None:
+        self.center = center
 
     def to_save(self) -> tuple[Json, PyTree]:
         saved = self.center.save()._asdict()
@@ -136,7 +129,6 @@ class CenterPart:
                 f"the center already has parameters, at version {center.version}: load "
                 "into a new one, LocalCenter(rule)"
             )
-        like = None if like is None else self._cut(like)
         rule, saved = center.rule, _under("['params']", leaves)
         params = _with_dtypes(_params(about, like, leaves), saved)
         state, broadcast = rounds.center_state_like(rule, params)

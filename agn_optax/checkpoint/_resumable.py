@@ -10,14 +10,14 @@ continues after that exchange: the local steps made since the checkpoint are rep
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations
+from agn_optax._internal import check
 from agn_optax.center import LocalCenter, ShardedCenter
 from agn_optax.checkpoint import _save
-from agn_optax.checkpoint._parts import CenterPart, WorkerPart
+from agn_optax.checkpoint._parts import WorkerPart
 from agn_optax.round import LocalState
 from agn_optax.worker import Worker
 
@@ -25,7 +25,7 @@ PyTree = Any
 
 
 # Names of the arguments of `load` and `Rotation.write`, and of this module's own parts.
-_RESERVED = {"path", "like", "elastic", "number", "center", "worker", _save.ABOUT}
+_RESERVED = {"path", "like", "elastic", "number", "worker", _save.ABOUT}
 
 
 class Resumable:
@@ -40,8 +40,7 @@ class Resumable:
     center may be
 
     - served by another process,
-    - or in this process, with an `agn_optax.center.Journal`,
-    - or in this process without other workers: it is saved with the worker.
+    - or in this process, with an `agn_optax.center.Journal`.
 
     For a center in shards the same applies to each shard. If a center has lost
     exchanges, `start` raises an error.
@@ -71,8 +70,7 @@ class Resumable:
         Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
         statistics, random keys). A dict is saved with its values at each checkpoint,
         and `start` writes the restored arrays into it. Reserved names are
-        ``agn_optax``, ``center``, ``center-NUMBER``, ``elastic``, ``like``, ``number``,
-        ``path`` and ``worker``.
+        ``agn_optax``, ``elastic``, ``like``, ``number``, ``path`` and ``worker``.
 
     Attributes:
       worker: the worker.
@@ -80,20 +78,25 @@ class Resumable:
       checkpoints: the checkpoints on disk.
 
     Raises:
-      InvalidArgumentError: ``keep`` is not positive, or a name is reserved.
+      InvalidArgumentError: ``keep`` is not positive, or a name is reserved; or the
+        center would be lost with this process.
       MissingExtraError: Orbax is not installed.
       InvalidTypeError: ``worker`` is not a worker.
 
     Example:
       >>> import tempfile, grain, jax.numpy as jnp, optax, agn_optax
-      >>> rule, seen = agn_optax.rules.downpour(), []
       >>> folder = tempfile.TemporaryDirectory()
       >>> for attempt in range(2):  # really in two processes
-      ...     center = agn_optax.LocalCenter(rule)
+      ...     journal = agn_optax.center.Journal(f"{folder.name}/journal")
+      ...     center = agn_optax.LocalCenter(
+      ...         agn_optax.rules.downpour(), jnp.zeros(6), durability=journal
+      ...     )
       ...     worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name="w")
       ...     data = iter(grain.MapDataset.range(6).to_iter_dataset())
-      ...     resumable = agn_optax.checkpoint.Resumable(worker, folder.name, data=data)
-      ...     params, state = resumable.start(jnp.zeros(6), chief=True)
+      ...     resumable = agn_optax.checkpoint.Resumable(
+      ...         worker, f"{folder.name}/worker", data=data
+      ...     )
+      ...     params, state = resumable.start()
       ...     for sample in data:
       ...         grads = -jnp.zeros(6).at[sample].set(1.0)
       ...         updates, state = resumable.tx.update(grads, state, params)
@@ -101,6 +104,7 @@ class Resumable:
       ...         params, state = resumable.exchange(params, state)
       ...         if attempt == 0 and sample == 4:
       ...             break  # its process is killed
+      ...     center.close()
       >>> print(center.pull().params, center.version)
       [1. 1. 1. 1. 1. 1.] 3
       >>> folder.cleanup()
@@ -117,11 +121,18 @@ class Resumable:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
         check.whole_number(keep, "keep", least=1, optional=False)
         for name in others:
-            if name in _RESERVED or name.startswith("center-"):
+            if name in _RESERVED:
                 raise errors.InvalidArgumentError(
                     f"an object cannot be saved as {name!r}: the names "
-                    f"{', '.join(sorted(_RESERVED))} and center-NUMBER are reserved"
+                    f"{', '.join(sorted(_RESERVED))} are reserved"
                 )
+        center: Any = worker.center
+        shards = center.centers if isinstance(center, ShardedCenter) else [center]
+        if any(map(_is_in_memory_only, shards)):
+            raise errors.InvalidArgumentError(
+                f"the center of worker {worker.name!r} would be lost with this "
+                "process: give it durability=agn_optax.center.Journal(...)"
+            )
         self.worker = worker
         self.resumed = False
         self._others = others
@@ -172,11 +183,8 @@ class Resumable:
             name: dict(value) if isinstance(value, dict) else value
             for name, value in self._others.items()
         }
-        centers = self._center_parts
-        # A center that is restored with the worker does not know the worker's session.
-        worker = _ResumablePart(self.worker, keeps_session=not centers)
-        parts = {"worker": worker, **centers, **others}
-        loaded = _save.load(latest[1], like=params, **parts)
+        worker = _ResumablePart(self.worker)
+        loaded = _save.load(latest[1], like=params, worker=worker, **others)
         for name, value in self._others.items():
             if isinstance(value, dict):
                 value.update(loaded[name])
@@ -199,45 +207,18 @@ class Resumable:
 
     def close(self) -> None:
         """Leave the center; a later process may continue from the last checkpoint."""
-        self.detach()
-        self.worker.leave()
-
-    def detach(self) -> None:
-        """Write no more checkpoints; the worker stays at its center."""
         if self.worker.before_send == self._before_send:
             self.worker.before_send = None
         self.checkpoints.close()
-
-    @property
-    def _center_parts(self) -> dict[str, CenterPart]:
-        """The parts for the center, or for all shards, if these must be saved."""
-        center: Any = self.worker.center
-        if not isinstance(center, ShardedCenter):
-            return {"center": CenterPart(center)} if _is_in_memory_only(center) else {}
-        shards: Sequence[Any] = center.centers
-        if not all(map(_is_in_memory_only, shards)):
-            return {}
-
-        def part(p: int) -> CenterPart:
-            return CenterPart(shards[p], lambda like: center.cut(like)[p])
-
-        return {f"center-{p}": part(p) for p in range(len(shards))}
+        self.worker.leave()
 
     def _before_send(
         self, fragments: Iterable[int], params: PyTree, state: LocalState
     ) -> None:
         """Write a checkpoint; the worker calls this before the fragments' messages."""
-        worker, centers = self.worker, self._center_parts
-        present = {name for part in centers.values() for name in part.center.workers}
-        if other_workers := present - {worker.name}:
-            combinations.reject(
-                "Resumable with a center in memory",
-                "other workers of the center",
-                f"worker {worker.name!r} beside {sorted(other_workers)}",
-            )
-        part = _ResumablePart(worker, params, state, fragments=fragments)
+        part = _ResumablePart(self.worker, params, state, fragments=fragments)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
-        self.checkpoints.write(number, worker=part, **centers, **self._others)
+        self.checkpoints.write(number, worker=part, **self._others)
 
 
 def _is_in_memory_only(center: Any) -> bool:
@@ -252,34 +233,27 @@ class _ResumablePart(WorkerPart):
       worker: the worker.
       *loop: its parameters and state.
       fragments: the fragments whose messages are sent next.
-      keeps_session: whether the center knows the saved session.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        *loop: PyTree,
-        fragments: Iterable[int] = (),
-        keeps_session: bool = True,
+        self, worker: Worker, *loop: PyTree, fragments: Iterable[int] = ()
     ) -> None:
         super().__init__(worker, *loop)
-        self._fragments, self._keeps_session = list(fragments), keeps_session
+        self._fragments = list(fragments)
 
     def to_save(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().to_save()
         return about | {"fragments_to_send": self._fragments}, tree
 
     def restore(self, about: Any, tree: PyTree) -> Any:
-        worker, token = self._worker, None
-        if self._keeps_session:
-            token = about["resume_token"]
-        if token is not None and about["worker"] != worker.name:
+        worker = self._worker
+        if about["worker"] != worker.name:
             raise errors.WorkerStateError(
                 f"this checkpoint is of worker {about['worker']!r}, and the center "
                 f"knows its exchanges by that name: give worker {worker.name!r} the "
                 "same name"
             )
-        params, state = self.restore_worker(about, tree, token)
+        params, state = self.restore_worker(about, tree, about["resume_token"])
         try:
             return worker.resend(params, state, about["fragments_to_send"])
         except errors.WorkerStateError as error:

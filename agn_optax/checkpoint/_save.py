@@ -203,14 +203,10 @@ class Rotation:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         ocp = orbax()
-        training, options = ocp.training, ocp.options.ArrayOptions
+        training = ocp.training
         # Compressing floats takes several times as long as writing them.
         context = ocp.Context()
-        if hasattr(context, "array"):
-            context.array.saving.use_compression = False
-        else:  # Orbax before 0.12.5
-            uncompressed = options(saving=options.Saving(use_compression=False))
-            context = ocp.Context(array_options=uncompressed)
+        context.array.saving.use_compression = False
         self._checkpointer = training.Checkpointer(
             pathlib.Path(directory).resolve(),
             context=context,

@@ -23,7 +23,10 @@ def as_schedule(period: Any) -> PeriodSchedule:
     """
     if isinstance(period, DynamicPeriod):
         combinations.reject(
-            "dynamic_period", "workers of one program", f"period={period}"
+            "dynamic_period",
+            "workers of one program",
+            f"period={period}",
+            errors.InvalidTypeError,
         )
     if not callable(period):
         constant = check.positive_int(period, "period")

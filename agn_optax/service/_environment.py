@@ -35,9 +35,9 @@ class Environment(NamedTuple):
       workers: the number of workers.
       worker: this worker's name.
       restarts: how often this worker has failed and been restarted.
-      distributed: the arguments of `initialize_distributed`. They join the processes of
-        this worker, and no process of another worker; a worker with one process stays
-        alone.
+      distributed: the arguments of `jax.distributed.initialize` that join the processes
+        of this worker, and no process of another worker; empty for one process, which
+        stays alone.
     """
 
     address: str
@@ -117,7 +117,7 @@ def environment() -> Environment:
     restarts = _number("AGN_OPTAX_RESTARTS", default=requeued)
     name = os.environ.get("AGN_OPTAX_WORKER") or f"worker-{rank}"
     distributed = _distributed(rank)
-    processes = distributed["num_processes"]
+    processes = distributed.get("num_processes", 1)
     _log.info(
         "this is worker %r, rank %d of %d, with %d process(es); its center is %s",
         *(name, rank, workers, processes, address),
@@ -126,17 +126,17 @@ def environment() -> Environment:
         raise errors.InvalidArgumentError(
             f"worker {name!r} has {processes} process(es), but this process is in a "
             f"job of jax.distributed with {jax.process_count()}: if one of these ends, "
-            "all end. Join the worker's processes by agn_optax.initialize_distributed("
-            "**service.environment().distributed), before anything else"
+            "all end. Join the worker's processes, before anything else, by "
+            "jax.distributed.initialize(**service.environment().distributed)"
         )
     return Environment(address, rank, workers, name, restarts, distributed)
 
 
 def _distributed(rank: int) -> dict[str, Any]:
-    """Return the arguments of `initialize_distributed` for a worker."""
+    """Return the arguments of `jax.distributed.initialize` for a worker."""
     processes = _number("AGN_OPTAX_PROCESSES", minimum=1, default="1")
     if processes == 1:
-        return {"num_processes": 1}
+        return {}
     process, host = _process_and_host()
     coordinator = os.environ.get("AGN_OPTAX_COORDINATOR")
     if not coordinator and not host:

@@ -11,7 +11,6 @@ The names that are imported ``as`` themselves are for other layers.
 from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
 from agn_optax.towers._loss import reduce_loss
 from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scaling
-from agn_optax.towers._mesh import initialize_distributed
 from agn_optax.towers._programs import MeshProgram
 from agn_optax.towers._replicas import Agreement
 from agn_optax.towers._replicas import common_leaves as common_leaves
@@ -27,7 +26,6 @@ __all__ = [
     "Towers",
     "all_reduce",
     "densify",
-    "initialize_distributed",
     "loss_scale",
     "loss_scaling",
     "reduce_loss",

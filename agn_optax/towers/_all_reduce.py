@@ -283,7 +283,10 @@ def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceS
     """Return the previous step's gradients, and a state with the current ones."""
     if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
         combinations.reject(
-            "row-sparse gradients", "all_reduce with a delay", "updates, delay=1"
+            "row-sparse gradients",
+            "all_reduce with a delay",
+            "updates, delay=1",
+            errors.TreeMismatchError,
         )
     check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
     before = optax.tree.cast_like(state.in_flight, updates)

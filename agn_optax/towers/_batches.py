@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import trees
 from agn_optax.towers import _programs, _replicas, _rows
 
 PyTree = Any
@@ -79,12 +79,12 @@ def pad(batch: PyTree, rows: int) -> PyTree:
     return jax.tree.map(pad_leaf, batch, is_leaf=_rows.is_rows)
 
 
-def put_rows(batch: PyTree, mesh: Mesh, *, dimension: int = 0) -> PyTree:
-    """Put ``batch`` on the mesh, with rows for each tower along ``dimension``.
+def put_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Put ``batch`` on the mesh, with rows for each tower.
 
     If the mesh spans processes, each process gives the rows of its own towers.
     """
-    sharding = NamedSharding(mesh, _programs.rows(mesh, dimension))
+    sharding = NamedSharding(mesh, _programs.rows(mesh))
     return jax.tree.map(lambda leaf: put(leaf, sharding), batch)
 
 
@@ -116,55 +116,20 @@ def broadcast_from_first_process(tree: PyTree) -> PyTree:
     return jax.tree.map(broadcast, tree)
 
 
-def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
+def split_sparse(batch: PyTree, mesh: Mesh) -> PyTree:
     """Split sparse rows into one matrix for each tower of this process.
 
-    All batches store the same number of elements per tower, so that they can be
-    stacked.
+    All towers store the same number of elements.
     """
     towers = len(mesh.local_devices)
 
-    def split(*leaves: Any) -> list[Any]:
-        if not _rows.is_rows(leaves[0]):
-            return list(leaves)
-        counts = [_rows.max_stored(x, towers, x.shape[0] // towers) for x in leaves]
-        stored = max(gather_from_processes(mesh, max(counts)))
-        return [_rows.split(x, towers, x.shape[0] // towers, stored) for x in leaves]
+    def split(rows: Any) -> Any:
+        per_tower = rows.shape[0] // towers
+        most = _rows.max_stored(rows, towers, per_tower)
+        stored = max(gather_from_processes(mesh, most))
+        return _rows.split(rows, towers, per_tower, stored)
 
-    structure = _structure(batches[0])
-    leaves = [structure.flatten_up_to(batch) for batch in batches]
-    columns = [split(*column) for column in zip(*leaves, strict=True)]
-    return [structure.unflatten(row) for row in zip(*columns, strict=True)]
-
-
-def _structure(batch: PyTree) -> Any:
-    return jax.tree.structure(batch, is_leaf=_rows.is_rows)
-
-
-def check_same_trees(batches: list[PyTree]) -> None:
-    """Raise unless all batches have the same structure, shapes and number of rows."""
-    if not batches:
-        raise errors.InvalidArgumentError("a round needs at least one batch, got none")
-    structure, rows = _structure(batches[0]), rows_of(batches[0])
-    for i, batch in enumerate(batches):
-        if _structure(batch) != structure:
-            raise errors.TreeMismatchError(
-                f"batches[{i}] is another tree than batches[0]: {_structure(batch)} "
-                f"and {structure}"
-            )
-        if (count := rows_of(batch)) != rows:
-            raise errors.InvalidArgumentError(
-                f"batches[{i}] has {count} rows, but batches[0] has {rows}"
-            )
-        dense, first = (_rows.map_rows(lambda _: None, x) for x in (batch, batches[0]))
-        check.same_tree(dense, first, f"batches[{i}]", "batches[0]")
-
-
-def stack(batches: list[PyTree]) -> PyTree:
-    """Stack batches along a new first dimension."""
-    return jax.tree.map(
-        lambda *leaves: concatenate([_host(x)[None] for x in leaves]), *batches
-    )
+    return _rows.map_rows(split, batch)
 
 
 def gather_from_processes(mesh: Mesh, value: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""Meshes of workers and towers, and jobs of several processes."""
+"""Meshes of workers and towers."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -121,90 +120,3 @@ def _from_mesh(
     order = [mesh.axis_names.index(n) for n in ((worker_axis,) * has_workers + axes)]
     shape = [found, *(mesh.shape[name] for name in axes)]
     return Mesh(mesh.devices.transpose(order).reshape(shape), (worker_axis, *axes))
-
-
-# Environment variables of the launchers that jax.distributed detects by itself.
-_CLUSTER = (
-    "JAX_COORDINATOR_ADDRESS",  # set by hand, such as without the kubernetes package
-    "SLURM_JOB_ID",
-    "OMPI_MCA_orte_hnp_uri",  # Open MPI
-    "KUBERNETES_SERVICE_HOST",
-    "TPU_WORKER_HOSTNAMES",  # Cloud TPU
-    "MEGASCALE_COORDINATOR_ADDRESS",
-)
-
-
-def initialize_distributed(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    *,
-    heartbeat_timeout: int = 100,
-) -> int:
-    """Connect the processes of a job, if there are several; call it before JAX is used.
-
-    Without arguments, it detects SLURM, Open MPI, Kubernetes and TPU pods, as
-    `jax.distributed.initialize` does, or the variables ``JAX_COORDINATOR_ADDRESS``,
-    ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``. If it detects none of these, the
-    process is a job of its own, so one script runs unchanged on a laptop and on a
-    cluster. On CPUs the processes communicate through gloo.
-
-    Workers around a center are separate jobs, so that the loss of one worker does not
-    end the others. In their environment, a call without arguments never connects
-    processes: it raises if it detects a cluster. For a worker of several processes,
-    ``initialize_distributed(**service.environment().distributed)`` connects the
-    processes of this worker only.
-
-    Args:
-      coordinator_address: ``host:port`` of process 0.
-      num_processes: number of processes; with 1, no connection is made in any
-        environment.
-      process_id: index of this process, from 0.
-      heartbeat_timeout: seconds until a dead process is detected, and all other
-        processes end (SIGABRT) unless they ended before. The death of process 0 is
-        detected at once.
-
-    Returns:
-      The number of processes.
-
-    Raises:
-      InvalidArgumentError: ``heartbeat_timeout`` is not a positive whole number; or
-        ``coordinator_address`` came without the others; or no argument came in the
-        environment of a worker, which would be connected with the other workers.
-      RuntimeError: JAX was used already, or other processes do not connect.
-
-    Example:
-      >>> import agn_optax
-      >>> agn_optax.initialize_distributed()
-      1
-    """
-    check.positive_int(heartbeat_timeout, "heartbeat_timeout")
-    arguments: dict[str, Any] = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    for argument in ("num_processes", "process_id"):
-        variable = f"JAX_{argument.upper()}"
-        if arguments[argument] is None and variable in os.environ:
-            arguments[argument] = int(os.environ[variable])
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if coordinator_address is not None and len(given) < len(arguments):
-        missing = [name for name in arguments if name not in given]
-        raise errors.InvalidArgumentError(
-            f"coordinator_address came without {' and '.join(missing)}"
-        )
-    if num_processes == 1:
-        return 1
-    cluster = next((name for name in _CLUSTER if name in os.environ), None)
-    if not given and cluster is None:
-        return 1
-    if not given and "AGN_OPTAX_CENTER" in os.environ:
-        raise errors.InvalidArgumentError(
-            "this is a worker around a center (AGN_OPTAX_CENTER), and all workers that "
-            f"its cluster ({cluster}) has started would become one job, which ends "
-            "when any of them ends: give **service.environment().distributed"
-        )
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout)
-    return jax.process_count()

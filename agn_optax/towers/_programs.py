@@ -61,9 +61,9 @@ def per_tower(
     )
 
 
-def rows(mesh: Mesh, dimension: int = 0) -> PartitionSpec:
-    """Return the spec of one row, or block of rows, per tower along ``dimension``."""
-    return PartitionSpec(*(None,) * dimension, mesh.axis_names)
+def rows(mesh: Mesh) -> PartitionSpec:
+    """Return the spec of one row, or block of rows, per tower."""
+    return PartitionSpec(mesh.axis_names)
 
 
 def row(tree: PyTree) -> PyTree:
@@ -116,23 +116,20 @@ def apply(
 
     def on_all(state: PyTree, *batches: PyTree) -> Any:
         _replicas.check_stacked(state, mesh.size)
-        for batch, spec in zip(batches, specs, strict=True):
-            _check_batch(batch, len(spec) - 1, mesh.size)
+        _check_batch(batches, mesh.size)
         return mapped(state, *batches)
 
     return MeshProgram(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
 
-def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
-    """Raise unless the batch has rows for every tower along ``dimension``."""
-    method = "shard_round(batches)" if dimension else "shard(batch)"
-    for path, leaf in tree_flatten_with_path(batch)[0]:
+def _check_batch(batches: tuple[PyTree, ...], towers: int) -> None:
+    """Raise unless the batch, if there is one, has rows for every tower."""
+    for path, leaf in tree_flatten_with_path(batches)[0]:
         shape = jnp.shape(leaf)
-        if len(shape) <= dimension or shape[dimension] % towers:
+        if not shape or shape[0] % towers:
             raise errors.InvalidArgumentError(
-                f"batch{keystr(path)} has shape {list(shape)}; along dimension "
-                f"{dimension} rows for {towers} towers are expected: lay it out with "
-                f"towers.{method}"
+                f"batch{keystr(path[1:])} has shape {list(shape)}; rows for {towers} "
+                "towers are expected: lay it out with towers.shard(batch)"
             )
 
 
@@ -154,10 +151,8 @@ def call_checked(
         raise errors.InvalidArgumentError(
             "train_step never communicates over "
             f"{', '.join(map(repr, silent))}: towers of one worker would drift "
-            "apart, and workers would never exchange. Towers need "
-            "all_reduce(axis_name) first in the optimizer's chain, or to be workers of "
-            "their own, Towers(workers=...); workers need an exchange over their "
-            "axis_name, in the optimizer or with round(..., exchange=...)"
+            "apart. They need all_reduce(axis_name) first in the optimizer's chain, or "
+            "to be workers of their own, Towers(workers=...)"
         )
     from jax.extend.core import jaxpr_as_fun  # noqa: PLC0415 slow to import
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from agn_optax.round import (
     CenterShards,
     ExchangeState,
     OnHost,
-    OwnCenter,
     as_stored,
     collectives,
     piece_length,
@@ -86,27 +84,6 @@ class PerTower:
                     "it"
                 )
         return sharding.update(spec=PartitionSpec(*self.axes))
-
-
-def register_with_flax() -> None:
-    """Register the state classes of towers with flax.serialization, if it is imported.
-
-    Flax looks up classes in its own registry and not in JAX's.
-    """
-    flax = sys.modules.get("flax.serialization")
-    if flax is None:
-        return
-    for kind in (CenterShards, OwnCenter, OnHost, PerTower):
-        field = dataclasses.fields(kind)[0].name  # the field of arrays
-
-        def to_dict(node: Any, field: str = field) -> Any:
-            return {field: flax.to_state_dict(getattr(node, field))}
-
-        def from_dict(node: Any, state: Any, field: str = field) -> Any:
-            arrays = flax.from_state_dict(getattr(node, field), state[field])
-            return dataclasses.replace(node, **{field: arrays})
-
-        flax.register_serialization_state(kind, to_dict, from_dict, override=True)
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.round import Fragments, OnHost, collectives, scan_round
+from agn_optax.round import OnHost, collectives
 from agn_optax.round import center_params as _center_params
 from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas, _rows
 
@@ -150,7 +150,6 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
-        _replicas.register_with_flax()
         state = self._create_program(make)(*self._put_on_all(arguments))
         if make is not _replicas.one_tower:  # which makes equal centers
             _replicas.check_centers(state)
@@ -212,7 +211,6 @@ class Towers:
           (3,)
         """
         _replicas.check_stacked(state, self.size)
-        _replicas.register_with_flax()
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
@@ -341,9 +339,7 @@ class Towers:
           (2, 28)
         """
         _batches.check_divisible(batch, self._local_towers)
-        return _batches.put_rows(
-            _batches.split_sparse([batch], self.mesh)[0], self.mesh
-        )
+        return _batches.put_rows(_batches.split_sparse(batch, self.mesh), self.mesh)
 
     @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
@@ -375,31 +371,6 @@ class Towers:
         mask = (np.arange(padded) < rows).astype(np.float32)
         batch = self.shard(_batches.pad(batch, padded))
         return batch, _batches.put_rows(mask, self.mesh)
-
-    @_mesh.on_own_mesh
-    def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
-        """Distribute the batches of a round over the towers, for `round`.
-
-        Args:
-          batches: one batch for each local step, each as for `shard`.
-
-        Returns:
-          One tree, whose leaves have the steps as their first dimension.
-
-        Raises:
-          InvalidArgumentError: see `shard`; or there are no batches.
-          TreeMismatchError: the batches have different structures or shapes.
-
-        Example:
-          >>> import numpy as np, agn_optax
-          >>> agn_optax.Towers(2).shard_round([np.zeros((4, 28))] * 10).shape
-          (10, 4, 28)
-        """
-        batches = list(batches)
-        _batches.check_same_trees(batches)
-        _batches.check_divisible(batches[0], self._local_towers)
-        stacked = _batches.stack(_batches.split_sparse(batches, self.mesh))
-        return _batches.put_rows(stacked, self.mesh, dimension=1)
 
     # Programs.
 
@@ -472,97 +443,6 @@ class Towers:
           4.0
         """
         return _programs.apply(self.mesh, function, donate=donate)
-
-    def round(
-        self,
-        train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-        period: int,
-        *,
-        exchange: Callable[..., PyTree] | None = None,
-        unroll: int | bool = 1,
-        fragments: Fragments | None = None,
-        donate: bool = True,
-    ) -> _programs.MeshProgram:
-        """Compile a whole round for all towers: local steps, then the exchange.
-
-        Args:
-          train_step: ``(state, batch) -> (state, metrics)`` for one tower, as for
-            `step`.
-          period: local steps of a round.
-          exchange: ``state -> state``, which ends the round: ``tx.exchange`` of
-            `phases` on the parameters and optimizer state that ``state`` holds. None
-            for drop-in optimizers, which exchange in the last step of their period.
-            With fragments, ``(state, **arguments) -> state``, where ``arguments`` are
-            those of ``tx.exchange`` from `Fragments.due`.
-          unroll: local steps per iteration of the scan, see `jax.lax.scan`.
-          fragments: the fragments of `phases`; None exchanges the whole tree at once.
-          donate: see `step`.
-
-        Returns:
-          ``(state, batches) -> (state, metrics)``, a program like that of `step`. The
-          batches come from `shard_round`; each metric is ``[towers, period, ...]``.
-
-        Raises:
-          InvalidArgumentError: ``period`` is not a positive int; or fragments do not
-            fit into it, or came without ``exchange``; or, when called, the number of
-            batches is not ``period``, or several workers make no exchange. Also see
-            `step`.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, optax, agn_optax
-          >>> towers = agn_optax.Towers(workers=len(jax.devices()))
-          >>> rule = agn_optax.rules.average()
-          >>> tx = agn_optax.phases(optax.sgd(0.5), rule, axis_name="workers")
-          >>> def train_step(state, batch):
-          ...     params, opt_state = state
-          ...     grads = jax.grad(lambda p: jnp.mean((p - batch) ** 2))(params)
-          ...     updates, opt_state = tx.update(grads, opt_state, params)
-          ...     return (optax.apply_updates(params, updates), opt_state), params
-          >>> run = towers.round(train_step, 3, exchange=lambda s: tx.exchange(*s))
-          >>> params = jnp.zeros(())
-          >>> state = towers.replicate((params, tx.init(params)))
-          >>> batches = towers.shard_round([jnp.arange(16.0)] * 3)
-          >>> (params, opt_state), metrics = run(state, batches)
-          >>> print(params[0])  # the mean of all workers
-          7.5
-        """
-        check.positive_int(period, "period")
-        if fragments is not None:
-            if exchange is None:
-                raise errors.InvalidArgumentError(
-                    "fragments need exchange=..., which calls the exchange of "
-                    "phases(..., fragments=...). A drop-in optimizer exchanges its own "
-                    "fragments in its step: leave fragments out"
-                )
-            fragments.check_period(period)
-
-        def end_round(_: None, state: PyTree, **arguments: int) -> tuple[None, PyTree]:
-            return None, state if exchange is None else exchange(state, **arguments)
-
-        # scan_round takes parameters and state; here the state holds both.
-        scanned = scan_round(
-            lambda _, state, batch: (
-                None,
-                *train_step(state, _rows.take_own_rows(batch)),
-            ),
-            end_round,
-            unroll=unroll,
-            fragments=fragments,
-        )
-
-        def one_round(state: PyTree, batches: PyTree) -> Any:
-            for leaf in jax.tree.leaves(batches):
-                if leaf.shape[0] != period:
-                    raise errors.InvalidArgumentError(
-                        f"a round of period {period} needs batches with {period} as "
-                        f"their first dimension, got {leaf.shape[0]}: lay them out "
-                        "with towers.shard_round(batches)"
-                    )
-            axes = self.mesh.axis_names
-            return _programs.call_checked(scanned, axes, None, state, batches)[1:]
-
-        rows = _programs.rows(self.mesh, dimension=1)
-        return _programs.apply(self.mesh, one_round, rows, donate=donate)
 
     @_mesh.on_own_mesh
     def evaluate(self, metric_fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ _PAUSE = 5.0
 def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
     """Connect a worker of several processes to a center, through the first process.
 
-    This is for a worker whose processes `initialize_distributed` has joined, such as
+    This is for a worker whose processes `jax.distributed` has joined, such as
     towers on all hosts of a slice. Each process makes a `Worker` with this center, and
     calls the same methods of both in the same order with the same values. The arguments
     of the first process are sent to the center, and its answer or error is passed to

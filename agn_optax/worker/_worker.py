@@ -99,7 +99,6 @@ class Worker:
         answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The numbers
         given to `report` are included. Callbacks wait for the device. An exception in a
         callback is logged and not raised, because the exchange has been made.
-        `agn_optax.sinks` has ready-made callbacks.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
@@ -744,8 +743,8 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         if not callable(callback):
             raise errors.InvalidTypeError(
-                "callbacks must be functions of a step and its values, or objects of "
-                f"agn_optax.sinks, got {check.show(callback)}"
+                "callbacks must be functions of a step and its values, got "
+                f"{check.show(callback)}"
             )
 
 
@@ -771,6 +770,7 @@ def _divided(
         got = f"delay={fragments.delay}, overlap=True"
         combinations.reject("fragments with a delay", "overlap=True", got)
     if isinstance(period, rounds.DynamicPeriod):
-        combinations.reject("dynamic_period", "fragments", f"period={period}")
+        got = f"period={period}"
+        combinations.reject("dynamic_period", "fragments", got, errors.InvalidTypeError)
     fragments.check_period(int(rounds.as_schedule(period)(0)))
     return center.divided_by(fragments)

@@ -14,7 +14,7 @@ from helpers.support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import BoundedStaleness, Session, ShardedCenter
+from agn_optax.center import BoundedStaleness, Journal, Session, ShardedCenter
 
 LIMIT = 60  # s, generous: no test should come near it
 
@@ -340,9 +340,16 @@ def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
     """Every message has the same metadata as at a center without failures."""
 
     def run(failures, folder):
-        center, shards = Flaky(shared.downpour(), jnp.zeros(2)), []
+        def kept(name):
+            return Journal(folder / name) if "resumable" in kind else None
+
+        center = Flaky(shared.downpour(), jnp.zeros(2), durability=kept("center"))
+        shards = []
         if "fragments" in KINDS[kind] or "shards" in kind:
-            shards = [Flaky(shared.downpour()) for _ in range(2)]
+            center.close()
+            shards = [
+                Flaky(shared.downpour(), durability=kept(str(i))) for i in range(2)
+            ]
             center = ShardedCenter(shards, fragments=KINDS[kind].get("fragments"))
             center.initialize({"a": jnp.zeros(2), "b": jnp.zeros(2)}, worker="chief")
         for each in shards or [center]:
@@ -351,7 +358,7 @@ def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
         loop = Loop(center, **settings)
         member = loop.worker
         if "resumable" in kind:
-            member = checkpoint.Resumable(loop.worker, folder)
+            member = checkpoint.Resumable(loop.worker, folder / "own")
             loop.params, loop.state = member.start()
         raised = 0
         for number in range(1, 11):
@@ -368,7 +375,10 @@ def test_repeated_call_counts_steps_and_weight_once(kind, tmp_path):
             sorted({(seq, steps, each.weights[seq]) for seq, _, steps in each.sent})
             for each in shards or [center]
         ]
-        return sent, raised, center.pull().params
+        found = sent, raised, center.pull().params
+        for each in shards or [center]:
+            each.close()
+        return found
 
     failures = [errors.CenterUnreachableError, errors.CenterUnreachableError]
     if not (

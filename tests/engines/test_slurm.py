@@ -495,7 +495,7 @@ from agn_optax import service
 from jax.experimental import multihost_utils
 
 me = service.environment()
-agn_optax.initialize_distributed(**me.distributed)
+jax.distributed.initialize(**me.distributed)
 here, process = pathlib.Path(sys.argv[1]), jax.process_index()
 report = here / f"{me.worker}.{process}.{me.restarts}"
 count = int(multihost_utils.process_allgather(jnp.ones(())).sum())

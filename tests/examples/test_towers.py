@@ -23,7 +23,8 @@ def rows(output):
 def test_example_trains_in_every_mode_in_two_processes(tmp_path):
     """Both processes run the same script; only the first one prints and plots."""
     text = ["--megabytes", 0.2, "--learning-rate", 0.01]
-    arguments = [*SMALL, *text, "--towers", 2, "--output", tmp_path]
+    arguments = [*SMALL, *text, "--towers", 2, "--hosts", 2]
+    arguments += ["--output", tmp_path]
     first, second = support.run_processes(PROGRAM, arguments, count=2)
     found = rows(first)
     assert set(found) == {"data parallel", "independent", "islands"}

@@ -95,8 +95,8 @@ def main():
     rule = RULES[sys.argv[1]]
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     env = service.environment()
-    agn_optax.initialize_distributed(
-        **env.distributed, heartbeat_timeout=int(sys.argv[3])
+    jax.distributed.initialize(
+        **env.distributed, heartbeat_timeout_seconds=int(sys.argv[3])
     )
     center = agn_optax.from_first_process(
         lambda: service.connect(env.address, rule, timeout=20.0), rule

@@ -49,6 +49,30 @@ def train_step(tx):
     return step
 
 
+def whole_round(train_step, exchange=None, fragments=None):
+    """Return a function for `Towers.step`, whose batches come from `stacked`."""
+
+    def local_step(params, opt_state, batch):
+        (params, opt_state), metrics = train_step((params, opt_state), batch)
+        return params, opt_state, metrics
+
+    scanned = agn_optax.scan_round(
+        local_step, exchange or (lambda *state: state), fragments=fragments
+    )
+
+    def run(state, batches):
+        batches = jax.tree.map(lambda x: x.swapaxes(0, 1), batches)
+        *state, metrics = scanned(*state, batches)
+        return tuple(state), metrics
+
+    return run
+
+
+def stacked(all_batches):
+    """Return the batches of a round as one, with the steps in dimension 1."""
+    return jax.tree.map(lambda *rows: np.stack(rows, axis=1), *all_batches)
+
+
 def train(towers, tx, all_batches, params, step=None):
     """Return the state of all towers and the last metrics after a step per batch."""
     step = towers.step(train_step(tx)) if step is None else step

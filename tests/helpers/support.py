@@ -292,7 +292,6 @@ def run_processes(program, arguments, count, timeout=800):
     job = {
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": ports.free_address(),
-        "JAX_NUM_PROCESSES": str(count),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     processes = [

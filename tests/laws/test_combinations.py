@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import shared
+from helpers import problem, shared
 from helpers.support import assert_identical, nothing_compiles
 
 import agn_optax
@@ -224,13 +224,12 @@ def on_towers(rule, params, fragments, placement=None):
     tx = agn_optax.phases(
         INNER, rule, axis_name="workers", placement=placement, fragments=fragments
     )
-    run = towers.round(
-        lambda state, _: (local_step(tx, *state), ()),
-        PERIOD,
-        exchange=lambda state, **which: tx.exchange(*state, **which),
-        fragments=fragments,
+    run = towers.step(
+        problem.whole_round(
+            lambda state, _: (local_step(tx, *state), ()), tx.exchange, fragments
+        )
     )
-    feed = towers.shard_round([np.zeros(WORKERS)] * PERIOD)
+    feed = towers.shard(np.zeros((WORKERS, PERIOD)))
     loop = towers.create(lambda params: (params, tx.init(params)), params)
     yield in_program(
         loop,

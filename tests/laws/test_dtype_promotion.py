@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import problem
 from helpers.support import INNERS, RULES, feeds, gradient, run, run_worker, tree
 
 import agn_optax
@@ -88,10 +89,9 @@ def test_towers_work_under_strict_promotion(rule):
         return (optax.apply_updates(params, updates), opt_state), loss
 
     state = towers.create(lambda params: (params, tx.init(params)), params)
-    whole = towers.round(
-        train_step, PERIOD, exchange=lambda state: split.exchange(*state)
-    )
-    state, losses = whole(state, towers.shard_round([rows] * PERIOD))
+    whole = towers.step(problem.whole_round(train_step, split.exchange))
+    batches = towers.shard(problem.stacked([rows] * PERIOD))
+    state, losses = whole(state, batches)
     assert towers.towers_agree(state)
     towers.unreplicate(state)
     towers.center_params(state[1])

@@ -647,17 +647,16 @@ def test_fragments_on_towers_are_equal_for_every_placement(placement):
             fragments=TURNS,
         )
         local = optax.chain(agn_optax.all_reduce("towers"), tx)
-        run = towers.round(
-            problem.train_step(local),
-            PERIOD,
-            exchange=lambda s, tx=tx, **which: tx.exchange(*s, **which),
-            fragments=TURNS,
+        run = towers.step(
+            problem.whole_round(problem.train_step(local), tx.exchange, TURNS)
         )
         state = towers.create(
             lambda p, local=local: (p, local.init(p)), problem.params()
         )
         for _ in range(2):
-            state, _ = run(state, towers.shard_round(problem.batches(PERIOD)))
+            state, _ = run(
+                state, towers.shard(problem.stacked(problem.batches(PERIOD)))
+            )
         assert towers.towers_agree(state)
         found.append(towers.center_params(state[1]))
     assert_close(found[1], found[0])

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -336,15 +335,6 @@ def test_elastic_load_of_gossip_starts_from_the_mean_of_centers(tmp_path):
     trace = find_state(restored[1]).center_state[0].trace["s"]
     before = find_state(state[1]).center_state[0].trace["s"]
     assert_close(trace, jnp.full(3, before.mean()))
-
-
-def test_flax_serializes_gossip_state():
-    towers = agn_optax.Towers(2, workers=2)
-    tx = make(shared.diloco(FAST), period=2)
-    state, _ = problem.train(towers, tx, problem.batches(3), problem.params())
-    zeros = jax.tree.map(jnp.zeros_like, state)
-    restored = flax.serialization.from_bytes(zeros, flax.serialization.to_bytes(state))
-    assert_identical(restored, state)
 
 
 def test_gossip_over_several_mesh_axes_equals_one_axis():

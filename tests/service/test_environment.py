@@ -5,11 +5,10 @@ import os
 
 import pytest
 
-import agn_optax
 from agn_optax import errors, service
 
 GOOD = {"CENTER": "h:1", "RANK": "1", "WORKERS": "2", "WORKER": "w", "RESTARTS": "3"}
-ALONE = {"num_processes": 1}
+ALONE = {}
 # Variables of one process of several as each engine sets them.
 STEP = {
     "SLURM_JOB_ID": "78",
@@ -158,16 +157,6 @@ def test_worker_is_logged(set_environment, caplog):
     with caplog.at_level("INFO", "agn_optax"):
         service.environment()
     assert "worker 'w', rank 1 of 2, with 1 process(es)" in caplog.text
-
-
-def test_workers_of_one_step_are_not_joined_by_accident(given, set_environment):
-    set_environment()
-    env = given(STEP, AGN_OPTAX_PROCESSES="4")
-    with pytest.raises(errors.InvalidArgumentError, match="would become one job"):
-        agn_optax.initialize_distributed()
-    assert env.distributed["num_processes"] == 4
-    alone = given(AGN_OPTAX_PROCESSES="1").distributed
-    assert agn_optax.initialize_distributed(**alone) == 1
 
 
 def test_rule_is_read_from_the_environment(set_environment, monkeypatch):

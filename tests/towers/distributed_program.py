@@ -4,6 +4,7 @@ python distributed_program.py OUTPUT
 """
 
 import dataclasses
+import os
 import pathlib
 import sys
 
@@ -109,8 +110,8 @@ def results(devices, part):
         towers.evaluate(metric, center, mine if part.index else cut(batch, 0))
     except errors.InvalidArgumentError as error:
         found["rejected"] = jnp.asarray("batch has no rows" in str(error))
-    run = towers.round(problem.train_step(tx), 2)
-    batches = towers.shard_round([part(b) for b in problem.batches(2)])
+    run = towers.step(problem.whole_round(problem.train_step(tx)))
+    batches = towers.shard(part(problem.stacked(problem.batches(2))))
     state, metrics = run(towers.create(lambda p: (p, tx.init(p)), center), batches)
     found["round"] = towers.mean(metrics["loss"])
     return found
@@ -118,9 +119,9 @@ def results(devices, part):
 
 def main():
     jax.config.update("jax_num_cpu_devices", 2)
-    count = agn_optax.initialize_distributed()
-    index = jax.process_index()
-    assert (count, len(jax.devices())) == (2, 4)
+    index, count = int(os.environ["JAX_PROCESS_ID"]), 2
+    jax.distributed.initialize(num_processes=count, process_id=index)
+    assert len(jax.devices()) == 4
     found = results(jax.devices(), Part(index, count))
     leaves = jax.tree_util.tree_leaves_with_path(found)
     np.savez(

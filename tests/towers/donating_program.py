@@ -78,12 +78,15 @@ def towers_round(tx):
         params, state, _ = step(tx)(*state, batch.mean())
         return (params, state), {}
 
-    one = towers.round(train_step, PERIOD, exchange=lambda both: tx.exchange(*both))
+    def train_round(state, targets):
+        state, metrics = jax.lax.scan(train_step, state, targets.T)
+        return tx.exchange(*state), metrics
+
+    one = towers.step(train_round)
     state = towers.create(lambda params: (params, tx.init(params)), PARAMS)
     for i in range(ROUNDS):
         targets = 0.1 * (PERIOD * i + np.arange(PERIOD, dtype=np.float32))
-        batches = towers.shard_round(targets[:, None])
-        state, _ = one(state, batches)
+        state, _ = one(state, towers.shard(targets[None]))
     params = jax.tree.map(lambda x: x[0], state[0])
     return params, towers.center_params(state[1])
 

@@ -138,20 +138,8 @@ def test_sparse_rows_are_split_over_towers():
     )
 
 
-def test_sparse_rows_work_in_rounds_and_predictions():
+def test_sparse_rows_work_in_predictions():
     workers = agn_optax.Towers(2, workers=2)
-    matrices = [np.eye(4, dtype=np.float32), np.ones((4, 4), np.float32)]
-    batches = [bcoo_from_dense(m) for m in matrices]
-
-    def step(state, rows):
-        total = rows.todense().sum()
-        return state + total, total
-
-    run = workers.round(step, 2, exchange=lambda s: jax.lax.pmean(s, "workers"))
-    state, totals = run(workers.replicate(0.0), workers.shard_round(batches))
-    np.testing.assert_array_equal(totals, [[2.0, 8.0], [2.0, 8.0]])
-    np.testing.assert_array_equal(state, [10.0, 10.0])
-
     weights = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     odd = bcoo_from_dense(np.tri(3, 4, dtype=np.float32))
     out = workers.predict(lambda rows: rows @ weights, odd)
@@ -162,23 +150,12 @@ def test_sparse_rows_work_in_rounds_and_predictions():
         workers.shard(batched)
 
 
-def test_batches_of_a_round_must_be_alike():
-    towers = agn_optax.Towers(2)
-    with pytest.raises(errors.InvalidArgumentError, match="at least one batch"):
-        towers.shard_round([])
-    with pytest.raises(errors.TreeMismatchError, match=r"batches\[1\] is another tree"):
-        towers.shard_round([{"x": np.zeros(2)}, {"y": np.zeros(2)}])
-    with pytest.raises(errors.InvalidArgumentError, match=r"batches\[1\] has 4 rows"):
-        towers.shard_round([np.zeros(2), np.zeros(4)])
-
-
 def test_random_keys_can_be_rows():
     towers = agn_optax.Towers(2)
     keys = jax.random.split(jax.random.key(0), 3)
     padded, mask = towers.shard_padded(keys)
     assert (padded[:3] == keys).all()
     assert mask.sum() == 3
-    assert towers.shard_round([keys[:2], keys[:2]]).shape == (2, 2)
     out = towers.predict(lambda keys: {"keys": keys}, keys)
     assert (out["keys"] == keys).all()
 
@@ -190,10 +167,3 @@ def test_shard_copies_the_loader_s_buffer():
         batch = jax.block_until_ready(towers.shard(buffer))
         buffer[:] = 7.0
         assert float(jnp.max(batch)) == 0.0
-
-
-def test_round_rejects_batches_of_different_shapes():
-    with pytest.raises(
-        errors.TreeMismatchError, match=r"batches\[1\] has the only leaf .*\[2, 4\]"
-    ):
-        agn_optax.Towers(2).shard_round([np.zeros((2, 3)), np.zeros((2, 4))])

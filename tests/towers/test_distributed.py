@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from helpers import support
 
-import agn_optax
-from agn_optax import errors
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -41,11 +38,3 @@ def test_two_processes_equal_one_process(tmp_path):
                 f[name], value, rtol=1e-4, atol=1e-5, err_msg=name
             )
         assert value.all() or "agree" not in name
-
-
-def test_single_process_needs_no_initialization():
-    assert agn_optax.initialize_distributed() == 1
-    with pytest.raises(
-        errors.InvalidArgumentError, match="without num_processes and process_id"
-    ):
-        agn_optax.initialize_distributed("127.0.0.1:1")

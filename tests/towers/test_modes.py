@@ -212,8 +212,8 @@ def test_rule_without_the_axis_of_the_workers_is_rejected(form, workers, axis_na
 
     def run():
         if form == "round":
-            run = towers.round(train_step, 1, exchange=lambda s: tx.exchange(*s))
-            return run(state, towers.shard_round([batch]))
+            run = towers.step(problem.whole_round(train_step, tx.exchange))
+            return run(state, towers.shard(problem.stacked([batch])))
         own, _ = towers.step(train_step)(state, towers.shard(batch))
         return towers.apply(lambda s: tx.exchange(*s))(own)
 
@@ -270,9 +270,9 @@ def test_round_has_at_most_one_live_copy_of_the_state():
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
-    run = towers.round(local, 3, exchange=lambda s: tx.exchange(*s))
+    run = towers.step(problem.whole_round(local, tx.exchange))
     state = towers.replicate((params, tx.init(params)))
-    batches = towers.shard_round([np.ones((4, 256), np.float32)] * 3)
+    batches = towers.shard(np.ones((4, 3, 256), np.float32))
     memory = run.lower(state, batches).compile().memory_analysis()
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2  # of one tower
     # All outputs but a reset counter are written over the donated state.
@@ -292,20 +292,17 @@ def test_round_equals_its_steps(split):
     )
     phases = agn_optax.phases(optax.adam(0.05), rule, axis_name="workers")
     tx = optax.chain(agn_optax.all_reduce("towers"), phases if split else own)
-    run = towers.round(
-        problem.train_step(tx),
-        period=3,
-        exchange=(lambda state: phases.exchange(*state)) if split else None,
+    run = towers.step(
+        problem.whole_round(problem.train_step(tx), phases.exchange if split else None)
     )
     state = towers.replicate((start, tx.init(start)))
     for first in (0, 3):
-        state, metrics = run(state, towers.shard_round(data[first : first + 3]))
+        batches = problem.stacked(data[first : first + 3])
+        state, metrics = run(state, towers.shard(batches))
     assert metrics["loss"].shape == (4, 3)
     support.assert_close(state[0], expected[0])
     support.assert_close(towers.center_params(state), towers.center_params(expected))
     assert run.jitted._cache_size() == 1
-    with pytest.raises(agn_optax.errors.InvalidArgumentError, match="period 3 needs"):
-        run(state, towers.shard_round(data[:2]))
 
 
 def test_restored_towers_continue_bit_for_bit():

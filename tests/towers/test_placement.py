@@ -6,7 +6,6 @@ import pathlib
 import subprocess
 import sys
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,21 +88,6 @@ def test_penalty_reads_the_whole_anchor(axes, memory):
     tx = make(rule, agn_optax.Placement(shard_axis=axes, memory=memory), inner=inner)
     found, _ = problem.train(towers, tx, data, problem.params())
     support.assert_close(found[0], expected[0])
-
-
-@pytest.mark.parametrize("memory", support.MEMORIES)
-@pytest.mark.parametrize("axes", SHARDS)
-def test_flax_serializes_unreplicated_state(axes, memory):
-    towers = agn_optax.Towers(4, workers=2)
-    placement = agn_optax.Placement(shard_axis=axes, memory=memory)
-    tx = make(agn_optax.rules.diloco(), placement)
-    made = towers.create(tx.init, problem.params())
-    saved = towers.unreplicate(made)
-    data = flax.serialization.to_bytes(saved)
-    zeros = jax.tree.map(np.zeros_like, saved)
-    restored = flax.serialization.from_bytes(zeros, data)
-    support.assert_identical(restored, saved)
-    support.assert_identical(towers.replicate(restored), made)
 
 
 @support.needs_host

@@ -205,7 +205,6 @@ def test_another_current_mesh_changes_nothing(kind):
         state = towers.apply(lambda state: state)(state)
         assert towers.towers_agree(state)
         towers.shard_padded(np.ones(7))
-        towers.shard_round([np.ones(8)] * 2)
         double = functools.partial(jnp.multiply, 2)
         return jax.tree.map(
             np.asarray,
@@ -268,22 +267,6 @@ def test_batches_that_were_not_sharded_are_rejected():
         errors.InvalidArgumentError, match=r"batch\['x'\] has shape \[7, 3\].*shard\("
     ):
         step(state, {"x": np.ones((7, 3))})
-    run = towers.round(lambda s, b: (jax.lax.psum(s, "workers"), None), 2)
-    with pytest.raises(errors.InvalidArgumentError, match=r"dimension 1.*shard_round"):
-        run(state, towers.shard(np.ones(4)))
-
-
-def test_round_without_exchange_between_workers_is_rejected():
-    towers = agn_optax.Towers(4, workers=2)
-    split = agn_optax.phases(
-        optax.sgd(0.1), agn_optax.rules.average(), axis_name="workers"
-    )
-    tx = optax.chain(agn_optax.all_reduce("towers"), split)
-    state = towers.replicate((problem.params(), tx.init(problem.params())))
-    batches = towers.shard_round(problem.batches(2))
-    forgotten = towers.round(problem.train_step(tx), 2)
-    with pytest.raises(errors.InvalidArgumentError, match=r"over 'workers'.*exchange="):
-        forgotten(state, batches)
 
 
 @pytest.mark.parametrize("leaf", [print, "adam", object()])

@@ -24,7 +24,7 @@ class Resources:
       memory: bytes of each process.
       gpus: number of GPUs of each process.
       processes: number of processes of a worker, on as many hosts; they join each other
-        by ``initialize_distributed(**environment().distributed)``.
+        by ``jax.distributed.initialize(**environment().distributed)``.
       seconds: time after which the engine may end the task.
     """
 
