@@ -153,18 +153,6 @@ def test_table_shows_stalled_and_waiting_workers(shown):
     assert re.search("bert +│ +yes │", output)
 
 
-def test_status_of_a_site_names_its_parent():
-    rule = rules.downpour()
-    with (
-        service.serve(rule, jnp.zeros(2)) as root,
-        service.connect(root.address, rule) as parent,
-        service.serve(rule, parent=service.Parent(parent, name="site")) as site,
-    ):
-        assert site.uplink.ready.wait(30)
-        assert "│ site " in succeeds("status", root.address)
-        assert f"parent {root.address}" in succeeds("status", site.address)
-
-
 def test_watch_waits_for_a_center_that_has_not_started(tmp_path, monkeypatch):
     """When the center stops, watch keeps the last table."""
     address = f"unix:{tmp_path}/center"

@@ -61,7 +61,7 @@ FORMS = {
     "in the open": run("open = true\ninsecure = true"),
     "tokens in plain text": run("insecure = true"),
     "everything": run("page = true", ALL, "storage = '/kept'", more=NEEDS),
-    "one way": run("direct = false\nsnapshots = '/storage/snapshots'"),
+    "one way": run("direct = false"),
     "a center that is there": THERE.format(""),
 }
 
@@ -200,8 +200,7 @@ def test_center_has_its_options_storage_probes_and_ports(name):
     assert "--address=0.0.0.0:5000" in command
     assert ("--direct-address=0.0.0.0:5001" in command) == (name != "one way")
     storage = "/kept" if name == "everything" else "/storage"
-    if name != "one way":
-        assert f"--journal={storage}/journal" in command
+    assert f"--journal={storage}/journal" in command
     assert storage in [each["mountPath"] for each in container["volumeMounts"]]
     # The pod is not killed before the service has ended by itself.
     assert center["terminationGracePeriodSeconds"] > service.DEFAULT_GRACE + 1
@@ -288,7 +287,7 @@ def test_pods_of_a_job_know_their_rank_and_restarts(environment):
         assert (me.rank, me.workers, me.worker) == (index, 3, f"worker-{index}")
         assert me.restarts == (2 if index else 0)
         assert me.address == "digits-center:5000"
-        assert me.distributed == {"num_processes": 1}
+        assert me.distributed == {}
         assert me.rule.name == "downpour"
 
 
@@ -333,7 +332,6 @@ def test_arguments_of_commands_are_not_expanded():
         (run("address = '0.0.0.0:1'"), "address cannot be set on Kubernetes"),
         (run("address-file = 'it'"), "address-file cannot be set on"),
         (run("open = true"), "needs insecure = true"),
-        (run("parent = '127.0.0.1:1'"), "parent cannot be set on Kubernetes"),
         (run(top="tls-ca = 'ca.pem'"), "tls-ca cannot be set on Kubernetes"),
         (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
         (run(kubernetes="queue = 'gpus'"), "unknown key 'queue'"),

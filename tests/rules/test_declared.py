@@ -363,7 +363,7 @@ def test_rules_of_the_package_run_on_shards_leaf_by_leaf_and_packed(name):
         rule = getattr(rules, name)(*settings.get(name, ()))
         rule = rule if name == "easgd" else dataclasses.replace(rule, center=center)
         assert not rejection(rule)
-        assert _elementwise.is_leafwise(rule, PARAMS)
+        assert _elementwise.is_leafwise(rule)
         assert _elementwise.is_uniform(rule, PARAMS)
 
 
@@ -417,8 +417,8 @@ def test_rule_with_a_traced_setting_is_looked_up():
     @jax.jit
     def is_leafwise(rate):
         whole = rules.agn(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate)))
-        assert _elementwise.is_leafwise(rules.easgd(rate), PARAMS)
-        assert not _elementwise.is_leafwise(whole, PARAMS)
+        assert _elementwise.is_leafwise(rules.easgd(rate))
+        assert not _elementwise.is_leafwise(whole)
         return rate
 
     is_leafwise(0.1)

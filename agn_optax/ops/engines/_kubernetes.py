@@ -25,10 +25,10 @@ from agn_optax.service import DEFAULT_GRACE, TLS_CA, tokens
 
 _SECRETS = "secrets.sh"
 _PATCHES = "kustomization.yaml"  # of the user, in the folder of the manifests
-# Options that the manifests set, or that a center which may move cannot have.
+# Options that the manifests set.
 _NOT_SETTINGS = (
     *("address", "direct_address", "page_address", "address_file"),
-    *("tokens", "tls_certificate", "tls_key", "tls_client_ca", "parent"),
+    *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
     *("token_file", "tls_ca"),
 )
 
@@ -185,8 +185,7 @@ class Kubernetes(Engine):
                 return
             problem = (
                 f"{names[0].replace('_', '-')} cannot be set on Kubernetes: manifests "
-                "set addresses and key files, and a center that may move has no "
-                f"parent, got {str(given[names[0]])!r}"
+                f"set addresses and key files, got {str(given[names[0]])!r}"
             )
         raise errors.InvalidArgumentError(problem)
 
