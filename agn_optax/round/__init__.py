@@ -42,7 +42,6 @@ from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._reading import axes_of_collectives as axes_of_collectives
-from agn_optax.round._round import Broadcast as Broadcast
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import LocalState as LocalState
 from agn_optax.round._round import contribution_like as contribution_like

@@ -8,18 +8,17 @@
     receiving, at the center                                            receive
         m  = message(decode(s), c)                                      message_of
         m  = discount(m)                                                weigh
-        c' = c + center_optimizer(m),   p' = p + decode(encode(c' - p)) apply
+        c' = c + center_optimizer(m)                                    apply
     the answer, at the worker
-        c  = round(c or c'), or p or p'                                 answer_of
+        c  = round(c or c')                                             answer_of
         x  = adopt(x, c)                                                adopt
         a  = c                                                          move_anchor
 
-Here p are the broadcast parameters, if the downlink codec sends deltas. With the center
-in the optimizer state, an exchange is a `_send` and a `_receive`. `exchange` calls one
-after the other; `send` and `receive_late` call them with local steps in between. A
-worker and a center outside the program call the same functions, with a connection
-between them. No other module knows the order (`rules` calls the functions of a rule
-only to compare rules).
+With the center in the optimizer state, an exchange is a `_send` and a `_receive`.
+`exchange` calls one after the other; `send` and `receive_late` call them with local
+steps in between. A worker and a center outside the program call the same functions,
+with a connection between them. No other module knows the order (`rules` calls the
+functions of a rule only to compare rules).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round.placements import WHOLE, Layout, center_arrays
+from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule, discounted, extra_arguments, robust
 
 PyTree = Any
@@ -67,15 +66,7 @@ class ExchangeState(NamedTuple):
     center: PyTree  # like the parameters, in the center's dtype
     center_state: PyTree  # state of the center optimizer
     exchanges: jax.Array  # int32 scalar: exchanges made or begun so far
-    broadcast: Broadcast | None = None  # None if workers adopt `center`
     in_flight: InFlight | None = None  # None unless messages have a delay
-
-
-class Broadcast(NamedTuple):
-    """Broadcast parameters: the center as workers adopt it with a downlink codec."""
-
-    params: PyTree  # like the center
-    codec_state: PyTree  # state of the downlink codec
 
 
 def with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
@@ -280,23 +271,13 @@ def recover(
     )
 
 
-class MovedCenter(NamedTuple):
-    """A center after a message."""
-
-    center: PyTree
-    center_state: PyTree  # state of the center optimizer
-    broadcast: Broadcast | None  # None if workers adopt `center`
-    delta: PyTree  # encoded change of the broadcast; None if the rule sends no deltas
-
-
 def receive(
     rule: Rule,
     contribution: PyTree,
     center: PyTree,
     center_state: PyTree,
-    broadcast: Broadcast | None = None,
-    extra_args: dict[str, Any] | None = None,
-) -> MovedCenter:
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
     """Apply one worker's contribution to the center.
 
     Args:
@@ -304,13 +285,14 @@ def receive(
       contribution: encoded contribution of a worker.
       center: the center.
       center_state: state of the center optimizer.
-      broadcast: the broadcast parameters, if the rule has any.
       extra_args: for the center optimizer: the metadata of the contribution (see
         `Rule`), and further arguments.
+
+    Returns:
+      The new center, and the new state of the center optimizer.
     """
-    extra_args = extra_args or {}
     message = weighed_message(rule, contribution, center, center, extra_args)
-    return apply(rule, message, center, center_state, broadcast, extra_args)
+    return apply(rule, message, center, center_state, extra_args)
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -369,12 +351,11 @@ def weigh_and_apply(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    broadcast: Broadcast | None,
     extra_args: dict[str, Any],
-) -> MovedCenter:
+) -> tuple[PyTree, PyTree]:
     """Weigh a message in the center's dtypes, and apply it."""
     message = weigh(rule, message, center, extra_args)
-    return apply(rule, message, center, center_state, broadcast, extra_args)
+    return apply(rule, message, center, center_state, extra_args)
 
 
 def apply(
@@ -382,10 +363,9 @@ def apply(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    broadcast: Broadcast | None,
     extra_args: dict[str, Any],
-) -> MovedCenter:
-    """Apply a message, which has been weighed, and publish the new center.
+) -> tuple[PyTree, PyTree]:
+    """Apply a message, which has been weighed.
 
     Args:
       rule: the rule of the center.
@@ -393,12 +373,13 @@ def apply(
         tower's piece of it.
       center: the center, in the same pieces.
       center_state: state of the center optimizer.
-      broadcast: the broadcast parameters, if the rule has any.
       extra_args: extra arguments of the center optimizer.
+
+    Returns:
+      The new center, and the new state of the center optimizer.
     """
     updates, center_state = descend(rule, message, center, center_state, extra_args)
-    moved = optax.apply_updates(center, updates)
-    return MovedCenter(moved, center_state, *publish(rule, moved, broadcast))
+    return optax.apply_updates(center, updates), center_state
 
 
 def has_residual(rule: Rule) -> bool:
@@ -412,84 +393,16 @@ def restore_residual(rule: Rule, contribution: PyTree, codec_state: PyTree) -> P
     return rule.codec.returned(contribution, codec_state)
 
 
-def init_broadcast(rule: Rule, center: PyTree) -> Broadcast | None:
-    """Return the first broadcast parameters, which equal the center.
-
-    Return None if the rule has no downlink codec that sends deltas.
-    """
-    codec = rule.codec.answer_codec
-    return None if codec is None else Broadcast(trees.copy(center), codec.init(center))
+def center_state_like(rule: Rule, center: PyTree) -> PyTree:
+    """Return the shapes and dtypes of a center optimizer's first state."""
+    return jax.eval_shape(functools.partial(init_center_state, rule), center)
 
 
-def center_state_like(rule: Rule, center: PyTree) -> tuple[PyTree, Broadcast | None]:
-    """Return the shapes and dtypes of a center's first state and first broadcast."""
-    return jax.eval_shape(
-        lambda center: (init_center_state(rule, center), init_broadcast(rule, center)),
-        center,
-    )
-
-
-def publish(
-    rule: Rule, center: PyTree, broadcast: Broadcast | None
-) -> tuple[Broadcast | None, PyTree]:
-    """Move the broadcast parameters to the center, as far as the codec allows.
-
-    The codec's error in one delta is part of the next delta, because each is a
-    difference to the exact center. Elements of a delta that are not finite are set to
-    zero, so that they do not spoil the rest of their block.
-
-    Returns:
-      The next broadcast parameters, and the encoded delta that leads to them.
-    """
-    codec = rule.codec.answer_codec
-    if codec is None or broadcast is None:
-        return None, None
-
-    def subtract(c: jax.Array, p: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(c - p), c - p, jnp.zeros_like(p))
-
-    delta = jax.tree.map(subtract, center, broadcast.params)
-    encoded, codec_state = codec.encode(delta, broadcast.codec_state)
-    return Broadcast(apply_delta(rule, broadcast.params, encoded), codec_state), encoded
-
-
-def apply_delta(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
-    """Apply an encoded delta to broadcast parameters, with the same bits everywhere."""
-    codec: Any = rule.codec.answer_codec
-    decoded = codec.decode(encoded, params)
-
-    def add(p: jax.Array, d: jax.Array) -> jax.Array:
-        moved = p + d.astype(p.dtype)
-        return jnp.where(jnp.isfinite(moved), moved, p)
-
-    return jax.tree.map(add, params, decoded)
-
-
-def delta_like(rule: Rule, center: PyTree) -> PyTree:
-    """Return shapes and dtypes of an encoded delta; None if the rule sends none."""
-
-    def encoded(center: PyTree) -> PyTree:
-        return publish(rule, center, init_broadcast(rule, center))[1]
-
-    return jax.eval_shape(encoded, center)
-
-
-def answer_of(rule: Rule, center: PyTree, broadcast: Broadcast | None = None) -> PyTree:
-    """Return the center as a worker adopts it, after the downlink codec."""
-    if broadcast is not None:
-        return broadcast.params
-    if rule.codec.answer_dtype is None:
+def answer_of(rule: Rule, center: PyTree) -> PyTree:
+    """Return the center as a worker adopts it, rounded if the codec says so."""
+    if rule.codec.answers is None:
         return center
-    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
-
-
-def last_adopted(state: ExchangeState) -> PyTree:
-    """Return the anchor of a worker whose state keeps none."""
-    return (
-        center_arrays(state.center)
-        if state.broadcast is None
-        else state.broadcast.params
-    )
+    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answers), center)
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
@@ -564,7 +477,7 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
 
 def adopt_center(rule: Rule, params: PyTree, state: ExchangeState) -> PyTree:
     """Return the parameters after adopting the center of ``state``, which is whole."""
-    return adopt(rule, params, answer_of(rule, state.center, state.broadcast))
+    return adopt(rule, params, answer_of(rule, state.center))
 
 
 def exchange(
@@ -698,16 +611,12 @@ def _receive(
     mixing: float,
 ) -> tuple[PyTree, ExchangeState]:
     """Receive a message of `_send`: apply it, and adopt the center after it."""
-    moved = weigh_and_apply(
-        rule, message, state.center, state.center_state, state.broadcast, center_args
+    center, center_state = weigh_and_apply(
+        rule, message, state.center, state.center_state, center_args
     )
-    state = state._replace(
-        center=moved.center,
-        center_state=moved.center_state,
-        broadcast=moved.broadcast,
-    )
+    state = state._replace(center=center, center_state=center_state)
     if rule.adopts == "after":
-        part = layout.join_pieces(moved.center, params)
+        part = layout.join_pieces(center, params)
         params, state = _adopt_part(rule, layout, params, state, part, mixing)
     return params, state
 
@@ -721,7 +630,7 @@ def _adopt_part(
     mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
     """Adopt the center, of which ``part`` is this tower's part, as the anchor too."""
-    answer = answer_of(rule, layout.join_parts(part, params), state.broadcast)
+    answer = answer_of(rule, layout.join_parts(part, params))
     adopted, local = adopt(rule, params, answer, mixing), state.local
     if state.in_flight is None:  # with a delay, the next round began at sending
         local = empty_record(rule, local, params, answer, layout)
@@ -770,7 +679,7 @@ def _combined_message(
         rule,
         local._replace(anchor=anchor),
         layout.cut_part(params),
-        part if state.broadcast is None else state.broadcast.params,
+        part,
     )
     center_args = {
         **extra_args,

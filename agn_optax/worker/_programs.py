@@ -82,8 +82,6 @@ def programs(
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.
     keeps_sent = keeps_progress and not recovers
-    # True if answers may be differences from the broadcast parameters adopted last.
-    has_downlink_codec = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -188,9 +186,8 @@ def programs(
     return SimpleNamespace(
         tx=tx,
         keeps_sent=keeps_sent,
-        has_downlink_codec=has_downlink_codec,
-        # True if contributions or answers need an anchor that the state does not keep.
-        holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
+        # True if contributions need an anchor that the state does not keep.
+        holds_anchor=rule.needs_anchor and not keep_anchor,
         start=jax.jit(start),
         contribute=jax.jit(contribute),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
