@@ -222,10 +222,10 @@ def phases(
         layout.check_bound_for_steps()
         if isinstance(state, FragmentsState):
             assert fragments is not None
-            updates, inner_state, locals_ = _fragments.local_step_of_fragments(
-                fragments.divide(params),
+            updates, inner_state, locals_ = _round.local_step_of_parts(
                 rule,
                 inner,
+                fragments.divide(params),
                 updates,
                 state.inner_state,
                 [fragment.local for fragment in state.fragments],
@@ -413,7 +413,8 @@ def exchange_every(
         # updates are written to memory: they stay fused with their application, and
         # only `where` reads the center.
         moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
-        adopted = _round.adopt_center(rule, params, moved)
+        answer = _round.answer_of(rule, moved.center)
+        adopted = _round.adopt(rule, params, answer)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
 

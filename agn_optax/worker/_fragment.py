@@ -33,8 +33,6 @@ from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
 from agn_optax.worker._programs import (
-    AT_ONCE,
-    Adoption,
     Sent,
     StreamingState,
     programs,
@@ -65,7 +63,8 @@ class FragmentWorker:
     Args:
       center: the center of this fragment.
       inner: the inner optimizer of this fragment.
-      adoption: how answers are adopted.
+      delay: local steps before an answer is adopted; 0 adopts it when it arrives.
+      mixing: share of the worker's own parameters that stays.
       name: name of the worker.
 
     Attributes:
@@ -83,8 +82,9 @@ class FragmentWorker:
         self,
         center: Center,
         inner: optax.GradientTransformation,
-        adoption: Adoption = AT_ONCE,
         *,
+        delay: int = 0,
+        mixing: float = 0.0,
         name: str,
         period: Any,
         overlap: bool,
@@ -94,10 +94,8 @@ class FragmentWorker:
     ) -> None:
         self.center = center
         self.name = name
-        self.programs = programs(center.rule, inner, adoption)
-        self.machine = ExchangeMachine(
-            overlap=overlap, delay=adoption.delay, patience=patience
-        )
+        self.programs = programs(center.rule, inner, delay, mixing)
+        self.machine = ExchangeMachine(overlap=overlap, delay=delay, patience=patience)
         self.message: Message | None = None
         self.session: Any = None
         self.reported: dict[str, Any] = {}
