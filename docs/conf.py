@@ -68,7 +68,7 @@ nitpick_ignore_regex = [
     ),
     ("py:.*", r"(jax|jaxlib|numpy|np|optax|grpc|flax)\b.*"),
     # Type aliases, and types whose objects users get but never make themselves.
-    ("py:class", r"PyTree|Metrics|Pem|(.*\.)?(LocalState|Broadcast)"),
+    ("py:class", r"PyTree|Metrics|Pem|(.*\.)?LocalState"),
     ("py:class", r"agn_optax\.(\w+\.)*_\w+\..*"),
     ("py:class", r"agn_optax\.service\.center_pb2\..*"),
     ("py:obj", r"agn-optax .*|pull|start|Checkpointer"),

@@ -96,19 +96,6 @@ def test_message_sizes_follow_the_dtypes(params, center, wire, message, answer):
     assert (cost.message, cost.answer) == (1000 * message, 1000 * answer)
 
 
-@pytest.mark.parametrize(("workers", "answer"), [(1, 516), (4, 2064), (8, 4000)])
-def test_encoded_responses_include_the_differences_of_all_workers(workers, answer):
-    """A response has the differences of all workers, or the whole center if smaller."""
-    codec = codecs.two_way(codecs.identity(), codecs.quantize(4, block=250))
-    cost = plan(
-        rules.agn(SGD, codec=codec),
-        params=planning.abstract(1000),
-        cluster=dataclasses.replace(LINK, workers=workers),
-    )
-    assert (cost.message, cost.answer) == (4000, answer)
-    assert cost.worker.anchor == 4000
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_gradient_sum_is_sent_in_its_own_dtype(dtype):
     """The planned sizes are those of a real connection."""

@@ -155,7 +155,7 @@ def test_only_the_round_uses_the_functions_of_a_rule():
         "rule.penalty.update(g, s)",
         "rule.discount.init(m)",
         "codec.encode(k, s)",
-        "rule.codec.answer_codec.decode(k, c)",
+        "rule.codec.decode(k, c)",
         "rule.combine.function(m, total)",
     ],
 )

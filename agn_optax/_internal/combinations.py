@@ -27,10 +27,6 @@ COMBINATIONS = {
         "JAX mistakes pairs over several axes for pairs over the other axes. Use "
         "`shard_map` for all axes, or give `axis_name` one axis for all workers"
     ),
-    ("a codec that answers in differences", "a placement"): (
-        "the differences need one center, whole on the device. Leave the placement "
-        "out, or take a codec without such answers"
-    ),
     ("a center in shards", "a rule that is not elementwise"): (
         "each shard has only a part of the elements. Take a center optimizer and a "
         "codec that read one element at a time, such as `optax.sgd` and `cast`, or "
@@ -73,13 +69,6 @@ COMBINATIONS = {
     ("`error_feedback`", "a chain around it"): (
         "it keeps the loss of its own codec only, not those of the others. Instead, "
         "put `error_feedback` around `chain_codecs`"
-    ),
-    ("`error_feedback`", "answers of a codec"): (
-        "each difference is taken from the exact center and contains earlier losses. "
-        "Give the codec without `error_feedback`"
-    ),
-    ("a codec with answers", "answers of a codec"): (
-        "an answer travels one way, and nothing answers it"
     ),
     ("a codec that is not a cast", "`all_reduce`"): (
         "collectives add up gradients, and a sum of codes means nothing. Take "

@@ -219,20 +219,15 @@ class Core:
             with self._changed:
                 version.readers -= 1
 
-    def snapshot(
-        self, version: Version | None = None, *, broadcast: bool = False
-    ) -> Snapshot:
+    def snapshot(self, version: Version | None = None) -> Snapshot:
         """Return a version that can be read without a time limit.
 
         Args:
           version: version of the answer to an exchange; None for the current one.
-          broadcast: return the broadcast parameters, see `Center.pull`.
         """
         with self._changed:
             store = self.store
-            read = store.broadcast if broadcast else store.tree
-            if version is not None:
-                read = store.answer
+            read = store.tree if version is None else store.answer
             version = self._readable(version)
             version.escaped = True
         # The arrays no longer change, so that the lock is not needed to wait for them.
@@ -248,11 +243,6 @@ class Core:
                 "worker has continued or has joined again"
             )
         return version
-
-    def differences(self, since: int, version: Version) -> list[PyTree] | None:
-        """Return the deltas between two versions: see `Store.differences`."""
-        with self._changed:
-            return self.store.differences(since, version)
 
     def save(self) -> CenterState:
         """Return a consistent copy of the center's complete state, for a checkpoint."""

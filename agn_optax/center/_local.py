@@ -165,7 +165,7 @@ class LocalCenter:
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Set the center's first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)
-        return self.pull(broadcast=True)
+        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -174,14 +174,14 @@ class LocalCenter:
                 f"no chief has initialized this center within {timeout} s; start "
                 "one worker with start(params, chief=True)"
             )
-        return self.pull(broadcast=True)
+        return self.pull()
 
-    def pull(self, *, broadcast: bool = False) -> Snapshot:
+    def pull(self) -> Snapshot:
         """Return the current version, at any time, as ``.params`` and ``.version``.
 
         See `Center.pull`.
         """
-        return self.core.snapshot(broadcast=broadcast)
+        return self.core.snapshot()
 
     def join(
         self,

@@ -114,8 +114,6 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
-    if rule.codec.answer_codec is not None:  # deltas are encoded leaf by leaf
-        return None
     packing = Packing(tree)
     # Contributions are flattened, too: the codec must keep one array per leaf.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))

@@ -142,7 +142,7 @@ class Center(Protocol):
         crash: the center then keeps its parameters.
 
         Returns:
-          The broadcast parameters and their version: see `pull`.
+          The parameters and their version.
 
         Raises:
           AlreadyInitializedError: another worker initialized the center, or the center
@@ -157,19 +157,14 @@ class Center(Protocol):
           timeout: maximum time to wait, in seconds; None waits without a limit.
 
         Returns:
-          The broadcast parameters and their version: see `pull`.
+          The parameters and their version.
 
         Raises:
           NotInitializedError: the center was not initialized in time.
         """
 
-    def pull(self, *, broadcast: bool = False) -> Snapshot:
+    def pull(self) -> Snapshot:
         """Return the current version of the center.
-
-        Args:
-          broadcast: return the broadcast parameters, which all workers have, instead of
-            the exact center. The two differ only with a codec that answers with deltas
-            (`agn_optax.codecs.two_way`).
 
         Raises:
           NotInitializedError: the center has no parameters yet.

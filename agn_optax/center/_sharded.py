@@ -127,21 +127,19 @@ class ShardedCenter:
         # In order: the chief of the first shard is the chief of all shards.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
-        return self.pull(broadcast=True)
+        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until all shards are initialized, and return the center."""
         waited = self.call_all(lambda center: center.wait(timeout), self.centers)
         return self.unite(waited)
 
-    def pull(self, *, broadcast: bool = False) -> Snapshot:
+    def pull(self) -> Snapshot:
         """Return the center, in which every part is one version of its shard.
 
         See `Center.pull`.
         """
-        options = {"broadcast": True} if broadcast else {}
-        pulled = self.call_all(lambda center: center.pull(**options), self.centers)
-        return self.unite(pulled)
+        return self.unite(self.call_all(lambda center: center.pull(), self.centers))
 
     @property
     def address(self) -> str:
@@ -206,11 +204,6 @@ class ShardedCenter:
             )
         ]
 
-    def cut_adopted(self, center: PyTree) -> list[PyTree]:
-        """Split parameters that this center returned, without checks."""
-        assert self._parts is not None  # set by the pull that returned them
-        return self._parts.cut(center)
-
     def _check_model(self, params: PyTree) -> None:
         """Check ``params`` against the whole center, so that errors name its paths."""
         if self._model is None:
@@ -226,7 +219,6 @@ class ShardedCenter:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
-        rows = rows and self.rule.codec.answer_codec is None
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(self, snapshots: Sequence[Snapshot | Answer]) -> Snapshot:
@@ -298,21 +290,15 @@ class ShardedSession(Session):
                 f"shard, got {versions!r}"
             )
         contributions = self._center.cut_message(contribution)
-        anchors = [None] * shards
-        if submission.anchor is not None:
-            anchors = self._center.cut_adopted(submission.anchor)
         if not _is_finite(contribution):  # so that every shard rejects its part
             contributions = jax.tree.map(_not_finite, contributions)
 
-        def submit(
-            session: Session, part: PyTree, version: int, anchor: PyTree
-        ) -> None:
-            sent = submission._replace(
-                contribution=part, anchor_version=version, anchor=anchor
+        def submit(session: Session, part: PyTree, version: int) -> None:
+            session.submit(
+                submission._replace(contribution=part, anchor_version=version)
             )
-            session.submit(sent)
 
-        self._center.call_all(submit, self._sessions, contributions, versions, anchors)
+        self._center.call_all(submit, self._sessions, contributions, versions)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """Return the combined answers of all shards: see `Session.collect`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
-from agn_optax.round import Broadcast
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, robust
 
@@ -41,9 +39,6 @@ class CenterState(NamedTuple):
     params: PyTree  # the current version
     center_state: PyTree  # state of the center optimizer
     version: Any  # int: number of updates so far
-    # The broadcast parameters and the codec's state, if the rule's codec answers with
-    # deltas; else None.
-    broadcast: Broadcast | None = None
 
 
 @dataclasses.dataclass
@@ -54,7 +49,6 @@ class Version:
     number: int
     readers: int = 0  # number of readers that will report the end of reading
     escaped: bool = False  # whether it has readers that will not report it
-    broadcast: Broadcast | None = None  # broadcast parameters of this version
 
 
 class Store:
@@ -69,16 +63,12 @@ class Store:
       center_state: state of the center optimizer, for the parameters as a tree; None
         for a new state.
       version: number of the first version.
-      broadcast: broadcast parameters, if the codec answers with deltas; None to start
-        with the exact parameters.
 
     Attributes:
       current: the newest version.
       packing: the layout of flattened parameters; None if they are kept as a tree.
       like: abstract tree of the parameters.
       contribution_like: abstract tree of a worker's contribution.
-      delta_like: abstract tree of a delta between broadcast parameters; None if
-        the codec does not answer with deltas.
       max_norm: norm beyond which a message counts as not finite: the square root of the
         largest number of the center's dtype.
     """
@@ -93,7 +83,6 @@ class Store:
         flatten: bool = False,
         center_state: PyTree = None,
         version: int = 0,
-        broadcast: Broadcast | None = None,
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
@@ -111,14 +100,7 @@ class Store:
         packing = self.packing = packing_of(rule, self.like) if flatten else None
         copied = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        if broadcast is None:
-            broadcast = rounds.init_broadcast(rule, copied)
-        self.current = Version(copied, version, broadcast=broadcast)
-        self.delta_like = rounds.delta_like(rule, self.like)
-        # The last deltas with their versions, together smaller than the parameters.
-        size, whole = map(trees.nbytes, (self.delta_like, self.like))
-        count = (whole - 1) // size if 0 < size <= whole else 0
-        self._differences: deque[tuple[int, PyTree]] = deque(maxlen=count)
+        self.current = Version(copied, version)
         if center_state is None:
             self._check_answers()
             # From a copy, because some optimizers keep the parameters in their state.
@@ -138,42 +120,32 @@ class Store:
     ) -> Store:
         """Return a store that continues from a state, see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        params, state, broadcast = jax.device_put(
-            (saved.params, saved.center_state, saved.broadcast), device
-        )
-        state_like, broadcast_like = rounds.center_state_like(rule, params)
+        params, state = jax.device_put((saved.params, saved.center_state), device)
         check.same_tree(
-            state, state_like, "saved.center_state", "the rule's center_state"
+            state,
+            rounds.center_state_like(rule, params),
+            "saved.center_state",
+            "the rule's center_state",
         )
-        if broadcast is not None:
-            what = "the rule's broadcast parameters"
-            check.same_tree(broadcast, broadcast_like, "saved.broadcast", what)
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        state, broadcast = trees.copy((state, broadcast))
-        return cls(
-            rule,
-            params,
-            flatten=flatten,
-            center_state=state,
-            version=version,
-            broadcast=broadcast,
-        )
+        state = trees.copy(state)
+        return cls(rule, params, flatten=flatten, center_state=state, version=version)
 
     def _check_answers(self) -> None:
         """Raise if the first version overflows the dtype in which workers adopt it."""
         codec = self._rule.codec
-        if codec.answer_dtype is None:
+        if codec.answers is None:
             return
         largest = float(_largest(self.current.params))
-        limit = float(jnp.finfo(codec.answer_dtype).max)
+        limit = float(jnp.finfo(codec.answers).max)
         if largest > limit:
             raise errors.InvalidArgumentError(
                 f"with codec {codec.name!r} workers adopt the center as "
-                f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
+                f"{codec.answers}, which holds numbers up to "
                 f"{limit:g}; the first parameters have {largest:g}"
             )
 
@@ -184,19 +156,17 @@ class Store:
     def copy(self) -> CenterState:
         """Return a copy of the state as the store keeps it; see `unpacked`."""
         current = self.current
-        params, center_state, broadcast = trees.copy(
-            (current.params, self._center_state, current.broadcast)
-        )
-        return CenterState(params, center_state, current.number, broadcast)
+        params, center_state = trees.copy((current.params, self._center_state))
+        return CenterState(params, center_state, current.number)
 
     def unpacked(self, copied: CenterState) -> CenterState:
         """Return a copied state as a tree; wait for the device if it was flattened."""
         if self.packing is None:
             return copied
-        params, center_state, number, broadcast = copied
+        params, center_state, number = copied
         params = jax.device_put(self.packing.unpack(params))
         center_state = self.packing.unpack_state(self._rule, center_state)
-        return CenterState(params, jax.device_put(center_state), number, broadcast)
+        return CenterState(params, jax.device_put(center_state), number)
 
     def tree(self, version: Version) -> PyTree:
         """Return a version's parameters as a tree; the version must have a reader."""
@@ -206,26 +176,10 @@ class Store:
 
     def answer(self, version: Version) -> PyTree:
         """Return a version's parameters as a worker adopts them at an exchange."""
-        params = self.broadcast(version)
-        if self._rule.codec.answer_dtype is None:
+        params = self.tree(version)
+        if self._rule.codec.answers is None:
             return params
         return self._programs.answer(params)
-
-    def broadcast(self, version: Version) -> PyTree:
-        """Return a version's broadcast parameters; the exact ones if there are none."""
-        if version.broadcast is None:
-            return self.tree(version)
-        return version.broadcast.params
-
-    def differences(self, since: int, version: Version) -> list[PyTree] | None:
-        """Return the deltas from the broadcast parameters of ``since`` to a version.
-
-        None if the codec has no deltas, or if some were released.
-        """
-        if version.broadcast is None:
-            return None
-        deltas = [d for n, d in self._differences if since < n <= version.number]
-        return deltas if len(deltas) == version.number - since else None
 
     def check_and_place(self, contribution: PyTree) -> PyTree:
         """Check an encoded contribution, and place it on the center's device.
@@ -315,9 +269,8 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = program.in_place if in_place else program.anew
-        moved = run(data, extra, before.params, self._center_state, before.broadcast)
-        params, self._center_state, broadcast, delta = moved
-        self._set_current(params, broadcast, delta)
+        params, self._center_state = run(data, extra, before.params, self._center_state)
+        self.current = Version(params, before.number + 1)
         return True
 
     def _combine(
@@ -352,15 +305,6 @@ class Store:
         combined = Submission(0, total, before.number, round(steps / count), mean)
         divisor = _on_device(float(count if is_mean else 1))
         return total, (divisor, _extra(before.number, 0, combined, workers))
-
-    def _set_current(
-        self, params: PyTree, broadcast: Broadcast | None, delta: PyTree
-    ) -> None:
-        """Set the next version, and the delta by which workers receive it."""
-        number = self.current.number + 1
-        self.current = Version(params, number, broadcast=broadcast)
-        if broadcast is not None:
-            self._differences.append((number, delta))
 
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -453,21 +397,20 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return rounds.combine_messages(rule, together, robust.total_of_leaves)
 
     def move(
-        data: PyTree, extra: _Extra, center: PyTree, state: PyTree, broadcast: PyTree
-    ) -> rounds.MovedCenter:
-        return rounds.receive(rule, data, center, state, broadcast, extra.as_dict())
+        data: PyTree, extra: _Extra, center: PyTree, state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        return rounds.receive(rule, data, center, state, extra.as_dict())
 
     def move_round(
         total: PyTree,
         divisor_and_extra: tuple[Any, _Extra],
         center: PyTree,
         state: PyTree,
-        broadcast: PyTree,
-    ) -> rounds.MovedCenter:
+    ) -> tuple[PyTree, PyTree]:
         divisor, extra = divisor_and_extra
         mean = jax.tree.map(lambda t: t / divisor.astype(t.dtype), total)
         message = optax.tree.cast_like(mean, center)
-        return rounds.apply(rule, message, center, state, broadcast, extra.as_dict())
+        return rounds.apply(rule, message, center, state, extra.as_dict())
 
     def is_finite(combined: PyTree, center: PyTree) -> jax.Array:
         leaves = jax.tree.leaves(optax.tree.cast_like(combined, center))
@@ -478,7 +421,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         # The optimizer's state has no readers and is always donated; versions may have
         # readers.
         return SimpleNamespace(
-            in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
+            in_place=jax.jit(program, donate_argnums=(2, 3)),
             anew=jax.jit(program, donate_argnums=3),
         )
 

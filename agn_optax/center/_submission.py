@@ -19,7 +19,7 @@ PyTree = Any
 
 _MAX_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 # Fields of the records that are trees, or that the receiver of an answer adds.
-_NOT_PLAIN = {"contribution", "reported", "anchor", "params", "is_partial", "received"}
+_NOT_PLAIN = {"contribution", "reported", "params", "is_partial", "received"}
 
 
 class Submission(NamedTuple):
@@ -36,9 +36,6 @@ class Submission(NamedTuple):
       weight: weight that the worker claims for its round, such as a number of tokens.
         Must be positive; None counts as 1.
       reported: metrics of the worker by their names, for monitoring.
-      anchor: the broadcast parameters of ``anchor_version``, as a center with the same
-        center id returned them. With them, the answer may be sent as deltas; with None,
-        the answer is sent whole.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax
@@ -56,7 +53,6 @@ class Submission(NamedTuple):
     steps: int = 0
     weight: float | None = None
     reported: Mapping[str, Any] | None = None
-    anchor: PyTree = None
 
     def checked(self) -> Submission:
         """Check the numbers of a submission, and return it with Python numbers.
@@ -85,7 +81,7 @@ class Submission(NamedTuple):
 
     def without_arrays(self) -> Submission:
         """Return the plain fields of the submission; the others are None."""
-        return self._replace(contribution=None, reported=None, anchor=None)
+        return self._replace(contribution=None, reported=None)
 
 
 class Snapshot(NamedTuple):

@@ -131,8 +131,8 @@ class CenterPart:
             )
         rule, saved = center.rule, _under("['params']", leaves)
         params = _with_dtypes(_params(about, like, leaves), saved)
-        state, broadcast = rounds.center_state_like(rule, params)
-        tree = {"params": params, "center_state": state, "broadcast": broadcast}
+        state = rounds.center_state_like(rule, params)
+        tree = {"params": params, "center_state": state}
         _check_same(_tree.describe(tree), leaves, "the center", source)
         return tree
 

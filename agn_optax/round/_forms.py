@@ -151,7 +151,7 @@ def phases(
     # state.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
-        or rule.codec.answer_dtype is not None
+        or rule.codec.answers is not None
         or (rule.penalty is not None and not layout.is_readable_in_step)
     )
 
@@ -178,7 +178,6 @@ def phases(
             center=center,
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
-            broadcast=_round.init_broadcast(rule, whole),
             in_flight=in_flight,
         )
 
@@ -223,15 +222,15 @@ def phases(
         layout.check_bound_for_steps()
         if isinstance(state, FragmentsState):
             assert fragments is not None
-            updates, inner_state, locals_ = _fragments.local_step_of_fragments(
-                fragments.divide(params),
+            updates, inner_state, locals_ = _round.local_step_of_parts(
                 rule,
                 inner,
+                fragments.divide(params),
                 updates,
                 state.inner_state,
                 [fragment.local for fragment in state.fragments],
                 params,
-                [_round.last_adopted(fragment) for fragment in state.fragments],
+                [center_arrays(fragment.center) for fragment in state.fragments],
                 extra_args,
                 layout,
             )
@@ -240,7 +239,7 @@ def phases(
                 for fragment, local in zip(state.fragments, locals_, strict=True)
             )
             return updates, FragmentsState(inner_state, moved)
-        center = _round.last_adopted(state)
+        center = center_arrays(state.center)
         updates, local = _round.local_step(
             rule, inner, updates, state.local, params, center, extra_args, layout
         )
@@ -414,7 +413,8 @@ def exchange_every(
         # updates are written to memory: they stay fused with their application, and
         # only `where` reads the center.
         moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
-        adopted = _round.adopt_center(rule, params, moved)
+        answer = _round.answer_of(rule, moved.center)
+        adopted = _round.adopt(rule, params, answer)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
 

@@ -19,7 +19,7 @@ from agn_optax import errors
 from agn_optax._internal import attempt, check, combinations, trees
 from agn_optax.round import _parts, _period, _round
 from agn_optax.round._parts import Parts
-from agn_optax.round._round import ExchangeState, LocalState
+from agn_optax.round._round import ExchangeState
 from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule
 
@@ -402,29 +402,4 @@ def restore_in_flight(messages: list[Any], state: PyTree) -> PyTree:
     order = iter(messages)
     return trees.map_nodes(
         lambda node: node._replace(in_flight=next(order)), state, ExchangeState
-    )
-
-
-def local_step_of_fragments(
-    parts: Parts,
-    rule: Rule,
-    inner: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
-    inner_state: PyTree,
-    fragments: Sequence[LocalState],
-    params: PyTree,
-    centers: Sequence[PyTree],
-    extra_args: dict[str, Any],
-    layout: Layout = WHOLE,
-) -> tuple[PyTree, PyTree, list[LocalState]]:
-    """Make one local step of the whole tree, like `_round.local_step`.
-
-    Each fragment records its part of the gradients, and the inner optimizer sees all.
-
-    Returns:
-      Updates, and the new states of the inner optimizer and of the fragments.
-    """
-    cut = zip(parts.cut(grads), fragments, parts.cut(params), centers, strict=True)
-    return _round.local_step_in_parts(
-        rule, inner, cut, _parts.join, inner_state, params, extra_args, layout
     )

@@ -8,25 +8,24 @@
     receiving, at the center                                            receive
         m  = message(decode(s), c)                                      message_of
         m  = discount(m)                                                weigh
-        c' = c + center_optimizer(m),   p' = p + decode(encode(c' - p)) apply
+        c' = c + center_optimizer(m)                                    apply
     the answer, at the worker
-        c  = round(c or c'), or p or p'                                 answer_of
+        c  = round(c or c')                                             answer_of
         x  = adopt(x, c)                                                adopt
         a  = c                                                          move_anchor
 
-Here p are the broadcast parameters, if the downlink codec sends deltas. With the center
-in the optimizer state, an exchange is a `_send` and a `_receive`. `exchange` calls one
-after the other; `send` and `receive_late` call them with local steps in between. A
-worker and a center outside the program call the same functions, with a connection
-between them. No other module knows the order (`rules` calls the functions of a rule
-only to compare rules).
+With the center in the optimizer state, an exchange is a `_send` and a `_receive`.
+`exchange` calls one after the other; `send` and `receive_late` call them with local
+steps in between. A worker and a center outside the program call the same functions,
+with a connection between them. No other module knows the order (`rules` calls the
+functions of a rule only to compare rules).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,9 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round.placements import WHOLE, Layout, center_arrays
+from agn_optax.round import _parts
+from agn_optax.round._parts import Parts
+from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule, discounted, extra_arguments, robust
 
 PyTree = Any
@@ -67,15 +68,7 @@ class ExchangeState(NamedTuple):
     center: PyTree  # like the parameters, in the center's dtype
     center_state: PyTree  # state of the center optimizer
     exchanges: jax.Array  # int32 scalar: exchanges made or begun so far
-    broadcast: Broadcast | None = None  # None if workers adopt `center`
     in_flight: InFlight | None = None  # None unless messages have a delay
-
-
-class Broadcast(NamedTuple):
-    """Broadcast parameters: the center as workers adopt it with a downlink codec."""
-
-    params: PyTree  # like the center
-    codec_state: PyTree  # state of the downlink codec
 
 
 def with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
@@ -102,15 +95,10 @@ def init_local(
         local_steps=jnp.zeros((), jnp.int32),
         # A copy, because some optimizers keep the parameters passed to their init.
         inner_state=inner.init(trees.copy(params)),
-        record=init_record(rule, layout.cut_part(params)),
+        record=rule.record.init(layout.cut_part(params)),
         anchor=anchor,
         codec_state=rule.codec.init(layout.cut_part(params)),
     )
-
-
-def init_record(rule: Rule, params: PyTree) -> PyTree:
-    """Return the record before the first step of a round."""
-    return rule.record.init(params)
 
 
 def init_center_state(rule: Rule, center: PyTree) -> PyTree:
@@ -132,65 +120,55 @@ def local_step(
 
     ``center`` is the anchor if the state keeps none.
     """
-    whole = [(grads, state, params, center)]
-    updates, inner_state, (state,) = local_step_in_parts(
-        rule, inner, whole, _only, state.inner_state, params, extra_args, layout
-    )
+    grads, state = _record(rule, grads, state, params, center, layout)
+    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+    updates = optax.tree.cast_like(updates, params)
     return updates, state._replace(inner_state=inner_state)
 
 
-def _only(parts: Sequence[PyTree]) -> PyTree:
-    (whole,) = parts
-    return whole
-
-
-def local_step_in_parts(
+def local_step_of_parts(
     rule: Rule,
     inner: optax.GradientTransformationExtraArgs,
-    parts: Iterable[tuple[PyTree, LocalState, PyTree, PyTree]],
-    join: Callable[[Sequence[PyTree]], PyTree],
+    parts: Parts,
+    grads: PyTree,
     inner_state: PyTree,
+    states: Sequence[LocalState],
     params: PyTree,
+    centers: Sequence[PyTree],
     extra_args: dict[str, Any],
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, PyTree, list[LocalState]]:
     """Make one local step of a whole tree, whose parts have their own records.
 
-    Args:
-      rule: the rule.
-      inner: the inner optimizer, which sees the whole tree.
-      parts: gradients, state, parameters and center of each part.
-      join: returns the whole tree from its parts.
-      inner_state: the state of ``inner``.
-      params: the whole parameters.
-      extra_args: extra arguments of ``inner``.
-      layout: layout of the center.
+    The inner optimizer sees the whole tree. ``states`` and ``centers`` are those of the
+    parts; the other arguments are those of `local_step`.
 
     Returns:
       Updates, and the new states of the inner optimizer and of the parts.
     """
-    recorded = [record(rule, *part, layout) for part in parts]
-    grads = join([grads for grads, _ in recorded])
+    cut = zip(parts.cut(grads), states, parts.cut(params), centers, strict=True)
+    recorded = [_record(rule, *part, layout) for part in cut]
+    grads = _parts.join([grads for grads, _ in recorded])
     updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
     states = [state for _, state in recorded]
     return optax.tree.cast_like(updates, params), inner_state, states
 
 
-def record(
+def _record(
     rule: Rule,
     grads: PyTree,
     state: LocalState,
     params: PyTree,
     center: PyTree,
-    layout: Layout = WHOLE,
+    layout: Layout,
 ) -> tuple[PyTree, LocalState]:
     """Record the gradients and apply the penalty, before the inner optimizer's step.
 
     Returns:
       The gradients for the inner optimizer, and the new state.
     """
-    recorded = add_to_record(
-        rule, state.record, layout.cut_part(grads), layout.cut_part(params)
+    _, recorded = rule.record.update(
+        layout.cut_part(grads), state.record, layout.cut_part(params)
     )
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
@@ -199,11 +177,6 @@ def record(
     return grads, state._replace(
         local_steps=optax.safe_increment(state.local_steps), record=recorded
     )
-
-
-def add_to_record(rule: Rule, record: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-    """Return the record with the gradients of one local step in it."""
-    return rule.record.update(grads, record, params)[1]
 
 
 def _anchor(state: LocalState, center: PyTree) -> PyTree:
@@ -280,23 +253,13 @@ def recover(
     )
 
 
-class MovedCenter(NamedTuple):
-    """A center after a message."""
-
-    center: PyTree
-    center_state: PyTree  # state of the center optimizer
-    broadcast: Broadcast | None  # None if workers adopt `center`
-    delta: PyTree  # encoded change of the broadcast; None if the rule sends no deltas
-
-
 def receive(
     rule: Rule,
     contribution: PyTree,
     center: PyTree,
     center_state: PyTree,
-    broadcast: Broadcast | None = None,
-    extra_args: dict[str, Any] | None = None,
-) -> MovedCenter:
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
     """Apply one worker's contribution to the center.
 
     Args:
@@ -304,13 +267,14 @@ def receive(
       contribution: encoded contribution of a worker.
       center: the center.
       center_state: state of the center optimizer.
-      broadcast: the broadcast parameters, if the rule has any.
       extra_args: for the center optimizer: the metadata of the contribution (see
         `Rule`), and further arguments.
+
+    Returns:
+      The new center, and the new state of the center optimizer.
     """
-    extra_args = extra_args or {}
     message = weighed_message(rule, contribution, center, center, extra_args)
-    return apply(rule, message, center, center_state, broadcast, extra_args)
+    return apply(rule, message, center, center_state, extra_args)
 
 
 def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
@@ -364,28 +328,14 @@ def descend(
     )
 
 
-def weigh_and_apply(
-    rule: Rule,
-    message: PyTree,
-    center: PyTree,
-    center_state: PyTree,
-    broadcast: Broadcast | None,
-    extra_args: dict[str, Any],
-) -> MovedCenter:
-    """Weigh a message in the center's dtypes, and apply it."""
-    message = weigh(rule, message, center, extra_args)
-    return apply(rule, message, center, center_state, broadcast, extra_args)
-
-
 def apply(
     rule: Rule,
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    broadcast: Broadcast | None,
     extra_args: dict[str, Any],
-) -> MovedCenter:
-    """Apply a message, which has been weighed, and publish the new center.
+) -> tuple[PyTree, PyTree]:
+    """Apply a message, which has been weighed.
 
     Args:
       rule: the rule of the center.
@@ -393,12 +343,13 @@ def apply(
         tower's piece of it.
       center: the center, in the same pieces.
       center_state: state of the center optimizer.
-      broadcast: the broadcast parameters, if the rule has any.
       extra_args: extra arguments of the center optimizer.
+
+    Returns:
+      The new center, and the new state of the center optimizer.
     """
     updates, center_state = descend(rule, message, center, center_state, extra_args)
-    moved = optax.apply_updates(center, updates)
-    return MovedCenter(moved, center_state, *publish(rule, moved, broadcast))
+    return optax.apply_updates(center, updates), center_state
 
 
 def has_residual(rule: Rule) -> bool:
@@ -412,94 +363,34 @@ def restore_residual(rule: Rule, contribution: PyTree, codec_state: PyTree) -> P
     return rule.codec.returned(contribution, codec_state)
 
 
-def init_broadcast(rule: Rule, center: PyTree) -> Broadcast | None:
-    """Return the first broadcast parameters, which equal the center.
-
-    Return None if the rule has no downlink codec that sends deltas.
-    """
-    codec = rule.codec.answer_codec
-    return None if codec is None else Broadcast(trees.copy(center), codec.init(center))
+def center_state_like(rule: Rule, center: PyTree) -> PyTree:
+    """Return the shapes and dtypes of a center optimizer's first state."""
+    return jax.eval_shape(functools.partial(init_center_state, rule), center)
 
 
-def center_state_like(rule: Rule, center: PyTree) -> tuple[PyTree, Broadcast | None]:
-    """Return the shapes and dtypes of a center's first state and first broadcast."""
-    return jax.eval_shape(
-        lambda center: (init_center_state(rule, center), init_broadcast(rule, center)),
-        center,
-    )
-
-
-def publish(
-    rule: Rule, center: PyTree, broadcast: Broadcast | None
-) -> tuple[Broadcast | None, PyTree]:
-    """Move the broadcast parameters to the center, as far as the codec allows.
-
-    The codec's error in one delta is part of the next delta, because each is a
-    difference to the exact center. Elements of a delta that are not finite are set to
-    zero, so that they do not spoil the rest of their block.
-
-    Returns:
-      The next broadcast parameters, and the encoded delta that leads to them.
-    """
-    codec = rule.codec.answer_codec
-    if codec is None or broadcast is None:
-        return None, None
-
-    def subtract(c: jax.Array, p: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(c - p), c - p, jnp.zeros_like(p))
-
-    delta = jax.tree.map(subtract, center, broadcast.params)
-    encoded, codec_state = codec.encode(delta, broadcast.codec_state)
-    return Broadcast(apply_delta(rule, broadcast.params, encoded), codec_state), encoded
-
-
-def apply_delta(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
-    """Apply an encoded delta to broadcast parameters, with the same bits everywhere."""
-    codec: Any = rule.codec.answer_codec
-    decoded = codec.decode(encoded, params)
-
-    def add(p: jax.Array, d: jax.Array) -> jax.Array:
-        moved = p + d.astype(p.dtype)
-        return jnp.where(jnp.isfinite(moved), moved, p)
-
-    return jax.tree.map(add, params, decoded)
-
-
-def delta_like(rule: Rule, center: PyTree) -> PyTree:
-    """Return shapes and dtypes of an encoded delta; None if the rule sends none."""
-
-    def encoded(center: PyTree) -> PyTree:
-        return publish(rule, center, init_broadcast(rule, center))[1]
-
-    return jax.eval_shape(encoded, center)
-
-
-def answer_of(rule: Rule, center: PyTree, broadcast: Broadcast | None = None) -> PyTree:
-    """Return the center as a worker adopts it, after the downlink codec."""
-    if broadcast is not None:
-        return broadcast.params
-    if rule.codec.answer_dtype is None:
+def answer_of(rule: Rule, center: PyTree) -> PyTree:
+    """Return the center as a worker adopts it, rounded if the codec says so."""
+    if rule.codec.answers is None:
         return center
-    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
-
-
-def last_adopted(state: ExchangeState) -> PyTree:
-    """Return the anchor of a worker whose state keeps none."""
-    return (
-        center_arrays(state.center)
-        if state.broadcast is None
-        else state.broadcast.params
-    )
+    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answers), center)
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
-    """Return the parameters after the worker adopts ``center``.
+    r"""Return the parameters after the worker adopts ``center``.
 
-    ``center`` is the version that the rule adopts. With ``mixing``, that share of
-    ``params`` stays; see `mixed`.
+    ``center`` is the version that the rule adopts. With ``mixing``, which is
+    :math:`\alpha`, they are :math:`\alpha x + (1 - \alpha) \text{adopt}(x, c)`.
     """
-    adopt_whole = overwrite if rule.adopt is None else rule.adopt
-    return mixed(adopt_whole(params, center), params, mixing)
+    adopted = (overwrite if rule.adopt is None else rule.adopt)(params, center)
+    if not mixing:
+        return adopted
+
+    def mix(c: jax.Array, x: jax.Array) -> jax.Array:
+        wide = trees.wider(x.dtype, jnp.float32)
+        mean = mixing * x.astype(wide) + (1.0 - mixing) * c.astype(wide)
+        return mean.astype(x.dtype)
+
+    return jax.tree.map(mix, adopted, params)
 
 
 def adopt_late(
@@ -508,15 +399,8 @@ def adopt_late(
     """Adopt an answer that arrived after further local steps.
 
     ``sent`` are the parameters when the message was sent. The local progress made since
-    then is kept, and becomes part of the next message.
-    """
-    return _with_progress(adopt(rule, sent, center, mixing), params, sent)
-
-
-def _with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
-    """Add the progress from ``sent`` to ``now`` to ``adopted``.
-
-    Progress that is not finite counts as zero, so that such parameters can recover.
+    then is kept, and becomes part of the next message. Progress that is not finite
+    counts as zero, so that such parameters can recover.
     """
 
     def add(adopted: jax.Array, now: jax.Array, sent: jax.Array) -> jax.Array:
@@ -524,7 +408,7 @@ def _with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
         since = jnp.where(jnp.isfinite(since), since, jnp.zeros_like(since))
         return (adopted + since).astype(now.dtype)
 
-    return jax.tree.map(add, adopted, now, sent)
+    return jax.tree.map(add, adopt(rule, sent, center, mixing), params, sent)
 
 
 def begin_round(
@@ -549,7 +433,7 @@ def empty_record(
     record = optax.tree.map_params(
         rule.record,
         lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
-        init_record(rule, layout.cut_part(params)),
+        rule.record.init(layout.cut_part(params)),
         layout.cut_part(after),
     )
     return state._replace(local_steps=jnp.zeros((), jnp.int32), record=record)
@@ -560,11 +444,6 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
     if state.anchor is None:
         return state
     return state._replace(anchor=overwrite(state.anchor, adopted))
-
-
-def adopt_center(rule: Rule, params: PyTree, state: ExchangeState) -> PyTree:
-    """Return the parameters after adopting the center of ``state``, which is whole."""
-    return adopt(rule, params, answer_of(rule, state.center, state.broadcast))
 
 
 def exchange(
@@ -586,7 +465,7 @@ def exchange(
       params: the parameters after the last local step of a round.
       state: the state after that step.
       extra_args: for the center optimizer; ``weight`` is this worker's own.
-      mixing: share of ``params`` that stays; see `mixed`.
+      mixing: share of ``params`` that stays; see `adopt`.
 
     Returns:
       The adopted parameters, and the new state.
@@ -594,10 +473,8 @@ def exchange(
     stored = state.center
     center, center_state = layout.load(stored, state.center_state)
     state = state._replace(center=center, center_state=center_state)
-    params, state, sent = _send(rule, layout, params, state, extra_args)
-    params, state = _receive(
-        rule, layout, params, state, sent.message, sent.center_args, mixing
-    )
+    params, state, message, center_args = _send(rule, layout, params, state, extra_args)
+    params, state = _receive(rule, layout, params, state, message, center_args, mixing)
     center, center_state = layout.store(state.center, state.center_state, stored)
     return params, state._replace(center=center, center_state=center_state)
 
@@ -614,9 +491,9 @@ def send(
     No local step needs the message meanwhile. Arguments and results are those of
     `exchange`; the center is whole.
     """
-    params, state, sent = _send(rule, layout, params, state, extra_args)
-    message = optax.tree.cast_like(sent.message, state.center)
-    mean_weight = sent.center_args.get("weight")
+    params, state, message, center_args = _send(rule, layout, params, state, extra_args)
+    message = optax.tree.cast_like(message, state.center)
+    mean_weight = center_args.get("weight")
     in_flight = InFlight(
         is_sent=jnp.ones((), bool),
         steps=state.local.local_steps,
@@ -667,110 +544,25 @@ def _send(
     params: PyTree,
     state: ExchangeState,
     extra_args: dict[str, Any],
-) -> tuple[PyTree, ExchangeState, _CombinedMessage]:
+) -> tuple[PyTree, ExchangeState, PyTree, dict[str, Any]]:
     """Send a message: make it, and adopt the center if the rule does so before it.
 
-    Arguments and results are those of `exchange`, but ``state`` has this tower's piece
-    of the center on the device.
+    Arguments are those of `exchange`, but ``state`` has this tower's piece of the
+    center on the device.
+
+    Returns:
+      Parameters and state, this tower's piece of the combined message of all workers,
+      and its extra arguments of the center optimizer.
     """
     layout.check_all_workers_exchange(rule.name)
     # This tower's part of the center before the message, for rules that read it.
     part = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         part = layout.join_pieces(state.center, params)
-    sent = _combined_message(rule, layout, params, state, part, extra_args)
-    state = state._replace(
-        local=state.local._replace(codec_state=sent.codec_state),
-        exchanges=optax.safe_increment(state.exchanges),
-    )
-    if rule.adopts == "before":
-        params, state = _adopt_part(rule, layout, params, state, part)
-    return params, state, sent
-
-
-def _receive(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    message: PyTree,
-    center_args: dict[str, Any],
-    mixing: float,
-) -> tuple[PyTree, ExchangeState]:
-    """Receive a message of `_send`: apply it, and adopt the center after it."""
-    moved = weigh_and_apply(
-        rule, message, state.center, state.center_state, state.broadcast, center_args
-    )
-    state = state._replace(
-        center=moved.center,
-        center_state=moved.center_state,
-        broadcast=moved.broadcast,
-    )
-    if rule.adopts == "after":
-        part = layout.join_pieces(moved.center, params)
-        params, state = _adopt_part(rule, layout, params, state, part, mixing)
-    return params, state
-
-
-def _adopt_part(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    part: PyTree,
-    mixing: float = 0.0,
-) -> tuple[PyTree, ExchangeState]:
-    """Adopt the center, of which ``part`` is this tower's part, as the anchor too."""
-    answer = answer_of(rule, layout.join_parts(part, params), state.broadcast)
-    adopted, local = adopt(rule, params, answer, mixing), state.local
-    if state.in_flight is None:  # with a delay, the next round began at sending
-        local = empty_record(rule, local, params, answer, layout)
-    return adopted, state._replace(local=move_anchor(local, answer))
-
-
-def nothing_in_flight(center: PyTree) -> InFlight:
-    """Return an `InFlight` without a message, for states with a delay."""
-    return InFlight(
-        is_sent=jnp.zeros((), bool),
-        steps=jnp.zeros((), jnp.int32),
-        weight=jnp.ones((), float),
-        message=optax.tree.zeros_like(center),
-    )
-
-
-class _CombinedMessage(NamedTuple):
-    """The combined message of all workers of a mesh."""
-
-    message: PyTree  # this tower's piece
-    center_args: dict[str, Any]  # extra arguments of the center optimizer
-    codec_state: PyTree  # the codec's next state
-
-
-def _combined_message(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    part: PyTree,
-    extra_args: dict[str, Any],
-) -> _CombinedMessage:
-    """Combine the messages of all workers of a mesh.
-
-    Args:
-      rule: the rule.
-      layout: layout of the center.
-      params: the parameters.
-      state: the state, with this tower's piece of the center.
-      part: this tower's part of the center; None if the rule does not read it.
-      extra_args: as in `exchange`.
-    """
-    local, piece = state.local, state.center
+    local = state.local
     anchor = None if local.anchor is None else layout.cut_part(local.anchor)
     contribution, codec_state = contribute(
-        rule,
-        local._replace(anchor=anchor),
-        layout.cut_part(params),
-        part if state.broadcast is None else state.broadcast.params,
+        rule, local._replace(anchor=anchor), layout.cut_part(params), part
     )
     center_args = {
         **extra_args,
@@ -785,7 +577,40 @@ def _combined_message(
         mean_weight = layout.mean_over_participants(weight, state.exchanges)
         center_args["weight"] = mean_weight
         relative_weight = weight / mean_weight if rule.combine == "mean" else None
+    message = _combined(
+        rule, layout, params, state, contribution, part, relative_weight
+    )
+    state = state._replace(
+        local=local._replace(codec_state=codec_state),
+        exchanges=optax.safe_increment(state.exchanges),
+    )
+    if rule.adopts == "before":
+        params, state = _adopt_part(rule, layout, params, state, part)
+    return params, state, message, center_args
 
+
+def _combined(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    contribution: PyTree,
+    part: PyTree,
+    relative_weight: jax.Array | None,
+) -> PyTree:
+    """Return this tower's piece of the combined message of all workers of a mesh.
+
+    Args:
+      rule: the rule.
+      layout: layout of the center.
+      params: the parameters, for their shapes.
+      state: the state, with this tower's piece of the center.
+      contribution: this worker's encoded contribution.
+      part: this tower's part of the center; None if the rule does not read it.
+      relative_weight: weight of this worker relative to the mean; None to count all
+        workers alike.
+    """
+    piece = state.center
     combine = (
         rule.combine
         if isinstance(rule.combine, str)
@@ -795,30 +620,63 @@ def _combined_message(
     def message_to(center: PyTree, contribution: PyTree) -> PyTree:
         return optax.tree.cast_like(message_of(rule, contribution, center), piece)
 
-    if rule.codec.is_identity:  # an all-reduce may sum the messages
-        message = message_to(piece if part is None else part, contribution)
-        if relative_weight is not None:
-            message = trees.scaled(message, relative_weight)
-        message = layout.combine(message, combine, params, piece, state.exchanges)
-    else:
+    if not rule.codec.is_identity:
         decode_piece = functools.partial(message_to, piece)
-        message = layout.combine_encoded(
+        return layout.combine_encoded(
             contribution, decode_piece, combine, params, relative_weight
         )
-    return _CombinedMessage(message, center_args, codec_state)
+    # An all-reduce may sum the messages.
+    message = message_to(piece if part is None else part, contribution)
+    if relative_weight is not None:
+        message = trees.scaled(message, relative_weight)
+    return layout.combine(message, combine, params, piece, state.exchanges)
 
 
-def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
-    r"""Return :math:`\alpha x + (1 - \alpha) c`, where ``mixing`` is :math:`\alpha`."""
-    if not mixing:
-        return adopted
+def _receive(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    message: PyTree,
+    center_args: dict[str, Any],
+    mixing: float,
+) -> tuple[PyTree, ExchangeState]:
+    """Receive a message of `_send`: apply it, and adopt the center after it."""
+    message = weigh(rule, message, state.center, center_args)
+    center, center_state = apply(
+        rule, message, state.center, state.center_state, center_args
+    )
+    state = state._replace(center=center, center_state=center_state)
+    if rule.adopts == "after":
+        part = layout.join_pieces(center, params)
+        params, state = _adopt_part(rule, layout, params, state, part, mixing)
+    return params, state
 
-    def mix(c: jax.Array, x: jax.Array) -> jax.Array:
-        wide = trees.wider(x.dtype, jnp.float32)
-        mean = mixing * x.astype(wide) + (1.0 - mixing) * c.astype(wide)
-        return mean.astype(x.dtype)
 
-    return jax.tree.map(mix, adopted, params)
+def _adopt_part(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    part: PyTree,
+    mixing: float = 0.0,
+) -> tuple[PyTree, ExchangeState]:
+    """Adopt the center, of which ``part`` is this tower's part, as the anchor too."""
+    answer = answer_of(rule, layout.join_parts(part, params))
+    adopted, local = adopt(rule, params, answer, mixing), state.local
+    if state.in_flight is None:  # with a delay, the next round began at sending
+        local = empty_record(rule, local, params, answer, layout)
+    return adopted, state._replace(local=move_anchor(local, answer))
+
+
+def nothing_in_flight(center: PyTree) -> InFlight:
+    """Return an `InFlight` without a message, for states with a delay."""
+    return InFlight(
+        is_sent=jnp.zeros((), bool),
+        steps=jnp.zeros((), jnp.int32),
+        weight=jnp.ones((), float),
+        message=optax.tree.zeros_like(center),
+    )
 
 
 def overwrite(old: PyTree, new: PyTree) -> PyTree:

@@ -46,7 +46,6 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     ``anchor``                the center as last adopted, if the state keeps it
     ``codec/...``             slots of the codec: ``codec/residual``
     ``center``                the center
-    ``broadcast``             the broadcast parameters, if workers adopt these
     ``center_optimizer/...``  slots of the center optimizer: ``center_optimizer/mu``
     ``in_flight/...``         the message in flight: ``in_flight/message``
     ========================  ======================================================
@@ -187,7 +186,6 @@ def _by_part(state: ExchangeState | LocalState) -> PyTree:
         fields = {
             **_by_part(state.local),
             "center": center_arrays(state.center),
-            "broadcast": None if state.broadcast is None else state.broadcast.params,
             "center_optimizer": center_arrays(state.center_state),
             "in_flight": state.in_flight,
         }

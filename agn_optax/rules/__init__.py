@@ -33,7 +33,7 @@ from agn_optax.rules._fingerprint import fingerprint as fingerprint
 from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
 from agn_optax.rules._named import COMBINE_METHODS as COMBINE_METHODS
-from agn_optax.rules._named import DOWNLINK_CODECS as DOWNLINK_CODECS
+from agn_optax.rules._named import DOWNLINK_DTYPES as DOWNLINK_DTYPES
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import codec_from_settings as codec_from_settings

@@ -62,7 +62,7 @@ def difference(other: Fingerprint, rule: Rule) -> str | None:
     if differences.get("name"):  # other differences follow from this one
         return differences["name"]
     if differences.get("codec"):
-        differences |= {"encoding": None, "answers": None}
+        differences["encoding"] = None
     return "; ".join(filter(None, differences.values())) or None
 
 
@@ -109,9 +109,7 @@ def _contribution(rule: Rule) -> PyTree:
     )
 
 
-def _encoded(codec: Codec | None) -> PyTree:
-    if codec is None:
-        return ()
+def _encoded(codec: Codec) -> PyTree:
     state = codec.init(_probe(2.0))
     sent = []
     for seed in (1.0, 2.0):
@@ -151,7 +149,6 @@ def _center(rule: Rule) -> PyTree:
 _PARTS: Mapping[str, Callable[[Rule], PyTree]] = {
     "contribution": _contribution,
     "encoding": lambda rule: _encoded(rule.codec),
-    "answers": lambda rule: _encoded(rule.codec.answer_codec),
     "message": lambda rule: _called(rule.message),
     "adopt": lambda rule: _called(rule.adopt),
     "penalty": _penalty,

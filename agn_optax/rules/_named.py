@@ -65,7 +65,7 @@ CODECS = {
 # With these codecs, training with momentum at the center learns far less:
 # docs/codecs.md has numbers.
 _CODECS_WITHOUT_MOMENTUM = ("sign", "top_k")
-DOWNLINK_CODECS = {**{name: name for name in _DTYPES}, **_LOSSY}
+DOWNLINK_DTYPES = {name: name for name in _DTYPES}
 COMBINE_METHODS: dict[str, Any] = {
     "sum": "sum",
     "mean": "mean",
@@ -88,7 +88,7 @@ def rule_from_settings(
 
     Args:
       given: the settings by name: ``rule``, the name of a rule; the settings of that
-        rule; ``codec`` and ``answers``, names of codecs, see `codec_from_settings`;
+        rule; ``codec`` and ``answers``, see `codec_from_settings`;
         ``combine``, the name of a combination; and ``center_optimizer``, the name of an
         optimizer, with the settings of that optimizer. Or only ``rule_from``,
         "module:object": a rule, or a function without arguments that returns one;
@@ -164,19 +164,19 @@ def codec_from_settings(
     """Return the codec that the settings describe.
 
     Args:
-      given: the settings by name: ``codec`` for the uplink and ``answers`` for the
-        downlink; both are optional.
+      given: the settings by name: ``codec``, the name of a codec for the uplink, and
+        ``answers``, a dtype for the downlink; both are optional.
       label: function from the name of a setting to the name that the user knows, for
         errors.
 
     Raises:
-      InvalidArgumentError: no codec has that name.
+      InvalidArgumentError: no codec or dtype has that name.
     """
     codec = codecs.identity()
     if "codec" in given:
         codec = check.choose(given["codec"], CODECS, label("codec"))
     if "answers" in given:
-        answers = check.choose(given["answers"], DOWNLINK_CODECS, label("answers"))
+        answers = check.choose(given["answers"], DOWNLINK_DTYPES, label("answers"))
         codec = codecs.two_way(codec, answers)
     return codec
 

@@ -174,7 +174,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "has_anchor", "reported")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "weight", "reported")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -188,7 +188,6 @@ class Message(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
@@ -196,9 +195,8 @@ class Message(_message.Message):
     dtype: str
     steps: int
     weight: float
-    has_anchor: bool
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., has_anchor: bool = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., weight: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema_hash", "schema_size")
@@ -223,18 +221,15 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("wait", "broadcast")
+    __slots__ = ("wait",)
     WAIT_FIELD_NUMBER: _ClassVar[int]
-    BROADCAST_FIELD_NUMBER: _ClassVar[int]
     wait: float
-    broadcast: bool
-    def __init__(self, wait: _Optional[float] = ..., broadcast: bool = ...) -> None: ...
+    def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "differences", "sequence", "applied", "rejected", "staleness", "norm", "pace")
+    __slots__ = ("version", "schema_hash", "sequence", "applied", "rejected", "staleness", "norm", "pace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -243,14 +238,13 @@ class Snapshot(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
-    differences: int
     sequence: int
     applied: bool
     rejected: str
     staleness: int
     norm: float
     pace: float
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., differences: _Optional[int] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., sequence: _Optional[int] = ..., applied: bool = ..., rejected: _Optional[str] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., pace: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()

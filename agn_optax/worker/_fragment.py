@@ -33,8 +33,6 @@ from agn_optax.worker._flight import Message, was_not_applied
 from agn_optax.worker._machine import Counts, ExchangeMachine, State
 from agn_optax.worker._processes import SharedMessage, SharedSession
 from agn_optax.worker._programs import (
-    AT_ONCE,
-    Adoption,
     Sent,
     StreamingState,
     programs,
@@ -65,7 +63,8 @@ class FragmentWorker:
     Args:
       center: the center of this fragment.
       inner: the inner optimizer of this fragment.
-      adoption: how answers are adopted.
+      delay: local steps before an answer is adopted; 0 adopts it when it arrives.
+      mixing: share of the worker's own parameters that stays.
       name: name of the worker.
 
     Attributes:
@@ -83,8 +82,9 @@ class FragmentWorker:
         self,
         center: Center,
         inner: optax.GradientTransformation,
-        adoption: Adoption = AT_ONCE,
         *,
+        delay: int = 0,
+        mixing: float = 0.0,
         name: str,
         period: Any,
         overlap: bool,
@@ -94,10 +94,8 @@ class FragmentWorker:
     ) -> None:
         self.center = center
         self.name = name
-        self.programs = programs(center.rule, inner, adoption)
-        self.machine = ExchangeMachine(
-            overlap=overlap, delay=adoption.delay, patience=patience
-        )
+        self.programs = programs(center.rule, inner, delay, mixing)
+        self.machine = ExchangeMachine(overlap=overlap, delay=delay, patience=patience)
         self.message: Message | None = None
         self.session: Any = None
         self.reported: dict[str, Any] = {}
@@ -114,8 +112,6 @@ class FragmentWorker:
         self._give_up = give_up
         self._callbacks = callbacks
         self._anchor: Snapshot | None = None
-        # False if the center has a new id, and so may never have had this anchor.
-        self._center_has_anchor = True
         self._expected: Loop  # shapes and dtypes of the loop
         # Buffers for the next message sent in the background, and for a copy of its
         # parameters. They are those of the last message.
@@ -181,9 +177,7 @@ class FragmentWorker:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                is_coded = self.programs.has_downlink_codec
-                broadcast = {"broadcast": True} if is_coded else {}
-                snapshot = self.center.pull(**broadcast)
+                snapshot = self.center.pull()
             else:
                 snapshot = self.center.wait(timeout)
             if params is None:
@@ -199,23 +193,16 @@ class FragmentWorker:
         self._begin_session(session, loop, anchor)
         return loop
 
-    def _begin_session(
-        self,
-        session: Session,
-        loop: Loop,
-        anchor: Snapshot,
-        center_has_anchor: bool = True,
-    ) -> None:
+    def _begin_session(self, session: Session, loop: Loop, anchor: Snapshot) -> None:
         self.session = session
         self._expected = jax.eval_shape(lambda: loop)
         self._step_counts, self._consecutive_empty = None, 0
-        self._keep_anchor(anchor, center_has_anchor)
+        self._keep_anchor(anchor)
 
-    def _keep_anchor(self, anchor: Snapshot, center_has_anchor: bool = True) -> None:
+    def _keep_anchor(self, anchor: Snapshot) -> None:
         # An embedded center may reuse the memory of arrays that no worker holds.
         holds = self.programs.holds_anchor
         self._anchor = anchor if holds else anchor._replace(params=None)
-        self._center_has_anchor = center_has_anchor
 
     def leave(self) -> None:
         """Leave the center: see `Worker.leave`."""
@@ -283,7 +270,7 @@ class FragmentWorker:
         )
         version = jax.tree.map(int, saved.anchor_version)
         anchor = Snapshot(saved.anchor, version)
-        self._begin_session(session, loop, anchor, is_resumed)
+        self._begin_session(session, loop, anchor)
         self.pace = None if saved.pace is None else float(saved.pace)
         return loop
 
@@ -387,7 +374,6 @@ class FragmentWorker:
         anchor, counts = self.require_start(), self.machine.message
         if self._step_counts is None:
             self._step_counts = steps, counts.steps
-        sends_anchor = self.programs.has_downlink_codec and self._center_has_anchor
         submission = Submission(
             self.machine.number,
             contribution,
@@ -395,7 +381,6 @@ class FragmentWorker:
             steps=counts.steps,
             weight=counts.weight,
             reported=dict(self.reported),
-            anchor=anchor.params if sends_anchor else None,
         )
         kind = SharedMessage if isinstance(self.session, SharedSession) else Message
         return kind(self.session, submission, codec_state)
@@ -466,7 +451,7 @@ class FragmentWorker:
         if self._callbacks:
             received = answer.received
             if received is None:
-                dtype = self.center.rule.codec.answer_dtype
+                dtype = self.center.rule.codec.answers
                 received = trees.nbytes(answer.params, dtype)
             message.metrics["bytes_received"] = received
         if answer.rejected:

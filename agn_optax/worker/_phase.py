@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import optax
 
-from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.round import Fragments, LocalState, parts
+from agn_optax.round import Fragments, LocalState, parts, steps
 from agn_optax.worker._fragment import (
     FragmentWorker,
     Loop,
@@ -100,10 +99,10 @@ class FragmentedModel:
     def _step(
         self, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, StreamingState]:
-        updates, inner_state, fragments = rounds.local_step_of_fragments(
-            self._fragments.divide(params),
+        updates, inner_state, fragments = steps.local_step_of_parts(
             self._rule,
             self._inner,
+            self._fragments.divide(params),
             updates,
             state.inner_state,
             state.fragments,

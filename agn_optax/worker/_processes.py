@@ -112,8 +112,8 @@ class _SharedCenter(contextlib.AbstractContextManager["_SharedCenter"]):
     def wait(self, timeout: float | None = None) -> Snapshot:
         return self.shared(Snapshot, lambda: self._center.wait(timeout))
 
-    def pull(self, **how: Any) -> Snapshot:
-        return self.shared(Snapshot, lambda: self._center.pull(**how))
+    def pull(self) -> Snapshot:
+        return self.shared(Snapshot, lambda: self._center.pull())
 
     def close(self) -> None:
         """Close the center that the first process has opened."""

@@ -39,16 +39,6 @@ class Sent(NamedTuple):
     steps: jax.Array  # int32: local steps in the contribution
 
 
-class Adoption(NamedTuple):
-    """Settings for the adoption of an answer."""
-
-    delay: int = 0  # local steps before the adoption; 0 adopts when it arrives
-    mixing: float = 0.0  # share of the worker's own parameters that stays
-
-
-AT_ONCE = Adoption()
-
-
 class StreamingState(NamedTuple):
     """State of the local phase of a worker that exchanges by fragments."""
 
@@ -60,11 +50,18 @@ class StreamingState(NamedTuple):
 def programs(
     rule: Rule,
     inner: optax.GradientTransformation,
-    adoption: Adoption = AT_ONCE,
+    delay: int = 0,
+    mixing: float = 0.0,
 ) -> SimpleNamespace:
-    """Return the programs of all workers with the same rule and inner optimizer.
+    """Return the programs of all workers with these settings.
 
     A program is compiled at its first call.
+
+    Args:
+      rule: the rule.
+      inner: the inner optimizer.
+      delay: local steps before an answer is adopted; 0 adopts it when it arrives.
+      mixing: share of the worker's own parameters that stays.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
@@ -73,7 +70,6 @@ def programs(
     # Only a penalty reads the anchor at every step, so the state keeps a copy of it.
     # For contributions the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
-    delay, mixing = adoption
     # True if local steps since the message are kept in full, not mixed. A rule that
     # adopts the center before the message moves worker and center by one difference,
     # which is taken when the message is sent.
@@ -82,8 +78,6 @@ def programs(
     recovers = rounds.recovers(rule)
     # True if a copy of the sent parameters is kept, to compute the progress since.
     keeps_sent = keeps_progress and not recovers
-    # True if answers may be differences from the broadcast parameters adopted last.
-    has_downlink_codec = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -188,9 +182,8 @@ def programs(
     return SimpleNamespace(
         tx=tx,
         keeps_sent=keeps_sent,
-        has_downlink_codec=has_downlink_codec,
-        # True if contributions or answers need an anchor that the state does not keep.
-        holds_anchor=has_downlink_codec or (rule.needs_anchor and not keep_anchor),
+        # True if contributions need an anchor that the state does not keep.
+        holds_anchor=rule.needs_anchor and not keep_anchor,
         start=jax.jit(start),
         contribute=jax.jit(contribute),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),

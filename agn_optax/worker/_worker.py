@@ -30,7 +30,6 @@ from agn_optax.worker._fragment import (
     check_called_from_python,
 )
 from agn_optax.worker._phase import FragmentedModel, WholeModel
-from agn_optax.worker._programs import Adoption
 
 PyTree = Any
 Loop = tuple[PyTree, Any]  # parameters and state
@@ -190,7 +189,8 @@ class Worker:
                 fragment_worker(
                     shard,
                     _NO_INNER,
-                    adoption=Adoption(fragments.delay, fragments.mixing),
+                    delay=fragments.delay,
+                    mixing=fragments.mixing,
                     period=fragments.periods(f, schedule),
                     callbacks=[_with_fragment(f, callback) for callback in callbacks],
                 )

@@ -363,7 +363,7 @@ def test_unused_extras_are_no_program_arguments():
         extra = _store._extra(1, 0, sent, workers=1)
         params, state = store.current.params, store._center_state
         lowered = store._programs.move.in_place.lower(
-            sent.contribution, extra, params, state, None
+            sent.contribution, extra, params, state
         )
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")

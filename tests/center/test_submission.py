@@ -46,7 +46,7 @@ def test_plain_fields_come_back_from_json(weight):
 
 
 def test_submission_without_arrays_keeps_its_plain_fields():
-    sent = Submission(3, "arrays", 2, 5, 0.5, {"loss": "array"}, "arrays")
+    sent = Submission(3, "arrays", 2, 5, 0.5, {"loss": "array"})
     kept = sent.without_arrays()
     assert plain(kept) == plain(sent)
     assert {n for n, v in kept._asdict().items() if v is None} == (

@@ -67,15 +67,6 @@ def check_claims(params, tallies, scenario, broken):
             broken.append(f"messages claim {name} {claimed:g}, and moved {made:g}")
 
 
-def check_public(params, public, scenario, broken):
-    """Check that broadcast parameters equal the center's, but for codec errors."""
-    if scenario.codec != "two_way":
-        return
-    wrong = np.max(np.abs(model.table(params) - model.table(public)))
-    if wrong > 1:  # the size of one step
-        broken.append(f"workers see a center that is off by {wrong}")
-
-
 def check_conservation(seen, ends, tallies, broken):
     """Check that elastic averaging conserves the sum of center and workers.
 

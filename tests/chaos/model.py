@@ -35,14 +35,11 @@ CODECS = {
     "chained": codecs.error_feedback(
         codecs.chain_codecs(codecs.top_k(1, block=64), codecs.quantize(8))
     ),
-    "two_way": codecs.two_way(
-        codecs.error_feedback(codecs.quantize(8)), answers=codecs.quantize(8)
-    ),
 }
 # Codecs that leave elements out and keep them in a residual.
 SPARSE = ("top_k", "chained")
 # Codecs that the command line has no name for.
-_OWN = ("top_k", "chained", "two_way")
+_OWN = ("top_k", "chained")
 
 
 def params(slots):

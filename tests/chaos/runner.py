@@ -433,7 +433,6 @@ class Run(contextlib.ExitStack):
         addresses = [center.address for center in self.centers]
         with self._connected(addresses) as center:
             params = center.pull().params
-            public = center.pull(broadcast=True).params
         seen = model.table(params)
         parts = [self._pulled(each) for each in self.centers]
         for each in self.centers:
@@ -449,7 +448,6 @@ class Run(contextlib.ExitStack):
         invariants.check_counts(seen, self.tallies, chosen, outcome.broken)
         invariants.check_turns(seen, self.tallies, chosen, outcome.broken)
         invariants.check_claims(params, self.tallies, chosen, outcome.broken)
-        invariants.check_public(params, public, chosen, outcome.broken)
         if chosen.conserves:
             invariants.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":

@@ -52,28 +52,6 @@ def test_restored_worker_and_center_continue_bit_for_bit(saved):
     assert (again.exchanges, other.version) == (worker.exchanges, center.version)
 
 
-def test_restored_broadcast_params_continue_bit_for_bit(tmp_path):
-    codec = agn_optax.codecs.two_way(
-        agn_optax.codecs.identity(), agn_optax.codecs.quantize(2)
-    )
-    rule = shared.agn(shared.adam(0.05), codec=codec)
-    center, other = (agn_optax.LocalCenter(rule) for _ in range(2))
-    worker, again = (a_worker(c, period=1) for c in (center, other))
-    feeds = support.feeds(support.tree(), 6)
-    first, rest = (jax.tree.map(lambda x, i=i: x[i::2], feeds) for i in range(2))
-    loop = train(worker, *worker.start(support.tree(), chief=True), first)
-    checkpoint.save(tmp_path / "saved", worker=(worker, *loop), center=center)
-    loaded = checkpoint.load(
-        tmp_path / "saved", like=support.tree(), worker=again, center=other
-    )
-    support.assert_identical(
-        (train(again, *loaded["worker"], rest), other.save()),
-        (train(worker, *loop, rest), center.save()),
-    )
-    with pytest.raises(AssertionError):
-        support.assert_identical(other.pull().params, other.pull(broadcast=True).params)
-
-
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_orbax_alone_reads_a_checkpoint(saved):
     """The names in a checkpoint are a contract with existing checkpoints."""
@@ -99,7 +77,7 @@ def test_orbax_alone_reads_a_checkpoint(saved):
     }
     assert names <= found
     kept = ocp.load(path, checkpointable_name="center")
-    assert sorted(kept) == ["broadcast", "center_state", "params"]
+    assert sorted(kept) == ["center_state", "params"]
     support.assert_identical(kept["params"]["scale"], center.pull().params["scale"])
 
 

@@ -79,10 +79,10 @@ def served(monkeypatch):
         ({"rule": "easgd", "moving_rate": 0.3, "rho": 0.5}, rules.easgd(0.3, rho=0.5)),
         ({"rule": "diloco"}, rules.diloco()),
         (
-            {"rule": "diloco", "codec": "int4", "answers": "int8"},
+            {"rule": "diloco", "codec": "int4", "answers": "float16"},
             rules.diloco(
                 codec=codecs.two_way(
-                    codecs.error_feedback(codecs.quantize(4)), codecs.quantize(8)
+                    codecs.error_feedback(codecs.quantize(4)), "float16"
                 )
             ),
         ),

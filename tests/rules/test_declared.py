@@ -305,7 +305,6 @@ CODECS = [
     codecs.error_feedback(codecs.cast("float16")),
     codecs.chain_codecs(codecs.top_k(3), codecs.cast("bfloat16")),
     codecs.chain_codecs(codecs.cast("float16"), codecs.cast("bfloat16")),
-    codecs.two_way(codecs.identity(), codecs.quantize(8)),
     codecs.two_way(codecs.quantize(8), None),
 ]
 
@@ -336,7 +335,6 @@ def test_codec_of_a_user_counts_as_one_that_reads_the_tree():
     assert own.reads == "tree"
     assert codecs.error_feedback(own).reads == "tree"
     assert codecs.chain_codecs(codecs.cast("bfloat16"), own).reads == "tree"
-    assert codecs.two_way(codecs.identity(), own).reads == "tree"
     with pytest.raises(errors.InvalidArgumentError, match="reads of codec 'own'"):
         dataclasses.replace(own, reads="all")
 

@@ -139,7 +139,7 @@ def test_center_optimizer_gets_messages_in_the_center_dtype(name, dtype, center_
         jax.eval_shape(split.exchange, params, split.init(params))
         move = functools.partial(rounds.receive, sent_so)
         sent = rounds.contribution_like(sent_so, center, params)
-        jax.eval_shape(move, sent, center, optax.EmptyState())
+        jax.eval_shape(move, sent, center, optax.EmptyState(), {})
     assert len(seen) == 4
     assert set(jax.tree.leaves(seen)) == {jnp.dtype(center_dtype)}
 

@@ -57,15 +57,6 @@ WRAPPERS = {
         ),
         ["codec/residual", "center"],
     ),
-    "broadcast": (
-        agn_optax.easgd(
-            optax.sgd(0.1),
-            3,
-            moving_rate=0.1,
-            codec=codecs.two_way(codecs.identity(), codecs.quantize(8)),
-        ),
-        ["center", "broadcast"],
-    ),
     "plain": (optax.adam(0.1), ["mu", "nu"]),
     "nothing": (optax.sgd(0.1), []),
     "injected": (optax.inject_hyperparams(optax.adam)(0.1), ["mu", "nu"]),

@@ -78,18 +78,14 @@ def at_each_snapshot(monkeypatch, act):
 
 
 @pytest.mark.parametrize("weight", [None, 0.1])
-@pytest.mark.parametrize("is_anchored", [False, True])
-def test_submission_comes_back(weight, is_anchored, center, received, headers):
+def test_submission_comes_back(weight, center, received):
     session = center.join("anna")
     for number in (1, 2):
         session.exchange(Submission(number, ONES, anchor_version=number - 1))
-    reported, anchor = {"loss": np.float32(0.25)}, START if is_anchored else None
-    sent = Submission(3, ONES, 2, 5, weight, reported, anchor)
+    sent = Submission(3, ONES, 2, 5, weight, {"loss": np.float32(0.25)})
     answer = session.exchange(sent)
-    messages = [each.message for each in headers if each.HasField("message")]
-    assert [each.has_anchor for each in messages] == [False, False, is_anchored]
     came = received[2]._replace(contribution=None)
-    assert came == sent._replace(contribution=None, anchor=None)
+    assert came == sent._replace(contribution=None)
     assert isinstance(came.reported["loss"], float)
     np.testing.assert_array_equal(answer.params, -3 * ONES)
 
@@ -110,7 +106,7 @@ def test_pulled_snapshot_has_a_version_and_answers_nothing(center, monkeypatch):
     assert center.pull().version == 1
     (snapshot,) = found
     assert (snapshot.version, snapshot.sequence) == (1, 0)
-    assert not any(map(snapshot.HasField, ("staleness", "norm", "pace", "differences")))
+    assert not any(map(snapshot.HasField, ("staleness", "norm", "pace")))
 
 
 def test_answer_of_a_center_that_leaves_fields_out_has_defaults(center, monkeypatch):

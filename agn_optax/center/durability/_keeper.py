@@ -400,7 +400,7 @@ class Keeper:
             "ledger": ledger,
             "chief": chief,
         }
-        leaves = jax.tree.leaves((state.params, state.center_state, state.broadcast))
+        leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.center_id
@@ -460,5 +460,5 @@ def _state(
             f"{where} has another rule: its center optimizer has another state. "
             "Use the same optimizer, or another directory"
         )
-    center_state, broadcast = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"], broadcast)
+    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
+    return CenterState(restored, center_state, about["version"])

@@ -14,7 +14,7 @@ from agn_optax.rules import Rule, codecs
     everyday=("rule", "center_optimizer", "learning_rate"),
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
-    answers=", ".join(rules.DOWNLINK_CODECS),
+    answers=", ".join(rules.DOWNLINK_DTYPES),
     combinations=", ".join(rules.COMBINE_METHODS),
     optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
@@ -31,8 +31,8 @@ class RuleOptions:
       codec NAME: Uplink compression of contributions: {codecs}. A float dtype also
         applies to the center's answers; any other codec adds its error to the next
         contribution.
-      answers NAME: Downlink compression of the center's answers: {answers}. A float
-        dtype rounds the center; any other codec sends differences.
+      answers DTYPE: Dtype of the center's answers, to which the center is rounded:
+        {answers}.
       combine NAME: How to combine the messages of a round, if not as the rule does:
         {combinations}. All but the first two need --mode synchronous. Bad messages are
         tolerated by median and krum (one bad message).

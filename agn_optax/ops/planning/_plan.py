@@ -83,15 +83,12 @@ def plan(
     state = jax.eval_shape(
         lambda params: rounds.init_local(rule, inner, params, None), params
     )
-    # The state has the anchor of a rule with a penalty. The worker keeps the adopted
-    # snapshot if answers are differences from it, or if another rule needs the anchor.
-    needs_snapshot = rule.codec.answer_codec is not None or (
-        rule.needs_anchor and rule.penalty is None
-    )
-    anchors = needs_snapshot + (rule.penalty is not None)
+    # The state has the anchor of a rule with a penalty. For other rules that need the
+    # anchor, the worker keeps the adopted snapshot.
+    has_anchor = rule.needs_anchor or rule.penalty is not None
     center = _cast(params, center_dtype)
     center_state = rounds.center_state_like(rule, center)
-    work = _work(rule, center, center_state, params, cluster.workers)
+    work = _work(rule, center, center_state, params)
     times = exchange_times(work, cluster)
     hidden = times.hidden_period(cluster.step_time)
     is_hidden = hidden == 1 if period is None else period >= hidden
@@ -113,7 +110,7 @@ def plan(
             inner_state=trees.nbytes(state.inner_state),
             record=trees.nbytes(state.record),
             codec_state=trees.nbytes(state.codec_state),
-            anchor=anchors * trees.nbytes(center),
+            anchor=has_anchor * trees.nbytes(center),
             staged=work.message + trees.nbytes(center),
             overlap=trees.nbytes(params),
         ),
@@ -127,23 +124,16 @@ def plan(
     )
 
 
-def _work(
-    rule: Rule, center: PyTree, center_state: PyTree, params: PyTree, workers: int
-) -> Work:
-    """Return the bytes of an exchange with a center that has ``workers`` workers."""
+def _work(rule: Rule, center: PyTree, center_state: PyTree, params: PyTree) -> Work:
+    """Return the bytes of an exchange."""
     plain = dataclasses.replace(rule, codec=codecs.identity())
     sent = rounds.contribution_like(rule, center, params)
     contribution = rounds.contribution_like(plain, center, params)
     is_rounded = _leaf_shapes(sent) == _leaf_shapes(contribution)
     message = trees.nbytes(sent)
-    answer = trees.nbytes(center, rule.codec.answer_dtype)
-    if rule.codec.answer_codec is not None:
-        # A worker that exchanges in turns has missed one difference of each worker.
-        missed = workers * trees.nbytes(rounds.delta_like(rule, center))
-        answer = min(answer, missed)
     return Work(
         message,
-        answer=answer,
+        answer=trees.nbytes(center, rule.codec.answers),
         # The message is read twice (first for its norm); the center and its optimizer's
         # state are read and written.
         applied=2 * (message + trees.nbytes(center) + trees.nbytes(center_state)),

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, trees
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives
 from agn_optax.round.placements._host import (
     OnHost,
@@ -89,12 +89,7 @@ class Layout(abc.ABC):
         Raises:
           InvalidArgumentError: the rule cannot be used with this placement.
         """
-        if rule.codec.answer_codec is not None and not self.is_default:
-            combinations.reject(
-                "a codec that answers in differences",
-                "a placement",
-                f"{rule.codec}, {self.placement}",
-            )
+        return  # by default, any rule can be used
 
     def check_memory(self) -> None:
         """Check that the device has the memory of the center.

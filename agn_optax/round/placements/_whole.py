@@ -119,7 +119,6 @@ class Gossip(Whole):
         return self.placement.gossip
 
     def check_rule(self, rule: Rule) -> None:
-        super().check_rule(rule)
         if not self.workers:
             raise errors.InvalidArgumentError(
                 f"gossip={self.gossip} needs the axis of the workers that exchange in "

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, combinations, trees
-from agn_optax.rules._declared import WIDTHS, Reads, widest
+from agn_optax._internal import check, trees
+from agn_optax.rules._declared import WIDTHS, Reads
 
 PyTree = Any
 
@@ -40,10 +40,8 @@ class Codec:
         ``like``, which is the center or a part of it.
       name: name and settings of the codec, which workers and center compare.
       answers: downlink compression, the form in which the center is sent to a worker
-        that adopts it at an exchange; set by `two_way`. With a floating dtype, the
-        center is rounded to it. With a codec, workers adopt broadcast parameters, whose
-        changes the center sends as encoded differences. With None, the center is sent
-        exactly.
+        that adopts it at an exchange: a floating dtype, to which the center is rounded;
+        set by `two_way`. With None, the center is sent exactly.
       returned: ``(encoded, state) -> state``, called for a message that the center
         dropped or rejected: it puts the content of the message back into the state, for
         a later message. None if the content is lost.
@@ -52,13 +50,12 @@ class Codec:
         zeros. Rules that send parameters reject such a codec.
       reads: what an element of the decoded contribution depends on: that ``"element"``
         of the contribution alone, its ``"leaf"``, or the whole ``"tree"``. A center in
-        shards needs one of the first two. If ``answers`` is a codec, the wider
-        ``reads`` of both codecs counts.
+        shards needs one of the first two.
 
     Raises:
-      InvalidTypeError: ``answers`` is neither a codec nor a dtype.
-      InvalidArgumentError: ``reads`` is not one of these; ``answers`` is not a floating
-        dtype, or it is a codec with which the broadcast would count losses twice.
+      InvalidTypeError: ``answers`` is not a dtype.
+      InvalidArgumentError: ``reads`` is not one of these, or ``answers`` is not a
+        floating dtype.
 
     Example:
       A codec that sends the signs of a leaf's elements and their mean absolute value:
@@ -93,20 +90,14 @@ class Codec:
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
     # Only the author of a codec knows these two: they are about the numbers that its
-    # functions compute. All other properties are derived: `is_identity` from the
-    # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
+    # functions compute. `is_identity` is derived from the functions.
     of_differences: bool = False
     reads: Reads = "tree"
 
     def __post_init__(self) -> None:
-        argument = f"answers of codec {self.name!r}"
         check.one_of(self.reads, f"reads of codec {self.name!r}", WIDTHS)
-        if isinstance(self.answers, Codec):
-            _check_answers(self.answers, argument)
-            object.__setattr__(self, "reads", widest(self.reads, self.answers.reads))
-        else:
-            answers = check.float_dtype(self.answers, argument)
-            object.__setattr__(self, "answers", answers)
+        answers = check.float_dtype(self.answers, f"answers of codec {self.name!r}")
+        object.__setattr__(self, "answers", answers)
 
     def __str__(self) -> str:
         return self.name
@@ -115,25 +106,6 @@ class Codec:
     def is_identity(self) -> bool:
         """True if contributions are sent unchanged."""
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
-
-    @property
-    def answer_dtype(self) -> Any:
-        """The dtype to which an adopted center is rounded; None without rounding."""
-        return None if isinstance(self.answers, Codec) else self.answers
-
-    @property
-    def answer_codec(self) -> Codec | None:
-        """The codec of differences between broadcasts; None without differences."""
-        return self.answers if isinstance(self.answers, Codec) else None
-
-
-def _check_answers(codec: Codec, argument: str) -> None:
-    """Raise unless ``codec`` can encode differences between broadcasts."""
-    got = f"{codec} for {argument}"
-    if codec.returned is not None:
-        combinations.reject("error_feedback", "answers of a codec", got)
-    if codec.answer_codec is not None:
-        combinations.reject("a codec with answers", "answers of a codec", got)
 
 
 def check_codec(value: Any, argument: str) -> None:
@@ -228,68 +200,31 @@ def cast_dtype(codec: Codec) -> Any:
 
     An all-reduce can only sum what is cast or sent unchanged.
     """
-    dtype = codec.answer_dtype
+    dtype = codec.answers
     return dtype if dtype is not None and codec == _cast(dtype) else None
 
 
-def two_way(codec: Codec, answers: Codec | Any) -> Codec:
-    r"""Combine a codec for contributions (uplink) with one for the center (downlink).
+def two_way(codec: Codec, answers: Any) -> Codec:
+    r"""Combine a codec for contributions with a dtype for the center's answers.
 
-    .. math:: d = \text{encode}(c_v - p_{v-1}); \qquad
-        p_v = p_{v-1} + \text{decode}(d); \qquad x \leftarrow \text{adopt}(x, p_v)
-
-    where :math:`c_v` is the center after its :math:`v`-th update and :math:`p_v` the
-    *broadcast parameters*, whose bits are equal at all workers; :math:`p_0 = c_0`. The
-    loss of one difference is part of the next difference, because each difference is
-    taken from the exact center, so no other error feedback is needed. The exact center
-    is saved and evaluated.
-
-    A worker gets all differences since the broadcast parameters that it has, or the
-    current broadcast parameters if these take fewer bytes. In a round of all workers,
-    it gets one difference; if n workers exchange in turns, each gets n differences.
+    .. math:: x \leftarrow \text{adopt}(x, \text{round}(c))
 
     Args:
       codec: codec of the contributions.
-      answers: codec of the differences, such as `quantize`; it must not be an
-        `error_feedback`, and all programs must decode its messages to the same bits. Or
-        a floating dtype, to which the adopted center is rounded;
-        or None for the exact center.
+      answers: floating dtype to which the adopted center is rounded; None for the exact
+        center.
 
     Returns:
-      ``codec`` with these answers. If the answers are differences, the center keeps the
-      broadcast parameters beside the exact center, and the last differences, which take
-      less memory than one more center. A worker keeps the broadcast parameters that it
-      adopted last, as it does anyway for rules that read the anchor.
+      ``codec`` with these answers. The center itself keeps its own dtype.
 
     Raises:
-      InvalidTypeError: ``codec`` is not a codec, or ``answers`` is neither a codec nor
-        a dtype.
-      InvalidArgumentError: ``answers`` is a dtype that is not floating, or a codec that
-        has an `error_feedback`.
+      InvalidTypeError: ``codec`` is not a codec, or ``answers`` is not a dtype.
+      InvalidArgumentError: ``answers`` is a dtype that is not floating.
 
     Example:
-      >>> import jax.numpy as jnp, agn_optax
-      >>> from agn_optax import codecs
-      >>> from agn_optax.center import Submission
-      >>> rule = agn_optax.rules.downpour(
-      ...     codec=codecs.two_way(codecs.identity(), answers=codecs.quantize(2))
-      ... )
-      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
-      >>> session = center.join("worker-0")
-      >>> answer = session.exchange(Submission(1, jnp.array([-1.0, -0.375]), 0))
-      >>> print(answer.params, center.pull().params, center.pull(broadcast=True).params)
-      [1. 0.] [1.    0.375] [1. 0.]
-      >>> print(session.exchange(Submission(2, jnp.zeros(2), 1)).params)
-      [1.  0.5]
-      >>> print(session.exchange(Submission(3, jnp.zeros(2), 2)).params)
-      [1.    0.375]
-
-    References:
-      Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, *DoubleSqueeze: Parallel
-      Stochastic Gradient Descent with Double-Pass Error-Compensated Compression*, 2019.
-      Peter Richtárik, Igor Sokolov, Ilyas Fatkhullin, *EF21: A New, Simpler,
-      Theoretically Better, and Practically Faster Error Feedback*, 2021, for
-      differences from a copy that both ends have.
+      >>> from agn_optax import codecs, rules
+      >>> codec = codecs.error_feedback(codecs.quantize(4))
+      >>> rule = rules.diloco(codec=codecs.two_way(codec, answers="bfloat16"))
     """
     check_codec(codec, "codec")
     made = dataclasses.replace(codec, answers=answers)

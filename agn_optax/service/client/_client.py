@@ -218,7 +218,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             self._remote.check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         self._remote.initialize(params, worker)
-        return self.pull(broadcast=True)
+        return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """Wait until the center is initialized, and return it: see `Center.wait`."""
@@ -226,7 +226,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         while True:
             remaining = max(0.0, min(end - time.monotonic(), _WARNING_INTERVAL))
             try:
-                return self._pull(remaining, broadcast=True)
+                return self._pull(remaining)
             except errors.NotInitializedError:
                 text = "one worker must call start(params, chief=True)"
                 if time.monotonic() >= end:
@@ -236,9 +236,9 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
                     ) from None
                 _log.warning("no chief has started at %s yet; %s", self.address, text)
 
-    def pull(self, *, broadcast: bool = False) -> Snapshot:
+    def pull(self) -> Snapshot:
         """Return the current version of the center: see `Center.pull`."""
-        return self._pull(0.0, broadcast=broadcast)
+        return self._pull(0.0)
 
     # Methods that `Center` does not have.
 
@@ -268,10 +268,8 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         workers = [f", {name!r} by {t}" for name, t in sorted(transports.items()) if t]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
-    def _pull(self, wait: float, *, broadcast: bool) -> Snapshot:
-        snapshot, arrays = self._connection.retry(
-            lambda: self._remote.pull(wait, broadcast=broadcast)
-        )
+    def _pull(self, wait: float) -> Snapshot:
+        snapshot, arrays = self._connection.retry(lambda: self._remote.pull(wait))
         # A pull is too rare to compile a program for it, as `to_device` would.
         leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), snapshot.version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +10,8 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check
 from agn_optax.center import Submission
-from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
@@ -186,42 +184,15 @@ class Remote:
             )
 
     def answer_in(
-        self, header: pb.Header, link: Link, submission: Submission
+        self, header: pb.Header, link: Link, sequence: int
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """Return the metadata and the arrays of a received answer to a submission."""
-        schemas, snapshot = self.known_schemas(), header.snapshot
-        schema = schemas.answer
-        if snapshot.HasField("differences"):
-            if schemas.deltas is None or submission.anchor is None:
-                raise errors.ProtocolError(
-                    "the center sent differences, but the whole center was asked for"
-                )
-            most = schema.size // max(1, trees.nbytes(schemas.delta_like))
-            if snapshot.differences > most:
-                raise errors.ProtocolError(
-                    f"expected at most {most} differences, got {snapshot.differences}"
-                )
-            schema = schemas.deltas(snapshot.differences)
-        if snapshot.sequence != submission.sequence:
+        """Return the metadata and the arrays of the received answer to an exchange."""
+        received = header.snapshot.sequence
+        if received != sequence:
             raise errors.ProtocolError(
-                f"expected an answer to exchange {submission.sequence}, got one to "
-                f"{snapshot.sequence}"
+                f"expected an answer to exchange {sequence}, got one to {received}"
             )
-        return _version_in(header, link, schema, self.address)
-
-    def apply_deltas(
-        self, anchor: PyTree, count: int, arrays: list[np.ndarray]
-    ) -> PyTree:
-        """Return the broadcast parameters after ``count`` received differences."""
-        schemas = self.known_schemas()
-        assert schemas.deltas is not None
-        schema, like = schemas.deltas(1), [schemas.delta_like]
-        size = len(schema.leaves)
-        for i in range(count):  # one by one, to compile one program for all counts
-            leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
-            (delta,) = _trees.build(schema, leaves, like)
-            anchor = _apply_delta(self.rule)(anchor, delta)
-        return anchor
+        return _version_in(header, link, self.known_schemas().answer, self.address)
 
     def in_center_dtype(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Cast arrays that were sent in a narrower dtype to that of the center."""
@@ -247,16 +218,9 @@ class Remote:
 
     # Calls.
 
-    def pull(
-        self, wait: float, *, broadcast: bool = False
-    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """Pull the current version of the center, in one attempt."""
-        return pull(
-            self.connection,
-            lambda: self.known_schemas().center,
-            wait,
-            broadcast=broadcast,
-        )
+        return pull(self.connection, lambda: self.known_schemas().center, wait)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Give the center its first parameters."""
@@ -324,11 +288,7 @@ class Remote:
 
 
 def pull(
-    connection: Connection,
-    schema: Callable[[], Schema],
-    wait: float = 0.0,
-    *,
-    broadcast: bool = False,
+    connection: Connection, schema: Callable[[], Schema], wait: float = 0.0
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """Pull the current version of a center, in one attempt.
 
@@ -336,12 +296,11 @@ def pull(
       connection: the connection to the center.
       schema: returns the schema of the center; called once a version arrives.
       wait: seconds that the center may wait for its first parameters.
-      broadcast: see `Center.pull`.
 
     Returns:
       The metadata and the arrays of the version.
     """
-    request = iter([pb.PullRequest(wait=wait, broadcast=broadcast).SerializeToString()])
+    request = iter([pb.PullRequest(wait=wait).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
         while (header := link.read_header()).HasField("waiting"):
@@ -360,11 +319,6 @@ def _version_in(
             f"the tree of the center at {address} has changed"
         )
     return header.snapshot, schema.views(link.read_buffer(schema, "an answer"))
-
-
-@functools.lru_cache(maxsize=32)
-def _apply_delta(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
-    return jax.jit(functools.partial(rounds.apply_delta, rule))
 
 
 def _abstract(leaf: Any) -> Any:

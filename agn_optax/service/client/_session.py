@@ -69,8 +69,8 @@ class RemoteSession(Session):
         self._like = like
         self._lock = threading.Lock()
         self._link: Link | None = None
-        # The submission in flight without its contribution, and the frame to send.
-        self._in_flight: tuple[Submission, Frame] | None = None
+        # The number of the exchange in flight, and its frame.
+        self._in_flight: tuple[int, Frame] | None = None
         self._sent_over: Link | None = None  # link over which its answer is expected
         self.has_left = False  # whether it has left, or is about to
         self._on_left = on_left
@@ -103,12 +103,12 @@ class RemoteSession(Session):
         submission = submission.checked()
         with self._lock:
             previous = self._in_flight
-            if previous is None or previous[0].sequence != submission.sequence:
+            if previous is None or previous[0] != submission.sequence:
                 self._sent_over = None
             # A repeated exchange whose answer is still expected over the same link is
             # not sent again, because it would be answered twice.
             frame = self._remote.frame(submission, self.worker)
-            self._in_flight = submission._replace(contribution=None), frame
+            self._in_flight = submission.sequence, frame
             self._remote.connection.retry(self._send, within=SHORT_TIMEOUT)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Answer | None:
@@ -119,7 +119,7 @@ class RemoteSession(Session):
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
-            if self._in_flight is None or self._in_flight[0].sequence != sequence:
+            if self._in_flight is None or self._in_flight[0] != sequence:
                 raise errors.WorkerStateError(
                     f"worker {self.worker!r} has not submitted exchange {sequence}"
                 )
@@ -129,14 +129,8 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             snapshot, arrays = answer
-            if snapshot.HasField("differences"):
-                submission, _ = self._in_flight
-                params = self._remote.apply_deltas(
-                    submission.anchor, snapshot.differences, arrays
-                )
-            else:
-                leaves = to_device(self._remote.in_center_dtype(arrays))
-                params = self._remote.as_tree(leaves, self._like)
+            leaves = to_device(self._remote.in_center_dtype(arrays))
+            params = self._remote.as_tree(leaves, self._like)
             return answer_of(snapshot, params, sum(array.nbytes for array in arrays))
 
     def acknowledge(self, sequence: int) -> None:
@@ -145,7 +139,7 @@ class RemoteSession(Session):
         Small exchanges are not acknowledged here, because the next message does so.
         """
         with self._lock:
-            if self._in_flight is None or self._in_flight[0].sequence != sequence:
+            if self._in_flight is None or self._in_flight[0] != sequence:
                 return
             size, link = self._in_flight[1].nbytes, self._link
             self._in_flight = self._sent_over = None
@@ -223,14 +217,14 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """Return the answer to the exchange in flight; None if none by ``until``."""
         assert self._in_flight is not None
-        (submission, _), link = self._in_flight, self._send()
+        (sequence, _), link = self._in_flight, self._send()
         self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
             while (header := link.read_header()).HasField("waiting"):
                 if time.monotonic() >= until:
                     self._sent_over = link  # the answer is still expected
                     return None
-            return self._remote.answer_in(header, link, submission)
+            return self._remote.answer_in(header, link, sequence)
 
     @contextlib.contextmanager
     def _watching(

@@ -126,44 +126,23 @@ class CenterFrames:
             _buffers.write(flat, _trees.host_arrays(version.params, flat), buffer)
         return session.replace(kept, Packed(*flat.views(buffer)))
 
-    def answer(self, version: Version, answer: Answer, message: pb.Message) -> Frame:
-        """Return the frame with an answer to a message.
+    def answer(self, version: Version, answer: Answer) -> Frame:
+        """Return the frame with an answer to a message."""
+        return self._frame(version, answer, self.schemas.answer)
 
-        It has the differences from the worker's anchor if they are known and smaller
-        than the version.
-        """
-        schemas = self.schemas
-        if schemas.deltas is not None and message.has_anchor:
-            deltas = self._core.differences(message.anchor_version, version)
-            count = 0 if deltas is None else len(deltas)
-            schema = schemas.deltas(count)
-            if deltas is not None and schema.size < schemas.answer.size:
-                snapshot = snapshot_of(
-                    answer, schema_hash=schema.hash, differences=count
-                )
-                arrays = _trees.host_arrays(deltas, schema)
-                return Frame(pb.Header(snapshot=snapshot), schema, arrays)
-        return self._whole(version, answer, schemas.answer, broadcast=True)
-
-    def snapshot(self, version: Version, *, broadcast: bool) -> Frame:
+    def snapshot(self, version: Version) -> Frame:
         """Return the frame with a version that was pulled."""
         pulled = Snapshot(None, version.number)
-        return self._whole(version, pulled, self.schemas.center, broadcast=broadcast)
+        return self._frame(version, pulled, self.schemas.center)
 
-    def _whole(
-        self,
-        version: Version,
-        record: Answer | Snapshot,
-        schema: Schema,
-        *,
-        broadcast: bool,
+    def _frame(
+        self, version: Version, record: Answer | Snapshot, schema: Schema
     ) -> Frame:
         """Return the frame with a version, with views of its arrays if possible."""
         snapshot = snapshot_of(record, schema_hash=schema.hash)
         if self.is_flat:
             params, schema = version.params, schema.packed
         else:
-            store = self._core.store
-            params = store.broadcast(version) if broadcast else store.tree(version)
+            params = self._core.store.tree(version)
         arrays = _trees.host_arrays(params, schema)
         return Frame(pb.Header(snapshot=snapshot), schema, arrays)

@@ -83,7 +83,7 @@ class Exchanges:
             worker, session_id = session.worker, session.session_id
             on_event("exchange", worker, session_id, answer)
             with self._core.reading(kept.version) as version:
-                frame = self._frames.answer(version, answer, message)
+                frame = self._frames.answer(version, answer)
                 if kept.recorded:
                     # Only the last part of the answer waits for the disk: an answer
                     # without it cannot be used, so the rest may be sent before.

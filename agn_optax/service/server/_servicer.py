@@ -235,7 +235,7 @@ class Servicer:
             stack.callback(limits.pulls.release, caller.key)
             version = stack.enter_context(self.core.reading(kept=True))
             # The version is held until it is sent: the arrays are views of it.
-            yield self._frames.snapshot(version, broadcast=request.broadcast)
+            yield self._frames.snapshot(version)
 
     def exchange(
         self, reader: FrameReader, context: Any, caller: Caller, transport: str

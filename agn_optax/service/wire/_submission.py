@@ -60,7 +60,6 @@ def message_of(submission: Submission, **others: Any) -> pb.Message:
       **others: the fields of the message that a submission does not have.
     """
     reported = {k: float(v) for k, v in (submission.reported or {}).items()}
-    others["has_anchor"] = submission.anchor is not None
     return pb.Message(**plain(submission), reported=reported, **others)
 
 

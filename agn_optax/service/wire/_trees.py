@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,23 +55,14 @@ class WireSchemas(NamedTuple):
     center: Schema  # the center, as it is pulled
     message: Schema  # the contribution of a worker
     answer: Schema  # the center in the answer to a worker
-    # An abstract encoded difference between broadcast parameters; None if the answers
-    # of the rule are never differences.
-    delta_like: PyTree = None
-    # Returns the schema of a given number of such differences.
-    deltas: Callable[[int], Schema] | None = None
 
 
 def wire_schemas(rule: Rule, like: PyTree) -> WireSchemas:
     """Return the schemas of a center with parameters like ``like``."""
-    center, answer_dtype = schema_of(like), rule.codec.answer_dtype
+    center, answer_dtype = schema_of(like), rule.codec.answers
     message = schema_of(rounds.contribution_like(rule, like))
     answer = center.cast(answer_dtype.name if answer_dtype else "")
-    delta_like = rounds.delta_like(rule, like)
-    if delta_like is None:
-        return WireSchemas(center, message, answer)
-    deltas = functools.lru_cache(64)(lambda count: schema_of([delta_like] * count))
-    return WireSchemas(center, message, answer, delta_like, deltas)
+    return WireSchemas(center, message, answer)
 
 
 def has_schema_order(tree: PyTree) -> bool:
