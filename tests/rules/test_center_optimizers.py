@@ -30,7 +30,6 @@ ALL = {
     "heloco": lambda: outer.heloco(0.7, 0.9, messages=2),
     "ordered_momentum": lambda: outer.ordered_momentum(0.7, 0.9, messages=2),
     "buffered": lambda: outer.buffered(shared.adam(0.1), 2),
-    "buffered radial": lambda: outer.buffered(shared.sgd(0.1), 2, combine="radial"),
     "restart_momentum": lambda: outer.restart_momentum(shared.adam(0.1), 2),
     "scale_by_drift": lambda: optax.chain(
         outer.scale_by_drift(0.1, history=2), shared.sgd(0.5)
@@ -44,7 +43,6 @@ ALL = {
 }
 ACROSS = (
     "heloco",
-    "buffered radial",
     "scale_by_drift",
 )  # these read across a leaf, or across versions
 
@@ -412,21 +410,6 @@ def test_buffered_messages_equal_a_synchronous_round(size):
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_buffered_radial_mean_keeps_the_length():
-    """The mean of two orthogonal messages would be shorter by the root of 2."""
-    tx = outer.buffered(optax.sgd(1.0), 2, combine="radial")
-    messages = [
-        {"w": jnp.array(g), "b": jnp.zeros(2)} for g in ([3.0, 0.0], [0.0, 1.0])
-    ]
-    params = {"w": jnp.zeros(2), "b": jnp.zeros(2)}
-    moved, state = trained(tx, messages * 2, params)
-    np.testing.assert_allclose(moved["w"], -2 * 2 * np.full(2, 0.5**0.5), rtol=1e-6)
-    assert not moved["b"].any()
-    assert not any(
-        leaf.any() for leaf in jax.tree.leaves((state.buffer, state.lengths))
-    )
-
-
 def test_restart_momentum_resets_momentum_but_not_schedules():
     schedule = optax.linear_schedule(1.0, 0.0, 12)
     for sgd in (
@@ -764,7 +747,6 @@ def test_missing_argument_is_named_in_the_error(tx, named):
         (lambda: outer.ordered_momentum(momentum=1.0, messages=2), r"\[0, 1\)"),
         (lambda: outer.ordered_momentum(messages=-1), "messages must be"),
         (lambda: outer.buffered(optax.sgd(0.1), 0), "size must be"),
-        (lambda: outer.buffered(optax.sgd(0.1), 2, combine="sum"), "combine must be"),
         (lambda: outer.restart_momentum(optax.sgd(0.1), 0), "every must be"),
         (lambda: outer.scale_by_drift(0.0, history=2), "gamma must be"),
         (lambda: outer.scale_by_drift(history=0), "history must be"),
