@@ -217,7 +217,8 @@ class Towers:
                     self._unstack_program(node.axes)(rows), node.axes
                 )
             if isinstance(node, _replicas.Mean):
-                rows = node.rows_to_average(self.size, self.workers)
+                towers = self.size if node.of_workers else self.size // self.workers
+                rows = jax.tree.map(lambda x: x[:towers], node.rows)
                 return self._mean_of_rows(jax.device_put(rows, jax.memory.Space.Device))
             if self.mesh.is_multi_process:
                 return self._first_row(node)

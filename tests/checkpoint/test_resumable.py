@@ -509,7 +509,7 @@ def test_resuming_with_other_fragments_is_rejected(halved, tmp_path):
         other.start()
 
 
-@pytest.mark.parametrize("name", ["path", "like", "elastic", "number", "agn_optax"])
+@pytest.mark.parametrize("name", ["path", "like", "number", "agn_optax"])
 def test_reserved_name_is_rejected_before_anything_is_written(
     name, journaled, tmp_path
 ):
