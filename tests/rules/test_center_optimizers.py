@@ -468,7 +468,7 @@ def test_schedule_free_works_as_center_optimizer():
         updates, state = worker.tx.update(params, state, params)
         params, state = worker.exchange(optax.apply_updates(params, updates), state)
     saved = center.save()
-    average = outer.evaluated(saved.center_state, saved.params)
+    average = optax.contrib.schedule_free_eval_params(saved.center_state, saved.params)
     assert 0 < float(jnp.abs(average).max()) < 0.1
     assert not np.array_equal(average, saved.params)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax._internal import check, trees
 
 PyTree = Any
@@ -183,3 +184,50 @@ def heloco(
         return ahead.update(corrected, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(ahead.init, update_fn)
+
+
+def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
+    r"""Return the parameters to evaluate if these are not the center.
+
+    With most center optimizers, the center is evaluated. With `momentum_lookahead` and
+    `heloco`, the center is the point where workers start, and the base point
+    :math:`c + \eta \mu m` is evaluated. (For ``optax.contrib.schedule_free`` it is
+    ``optax.contrib.schedule_free_eval_params(center_state, center)``.)
+
+    Args:
+      center_state: the center optimizer's state, such as ``state.center_state`` of a
+        drop-in, or the ``center_state`` of ``LocalCenter.save()``.
+      center: the center that belongs to this state.
+
+    Returns:
+      Parameters with the structure, shapes and dtypes of the center.
+
+    Raises:
+      InvalidArgumentError: the state has neither of these optimizers, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> outer = agn_optax.center_optimizers.momentum_lookahead(0.5, 0.5)
+      >>> tx = agn_optax.diloco(optax.sgd(1.0), period=1, center=outer)
+      >>> params = jnp.zeros(1)
+      >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+      >>> print(state.center)
+      [-0.75]
+      >>> x = agn_optax.center_optimizers.evaluated(state.center_state, state.center)
+      >>> print(x)
+      [-0.625]
+    """
+    found = [node for _, node in trees.nodes(center_state, LookaheadState)]
+    if len(found) != 1:
+        raise errors.InvalidArgumentError(
+            "center_state must have one state of momentum_lookahead or heloco, got "
+            f"{len(found)}; with other center optimizers evaluate the center"
+        )
+    (state,) = found
+
+    def base_point(c: jax.Array, momentum: jax.Array) -> jax.Array:
+        wide = trees.wide(c)
+        base = c.astype(wide) + state.reach.astype(wide) * momentum.astype(wide)
+        return base.astype(c.dtype)
+
+    return jax.tree.map(base_point, center, state.momentum)
