@@ -514,7 +514,7 @@ def test_reserved_name_is_rejected_before_anything_is_written(
     name, journaled, tmp_path
 ):
     worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="w")
-    with pytest.raises(errors.InvalidArgumentError, match=f"saved as '{name}'.*elasti"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"saved as '{name}'.*like"):
         checkpoint.Resumable(worker, tmp_path / "own", **{name: {"mean": jnp.zeros(2)}})
     assert not (tmp_path / "own").exists()
 
