@@ -25,6 +25,7 @@ CODECS = [
     codecs.cast("bfloat16"),
     *(codecs.quantize(bits) for bits in (8, 4)),
     codecs.quantize(4, format="e3m0"),
+    codecs.sign(),
     codecs.top_k(64),
     codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
     codecs.error_feedback(codecs.quantize(8)),

@@ -46,6 +46,7 @@ _DTYPES = ("bfloat16", "float16")
 _LOSSY = {
     **{f"int{bits}": codecs.quantize(bits) for bits in (8, 4, 2)},
     "e3m0": codecs.quantize(4, format="e3m0"),
+    "sign": codecs.sign(),
     # The settings of SparseLoCo: 64 of 4096 elements, in 2 bits.
     "top_k": codecs.chain_codecs(
         codecs.top_k(64), codecs.quantize(2, format="codebook")

@@ -31,24 +31,10 @@ from agn_optax import codecs, rules
 
 EPS = 0.5
 A = jnp.array([[1.0, -1.0], [-1.0, 1.0]]) + EPS
-
-
-def encode(gradient: jax.Array, state: Any) -> tuple[Any, Any]:
-    """Return the signs of a gradient, and the mean absolute value of its elements."""
-    return {"signs": gradient >= 0, "size": jnp.abs(gradient).mean()}, state
-
-
-def decode(sent: Any, like: jax.Array) -> jax.Array:
-    """Return what the center reads of an encoded gradient."""
-    del like
-    return jnp.where(sent["signs"], 1, -1) * sent["size"]
-
-
-SIGNS = codecs.Codec(optax.init_empty_state, encode, decode, name="signs", reads="leaf")
 CODECS = {
     "exact": codecs.identity(),
-    "signs": SIGNS,
-    "signs, error feedback": codecs.error_feedback(SIGNS),
+    "signs": codecs.sign(),
+    "signs, error feedback": codecs.error_feedback(codecs.sign()),
 }
 # (parameters, index of a term) -> loss.
 Loss = Callable[[jax.Array, Any], jax.Array]

@@ -281,6 +281,7 @@ CODECS = {
     "top_k": lambda: codecs.error_feedback(
         codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(2))
     ),
+    "sign": lambda: codecs.error_feedback(codecs.sign(block=4)),
     "two_way": lambda: two_way(codecs.quantize(4, block=5)),
 }
 
@@ -394,6 +395,7 @@ def test_13_sent_plus_residual_is_exact_for_numbers_of_any_size(codec, dtype):
     [
         *((codecs.quantize(bits, block=5), True) for bits in (2, 4, 8)),
         (codecs.quantize(2, block=5, format="codebook"), False),
+        (codecs.sign(block=5), False),
         (codecs.top_k(2, block=5), False),
     ],
     ids=str,
@@ -703,25 +705,16 @@ def test_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.quantize(block=0), "block must be a positive int, got 0"),
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
-        (
-            lambda: two_way(codecs.error_feedback(codecs.quantize(2))),
-            "without error_feedba",
-        ),
-        (
-            lambda: two_way(two_way(codecs.quantize(2))),
-            "Give the codec without error_fee",
-        ),
-        (
-            lambda: two_way(codecs.two_way(codecs.quantize(2), codecs.quantize(2))),
-            "no answers",
-        ),
+        (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
+        (lambda: two_way(two_way(codecs.sign())), "Give the codec without error_fee"),
+        (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
         (lambda: two_way("int8"), "must be a floating dtype, got int8"),
         (lambda: two_way(8), "must be a floating dtype or None, got 8"),
-        (lambda: codecs.two_way("int8", codecs.quantize(2)), "codec must be one of"),
+        (lambda: codecs.two_way("int8", codecs.sign()), "codec must be one of"),
         (
             lambda: agn_optax.phases(
                 INNER,
-                shared.downpour(codec=two_way(codecs.quantize(2))),
+                shared.downpour(codec=two_way(codecs.sign())),
                 axis_name="workers",
                 placement=agn_optax.Placement(shard_axis="workers"),
             ),
@@ -761,7 +754,7 @@ def test_rule_difference_names_different_codecs():
     )
     named = dataclasses.replace(codecs.quantize(4), name=codecs.quantize().name)
     assert "encoding" in rules.difference(print_, shared.downpour(codec=named))
-    both = [codecs.two_way(codecs.quantize(2), codecs.quantize(b)) for b in (4, 8)]
+    both = [codecs.two_way(codecs.sign(), codecs.quantize(b)) for b in (4, 8)]
     print_ = rules.fingerprint(shared.downpour(codec=both[0]))
     named = dataclasses.replace(both[1], name=both[0].name)
     assert "answers" in rules.difference(print_, shared.downpour(codec=named))

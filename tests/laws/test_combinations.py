@@ -74,6 +74,7 @@ CODECS = {
         ),
         decay=0.95,
     ),
+    "sign": codecs.error_feedback(codecs.sign(block=4)),
     "two_way": codecs.two_way(
         codecs.error_feedback(codecs.quantize(8, block=4)),
         answers=codecs.quantize(4, block=4),

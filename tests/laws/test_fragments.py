@@ -311,7 +311,7 @@ def test_9_restored_state_continues_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("fragments", [AT_ONCE, TURNS])
-@pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.top_k(1)])
+@pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.sign()])
 def test_13_fragment_residual_is_what_its_codec_lost(codec, fragments):
     rule = shared.downpour(codec=codecs.error_feedback(codec))
     tx = agn_optax.phases(shared.sgd(0.25), rule, fragments=fragments)

@@ -92,6 +92,7 @@ TABLE = [
     (codecs.quantize(4), 4.02, 0.055),
     (codecs.quantize(4, format="e3m0"), 4.02, 0.05),
     (codecs.quantize(2, format="codebook"), 2.02, 0.125),
+    (codecs.sign(), 1.02, 0.37),
     (codecs.top_k(64), 0.98, 0.92),
     (codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2)), 0.29, 0.95),
 ]
@@ -115,6 +116,7 @@ def test_codec_size_and_loss_match_the_table(codec, bits, most):
         *(codecs.quantize(bits) for bits in (2, 4, 8)),
         codecs.quantize(4, format="e3m0"),
         codecs.quantize(2, format="codebook"),
+        codecs.sign(block=30),
         codecs.top_k(4),
         codecs.chain_codecs(codecs.top_k(4), codecs.quantize(2)),
     ],
@@ -259,15 +261,8 @@ def test_sign_needs_error_feedback():
         (_, _), sums = jax.lax.scan(step, (start, codec.init(start)), jnp.arange(3000))
         return float(sums[-1])
 
-    def encode(x, state):
-        return {"signs": x >= 0, "size": jnp.abs(x).mean()}, state
-
-    def decode(sent, like):
-        return jnp.where(sent["signs"], 1, -1) * sent["size"]
-
-    sign = codecs.Codec(optax.init_empty_state, encode, decode, name="sign")
-    assert trained(sign) > 1.9
-    assert abs(trained(codecs.error_feedback(sign))) < 0.1
+    assert trained(codecs.sign()) > 1.9
+    assert abs(trained(codecs.error_feedback(codecs.sign()))) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -278,11 +273,12 @@ def test_sign_needs_error_feedback():
         (lambda: codecs.quantize(4, format="codebook"), "'codebook' has 2 bits"),
         (lambda: codecs.quantize(8, format="float"), "format must be"),
         (lambda: codecs.top_k(0), "k must be"),
-        (lambda: codecs.error_feedback(codecs.quantize(2), decay=0.0), "decay must be"),
+        (lambda: codecs.sign(block=0), "block must be"),
+        (lambda: codecs.error_feedback(codecs.sign(), decay=0.0), "decay must be"),
         (lambda: codecs.chain_codecs(), "at least one codec"),
         (
             lambda: codecs.chain_codecs(
-                codecs.top_k(1), codecs.error_feedback(codecs.quantize(2))
+                codecs.top_k(1), codecs.error_feedback(codecs.sign())
             ),
             "put error_feedback around",
         ),

@@ -299,6 +299,7 @@ CODECS = [
     codecs.cast("bfloat16"),
     codecs.quantize(4, block=64),
     codecs.top_k(3, block=64),
+    codecs.sign(),
     codecs.error_feedback(codecs.quantize(2)),
     codecs.error_feedback(codecs.cast("float16")),
     codecs.chain_codecs(codecs.top_k(3), codecs.cast("bfloat16")),

@@ -20,7 +20,7 @@ from agn_optax.rules.codecs._codec import cast_dtype as cast_dtype
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._quantize import quantize
-from agn_optax.rules.codecs._sparse import top_k
+from agn_optax.rules.codecs._sparse import sign, top_k
 
 __all__ = [
     "Codec",
@@ -30,6 +30,7 @@ __all__ = [
     "error_feedback",
     "identity",
     "quantize",
+    "sign",
     "top_k",
     "two_way",
 ]
