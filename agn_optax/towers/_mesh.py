@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -12,6 +13,36 @@ from jax.sharding import Mesh
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.round import collectives
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+def on_own_mesh(method: _Method) -> _Method:
+    """Decorate a method of an object with a ``mesh``, to ignore jax.set_mesh.
+
+    The programs that the method runs name their mesh, so it runs as if no mesh were
+    set.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty:
+            return method(self, *args, **kwargs)
+        try:
+            no_mesh = jax.set_mesh(_NO_MESH)
+        except ValueError:  # inside a traced program
+            if context == self.mesh.abstract_mesh:
+                return method(self, *args, **kwargs)
+            raise errors.InvalidArgumentError(
+                f"this program is compiled for a mesh {dict(context.shape)}, and these "
+                f"towers have {dict(self.mesh.shape)}: call their methods outside of it"
+            ) from None
+        with no_mesh:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
 
 
 def make(

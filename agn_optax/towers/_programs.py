@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import axes_of_collectives, collectives
-from agn_optax.towers import _loss, _replicas
+from agn_optax.towers import _loss, _mesh, _replicas
 
 PyTree = Any
 
@@ -31,6 +31,7 @@ class MeshProgram:
     mesh: Mesh
     jitted: Any
 
+    @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
         """Run the program; raise if the state was donated: on CPUs it would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
@@ -41,6 +42,7 @@ class MeshProgram:
                 )
         return self.jitted(state, *batch)
 
+    @_mesh.on_own_mesh
     def lower(self, *arguments: Any) -> Any:
         """Lower the program, like the ``lower`` of a jitted function."""
         return self.jitted.lower(*arguments)

@@ -123,6 +123,7 @@ class Towers:
 
     # State: one replica per tower.
 
+    @_mesh.on_own_mesh
     def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Create state on every tower, with the axes of the mesh bound.
 
@@ -180,6 +181,7 @@ class Towers:
         state = _replicas.cut_again(state, self.mesh.shape)
         return self.create(_replicas.one_tower, state)
 
+    @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
         """Return the values of tower 0, which is the state to save.
 
@@ -231,6 +233,7 @@ class Towers:
             first, _replicas.mark_differing(state), is_leaf=_replicas.is_marked
         )
 
+    @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Return whether the towers of each worker have the same state, bit for bit.
 
@@ -258,6 +261,7 @@ class Towers:
         _replicas.check_stacked(state, self.size)
         return _replicas.agreement(state, self.workers)
 
+    @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
         """Return the mean over all towers, for metrics or batch statistics.
 
@@ -279,6 +283,7 @@ class Towers:
         _replicas.check_stacked(tree, self.size)
         return self._mean_of_rows(tree)
 
+    @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
         """Return the whole center from an optimizer state with a replica per tower.
 
@@ -305,6 +310,7 @@ class Towers:
 
     # Data: rows for every tower.
 
+    @_mesh.on_own_mesh
     def shard(self, batch: PyTree) -> PyTree:
         """Distribute the rows of a batch equally over the towers.
 
@@ -336,6 +342,7 @@ class Towers:
         _batches.check_divisible(batch, self._local_towers)
         return _batches.put_rows(_batches.split_sparse(batch, self.mesh), self.mesh)
 
+    @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
         """Pad a batch of any number of rows and `shard` it, with a mask of real rows.
 
@@ -438,6 +445,7 @@ class Towers:
         """
         return _programs.apply(self.mesh, function, donate=donate)
 
+    @_mesh.on_own_mesh
     def evaluate(self, metric_fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         r"""Return the mean metrics of a data set, in which every row counts equally.
 
@@ -485,6 +493,7 @@ class Towers:
             raise errors.InvalidArgumentError("there are no batches to evaluate on")
         return _evaluate.combine(parts)
 
+    @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Compute outputs for every row of a batch, in order, on all towers.
 

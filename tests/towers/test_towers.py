@@ -1,12 +1,14 @@
 """Towers: meshes, replicas, and saved state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import problem, support
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import agn_optax
 from agn_optax import errors
@@ -182,11 +184,60 @@ def test_step_on_python_number_compiles_once():
     assert step.jitted._cache_size() == 1
 
 
-def test_another_current_mesh_is_an_error_of_jax():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_another_current_mesh_changes_nothing(kind):
+    towers = agn_optax.Towers(4, workers=2)
+    tx = agn_optax.average(optax.sgd(0.1), 1, axis_name="workers")
+
+    def train_step(state, batch):
+        params, opt_state = state
+        grads = jax.lax.pmean(params - batch.mean(), "towers")
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), batch.sum()
+
+    step = towers.step(train_step, donate=False)
+
+    def everything():
+        params = np.arange(3.0, dtype=np.float32)
+        state = towers.replicate((params, tx.init(jnp.asarray(params))))
+        batch = towers.shard(np.arange(8.0, dtype=np.float32))
+        step.lower(state, batch)
+        state, metrics = step(state, batch)
+        state = towers.apply(lambda state: state)(state)
+        assert towers.towers_agree(state)
+        towers.shard_padded(np.ones(7))
+        double = functools.partial(jnp.multiply, 2)
+        return jax.tree.map(
+            np.asarray,
+            (
+                towers.mean(metrics),
+                towers.center_params(state),
+                towers.unreplicate(state),
+                towers.predict(double, np.ones((5, 2))),
+                towers.evaluate(lambda batch: {"rows": batch}, np.arange(6.0)),
+            ),
+        )
+
+    expected = everything()
+    devices = np.array(jax.devices())
+    for axes in (("data",), ("workers", "towers")):
+        shape = (-1,) if len(axes) == 1 else (2, -1)
+        other = Mesh(devices.reshape(shape), axes, axis_types=(kind,) * len(axes))
+        with jax.set_mesh(other):
+            support.assert_identical(everything(), expected)
+    with jax.set_mesh(towers.mesh):
+        support.assert_identical(everything(), expected)
+
+
+def test_step_within_a_program_of_another_mesh_is_rejected():
     towers = agn_optax.Towers(4)
-    other = jax.make_mesh((len(jax.devices()),), ("data",))
-    with jax.set_mesh(other), pytest.raises(ValueError, match="context mesh"):
-        towers.replicate(0.0)
+    step = towers.step(lambda state, batch: (state, jax.lax.psum(batch, "towers")))
+    state, batch = towers.replicate(0.0), towers.shard(np.ones(4))
+    with (
+        jax.set_mesh(Mesh(np.array(jax.devices()), ("data",))),
+        pytest.raises(errors.InvalidArgumentError, match="their methods outside"),
+    ):
+        jax.jit(step)(state, batch)
 
 
 def test_unhashable_function_is_rejected():
