@@ -70,11 +70,6 @@ COMBINATIONS = {
         "it keeps the loss of its own codec only, not those of the others. Instead, "
         "put `error_feedback` around `chain_codecs`"
     ),
-    ("a codec that is not a cast", "`all_reduce`"): (
-        "collectives add up gradients, and a sum of codes means nothing. Take "
-        "`codecs.cast`, or make the towers workers that exchange at every step by a "
-        "rule with that codec, such as `rules.agn(codec=...)` with a period of 1"
-    ),
     ("row-sparse gradients", "`all_reduce` with a delay"): (
         "rows cannot wait, because they change from step to step. Leave `delay` out, "
         "or put `densify()` first"

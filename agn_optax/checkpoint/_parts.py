@@ -17,7 +17,7 @@ from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
 from agn_optax.round import steps as rounds
 from agn_optax.rules import Rule, difference, fingerprint
-from agn_optax.towers import Towers, common_leaves, unreplicate, with_cut_of
+from agn_optax.towers import Towers, common_leaves
 from agn_optax.worker import FragmentState, Worker, WorkerState
 
 PyTree = Any
@@ -146,8 +146,8 @@ class TowersPart:
 
     kind = "towers"
 
-    def __init__(self, towers: Towers, state: PyTree, *, elastic: bool) -> None:
-        self._towers, self._state, self._elastic = towers, state, elastic
+    def __init__(self, towers: Towers, state: PyTree) -> None:
+        self._towers, self._state = towers, state
 
     def to_save(self) -> tuple[Json, PyTree]:
         towers = self._towers
@@ -166,25 +166,24 @@ class TowersPart:
         towers, has_rows = self._towers, about["has_rows"]
         mesh, saved_mesh = dict(towers.mesh.shape), about["mesh"]
         is_same = mesh == saved_mesh if has_rows else towers.workers == 1
-        if not (is_same or self._elastic):
+        if not is_same:
             raise errors.TreeMismatchError(
                 f"{source} has workers={saved_mesh[about['worker_axis']]} on mesh "
                 f"{saved_mesh}, and these towers have workers={towers.workers} on mesh "
                 f"{mesh}: several workers' states need the same mesh, and the state of "
-                "one worker needs workers=1. With elastic=True all workers continue "
-                "from the center, and from the first worker's parameters and state"
+                "one worker needs workers=1. Load onto such towers, of CPU devices "
+                "for example, and continue with towers.replicate(old.unreplicate(...))"
             )
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
         paths = {f"['state']{path}" for path in common_leaves(self._state)}
 
         def comparable(leaves: Sequence[Leaf]) -> list[Leaf]:
-            # Other leaves, such as parts of a center, are compared without their
-            # shapes, which depend on the mesh.
-            shapes = [
-                leaf.shape[has_rows:] if leaf.path in paths else () for leaf in leaves
+            # On another number of towers, other leaves, such as parts of a center,
+            # have other shapes.
+            return [
+                leaf if has_rows or leaf.path in paths else leaf._replace(shape=())
+                for leaf in leaves
             ]
-            pairs = zip(leaves, shapes, strict=True)
-            return [leaf._replace(shape=shape) for leaf, shape in pairs]
 
         expected, saved = _tree.describe(tree), leaves_of(about)
         _check_same(
@@ -193,14 +192,11 @@ class TowersPart:
         return tree
 
     def restore(self, about: Json, tree: PyTree) -> PyTree:
-        state, towers, mesh = tree["state"], self._towers, about["mesh"]
-        if about["has_rows"] and dict(towers.mesh.shape) == mesh:
-            return jax.tree.map(
-                lambda rows, new: jax.device_put(rows, new.sharding), state, self._state
-            )
-        state = with_cut_of(state, mesh)
-        return towers.replicate(
-            unreplicate(state, mesh) if about["has_rows"] else state
+        if not about["has_rows"]:
+            return self._towers.replicate(tree["state"])
+        return jax.tree.map(
+            lambda rows, new: jax.device_put(rows, new.sharding),
+            *(tree["state"], self._state),
         )
 
 

@@ -25,7 +25,7 @@ PyTree = Any
 
 
 # Names of the arguments of `load` and `Rotation.write`, and of this module's own parts.
-_RESERVED = {"path", "like", "elastic", "number", "worker", _save.ABOUT}
+_RESERVED = {"path", "like", "number", "worker", _save.ABOUT}
 
 
 class Resumable:
@@ -70,7 +70,7 @@ class Resumable:
         Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
         statistics, random keys). A dict is saved with its values at each checkpoint,
         and `start` writes the restored arrays into it. Reserved names are
-        ``agn_optax``, ``elastic``, ``like``, ``number``, ``path`` and ``worker``.
+        ``agn_optax``, ``like``, ``number``, ``path`` and ``worker``.
 
     Attributes:
       worker: the worker.

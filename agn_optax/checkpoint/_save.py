@@ -122,7 +122,6 @@ def load(
     path: str | os.PathLike[str],
     *,
     like: PyTree = None,
-    elastic: bool = False,
     **parts: Any,
 ) -> dict[str, Any]:
     """Restore workers, centers, towers and other objects from a checkpoint.
@@ -134,13 +133,10 @@ def load(
       path: see `save`; or the ``path`` of a checkpoint of Orbax's `Checkpointer`.
       like: a tree with the containers of the parameters, for models whose containers
         are not dicts, lists and tuples.
-      elastic: whether the mesh and the number of workers of towers may differ from the
-        saved ones. Then all workers continue from the center, with its optimizer's
-        state, and from the first worker's parameters and inner state. (The number of
-        towers of one data-parallel worker may always differ.)
       **parts: parts by the names under which they were saved: a `Worker`; a
         `LocalCenter` that has no parameters yet; ``(towers, state)`` with the state of
-        a new run; anything else as Orbax's ``load_checkpointables`` takes it: a Grain
+        a new run on the same mesh (any number of towers will do for one worker);
+        anything else as Orbax's ``load_checkpointables`` takes it: a Grain
         iterator, a tree like the saved one, or None. Workers can only be loaded
         together: pass all saved workers, and the center that was saved with them. Other
         parts may be left out. A worker whose center was not saved joins that center in
@@ -169,7 +165,7 @@ def load(
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     source = f"the checkpoint in {folder}"
     about = read_about(folder)
-    given = {name: as_part(value, elastic) for name, value in parts.items()}
+    given = {name: as_part(value) for name, value in parts.items()}
     described = {name: part for name, part in given.items() if part is not None}
     others = {name: parts[name] for name, part in given.items() if part is None}
     _check_names(about, described, source)
@@ -272,7 +268,7 @@ def orbax() -> Any:
     return v1
 
 
-def as_part(value: Any, elastic: bool = False) -> Part | None:
+def as_part(value: Any) -> Part | None:
     """Return the part for a user's object; None for one that Orbax saves directly."""
     if isinstance(value, Part):
         return value
@@ -287,7 +283,7 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
                 "towers are saved and loaded with their state: (towers, state), got "
                 f"{check.show(value)}"
             )
-        return TowersPart(first, *rest, elastic=elastic)
+        return TowersPart(first, *rest)
     return None
 
 

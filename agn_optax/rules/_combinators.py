@@ -185,11 +185,11 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def scale_by_staleness(
-    *, exponent: float = 1.0, decay: float = 1.0
+    *, exponent: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divide the updates by their staleness plus one, or by a power of it.
 
-    .. math:: u \leftarrow d^\tau (\tau + 1)^{-a} u
+    .. math:: u \leftarrow (\tau + 1)^{-a} u
 
     ``staleness`` (:math:`\tau`), the number of center updates since the message's
     anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
@@ -200,15 +200,13 @@ def scale_by_staleness(
 
     Args:
       exponent: :math:`a`, at least 0.
-      decay: :math:`d`, in (0, 1]. Below 1, the weight of a message also decreases
-        exponentially with its staleness.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
 
     Raises:
       MissingArgumentError: ``update`` is called without ``staleness``.
-      InvalidArgumentError: an argument is out of range, or ``staleness`` is negative
+      InvalidArgumentError: ``exponent`` is out of range, or ``staleness`` is negative
         (checked only if it is not traced).
 
     Example:
@@ -224,7 +222,6 @@ def scale_by_staleness(
       2019, for other powers.
     """
     check.rate(exponent, "exponent", low=0.0, high=math.inf)
-    check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
     def discounted(
         updates: PyTree, params: PyTree, *, staleness: Any = None, **extra_args: Any
@@ -235,10 +232,9 @@ def scale_by_staleness(
                 f"staleness must not be negative, got {staleness}"
             )
         staleness = jnp.asarray(staleness)
-        if exponent == 1.0 and decay == 1.0:
+        if exponent == 1.0:
             return _divide(updates, staleness + 1)
-        staleness = staleness.astype(float)
-        return _divide(updates, (staleness + 1) ** exponent * decay**-staleness)
+        return _divide(updates, (staleness.astype(float) + 1) ** exponent)
 
     return stateless(discounted)
 

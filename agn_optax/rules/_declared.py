@@ -75,9 +75,7 @@ TABLE: dict[str, Declaration] = {
         inner="inner",
     ),
     "optax.schedule_free": Declaration(inner="base_optimizer"),
-    "agn_optax.buffered": Declaration(
-        lambda own: "leaf" if own["is_radial"] else "element", inner="optimizer"
-    ),
+    "agn_optax.buffered": Declaration(inner="optimizer"),
     "agn_optax.by_local_steps": Declaration(inner="optimizer"),
     "agn_optax.elementwise": Declaration(inner="optimizer"),
     "agn_optax.restart_momentum": Declaration(inner="optimizer"),

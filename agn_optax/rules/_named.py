@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import math
 import pathlib
 import pkgutil
@@ -12,16 +11,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.rules import _rule, center_optimizers, codecs, robust
 from agn_optax.rules._rule import Rule
-
-_log = logging.getLogger("agn_optax")
 
 # Optimizers of optax. The signature of an optimizer defines its settings, here and in
 # CENTER_OPTIMIZERS.
@@ -62,9 +57,6 @@ CODECS = {
     **{name: codecs.error_feedback(codec) for name, codec in _LOSSY.items()},
     "top_k": codecs.error_feedback(_LOSSY["top_k"], decay=0.95),
 }
-# With these codecs, training with momentum at the center learns far less:
-# docs/codecs.md has numbers.
-_CODECS_WITHOUT_MOMENTUM = ("sign", "top_k")
 DOWNLINK_DTYPES = {name: name for name in _DTYPES}
 COMBINE_METHODS: dict[str, Any] = {
     "sum": "sum",
@@ -140,22 +132,7 @@ def rule_from_settings(
     if "combine" in given:
         combine = check.choose(given["combine"], COMBINE_METHODS, label("combine"))
         rule = dataclasses.replace(rule, combine=combine)
-    if given.get("codec") in _CODECS_WITHOUT_MOMENTUM and _has_momentum(rule.center):
-        _log.warning(
-            "%s %s leaves most of a contribution to later messages, and momentum at "
-            "the center amplifies late parts, so rule %s learns far less. Use no "
-            "momentum with it, as in rule diloco with %s sgd, %s 0.8",
-            *(label("codec"), given["codec"], name),
-            *(label("center_optimizer"), label("learning_rate")),
-        )
     return rule
-
-
-def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
-    """Return whether an optimizer keeps a sum or a mean of its past updates."""
-    state = jax.eval_shape(optimizer.init, jnp.zeros(1))
-    fields = ("trace", "mu", "momentum")
-    return any(optax.tree.get_all_with_path(state, field) for field in fields)
 
 
 def codec_from_settings(

@@ -29,7 +29,7 @@ _MAX_IN_NETWORK = 32
 
 # A mean of unit vectors that is shorter than this length has no direction. The bound is
 # far above the rounding error of such a mean, even in bfloat16.
-LEAST_AGREEMENT = 1 / 32
+_LEAST_AGREEMENT = 1 / 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +195,7 @@ def radial() -> Combine:
     sign of a rounding error.)
 
     A long message has no more influence on the direction than a short one, but its
-    length counts in the mean length, so this is no protection against bad messages. For
-    messages that come one by one, ``center_optimizers.buffered(..., combine="radial")``
-    does the same with several of them.
+    length counts in the mean length, so this is no protection against bad messages.
 
     Returns:
       A value for the ``combine`` of a `Rule`.
@@ -241,7 +239,7 @@ def radial() -> Combine:
             jnp.tensordot(1 / jnp.maximum(lengths_of_leaf, tiny), leaf, axes=1)
             for lengths_of_leaf, leaf in zip(lengths, leaves, strict=True)
         ]
-        direction_norms = jnp.maximum(norms(directions, 0), LEAST_AGREEMENT * count)
+        direction_norms = jnp.maximum(norms(directions, 0), _LEAST_AGREEMENT * count)
         factors = lengths.mean(axis=1) / direction_norms
         combined = [
             (factor * direction).astype(leaf.dtype)

@@ -14,8 +14,6 @@ from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scalin
 from agn_optax.towers._programs import MeshProgram
 from agn_optax.towers._replicas import Agreement
 from agn_optax.towers._replicas import common_leaves as common_leaves
-from agn_optax.towers._replicas import unreplicate as unreplicate
-from agn_optax.towers._replicas import with_cut_of as with_cut_of
 from agn_optax.towers._towers import Towers
 
 __all__ = [

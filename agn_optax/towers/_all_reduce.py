@@ -18,7 +18,6 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import check, combinations
 from agn_optax.round import collectives
-from agn_optax.rules import codecs
 from agn_optax.towers import _rows
 
 PyTree = Any
@@ -38,7 +37,6 @@ def all_reduce(
     algorithm: Algorithm = "all_reduce",
     bucket_bytes: int | None = None,
     bucket_leaves: int | None = None,
-    codec: codecs.Codec | None = None,
     delay: Literal[0, 1] = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Reduce the gradients of all towers of an axis; put it first in a chain.
@@ -52,6 +50,9 @@ def all_reduce(
     Row-sparse gradients (`jax.experimental.sparse.BCOO` with ``n_sparse=1``: values and
     row indices) are reduced by gathering the rows of all towers and summing duplicates.
     They remain BCOO; use `densify` for optimizers that need dense gradients.
+
+    Gradients are sent in their own dtype. Means of 16-bit gradients are scaled before
+    the sum, which could overflow. To send others in 16 bits, cast them before.
 
     Args:
       axis_name: the axis of the towers, or a tuple of axes, bound by shard_map, pmap or
@@ -70,10 +71,6 @@ def all_reduce(
         separately, and XLA may merge them.
       bucket_leaves: maximum number of gradients merged into one bucket; None for no
         limit.
-      codec: a `codecs.cast` to the dtype in which gradients are sent; None sends them
-        unchanged. The results have the gradients' own dtypes. For a mean, gradients are
-        divided by n before a cast to 16 bits, so that a sum in float16 does not
-        overflow. Some backends (XLA's CPU) widen 16-bit sums on the wire.
       delay: 1 applies the gradients of the previous step (zeros in the first step), so
         that their reduction runs while this step computes. Waiting gradients have the
         dtypes of the parameters. Not for row-sparse gradients.
@@ -83,9 +80,7 @@ def all_reduce(
 
     Raises:
       InvalidArgumentError: an option is not one of the above, or "hierarchical" has
-        only one axis, or ``bucket_leaves`` came without ``bucket_bytes``; or ``codec``
-        is not a cast, because collectives cannot sum what other codecs send.
-      InvalidTypeError: ``codec`` is not a codec.
+        only one axis, or ``bucket_leaves`` came without ``bucket_bytes``.
       UnboundAxisError: ``axis_name`` is not bound around ``update``.
       TreeMismatchError: a gradient is not a real floating array; or, in a shard_map
         that checks varying axes, it is equal on all towers already, because JAX itself
@@ -115,7 +110,6 @@ def all_reduce(
             "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
             f"{axes[0]!r}"
         )
-    dtype = None if codec is None else _dtype_of(codec)
     if bucket_bytes is not None:
         check.positive_int(bucket_bytes, "bucket_bytes")
     if bucket_leaves is not None:
@@ -141,8 +135,8 @@ def all_reduce(
 
         def reduce(x: Any) -> Any:
             if _rows.is_rows(x):
-                return _rows.all_gather(x, axes, scale, dtype)
-            return _reduced(jnp.asarray(x), axes, algorithm, scale, dtype)
+                return _rows.all_gather(x, axes, scale)
+            return _reduced(jnp.asarray(x), axes, algorithm, scale)
 
         if bucket_bytes is None:
             return jax.tree.map(reduce, updates, is_leaf=_rows.is_rows), state
@@ -154,30 +148,19 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _dtype_of(codec: codecs.Codec) -> Any:
-    """Return the dtype of a cast, or None for the identity; raise for other codecs."""
-    codecs.check_codec(codec, "codec")
-    dtype = codecs.cast_dtype(codec)
-    if dtype is None and not codec.is_identity:
-        combinations.reject(
-            "a codec that is not a cast", "all_reduce", f"codec={codec}"
-        )
-    return dtype
-
-
 def _reduced(
-    x: jax.Array, axes: collectives.Axes, algorithm: Algorithm, scale: float, dtype: Any
+    x: jax.Array, axes: collectives.Axes, algorithm: Algorithm, scale: float
 ) -> jax.Array:
-    """Return the sum over all towers times ``scale``, sent as ``dtype`` if it is given.
+    """Return the sum over all towers times ``scale``.
 
     In 16 bits, ``x`` is scaled before the sum, which could overflow in float16.
     """
     if not x.size:
         return collectives.psum(x, axes)
-    wire, factor = dtype or x.dtype, jnp.asarray(scale, x.dtype)
-    if jnp.finfo(wire).bits > 16:
-        return _summed(x.astype(wire), axes, algorithm).astype(x.dtype) * factor
-    return _summed((x * factor).astype(wire), axes, algorithm).astype(x.dtype)
+    factor = jnp.asarray(scale, x.dtype)
+    if jnp.finfo(x.dtype).bits > 16:
+        return _summed(x, axes, algorithm) * factor
+    return _summed(x * factor, axes, algorithm)
 
 
 def _summed(x: jax.Array, axes: collectives.Axes, algorithm: Algorithm) -> jax.Array:

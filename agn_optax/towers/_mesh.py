@@ -105,18 +105,16 @@ def _devices(devices: Any) -> list[Any]:
 def _from_mesh(
     mesh: Mesh, workers: int | None, axes: collectives.Axes, worker_axis: str
 ) -> Mesh:
-    if {worker_axis, *mesh.axis_names} != {worker_axis, *axes}:
+    names = (worker_axis, *axes)
+    if mesh.axis_names not in (axes, names):
         raise errors.InvalidArgumentError(
             f"the mesh has the axes {mesh.axis_names}; those of the towers, {axes}, "
-            f"and perhaps {worker_axis!r} are expected. Name its axes with axis_name "
-            "and worker_axis"
+            f"perhaps after {worker_axis!r}, are expected in this order. Name its axes "
+            "with axis_name and worker_axis"
         )
-    has_workers = worker_axis in mesh.axis_names
-    found = mesh.shape[worker_axis] if has_workers else 1
-    if workers not in (None, found):
+    devices = mesh.devices if mesh.axis_names == names else mesh.devices[None]
+    if workers not in (None, len(devices)):
         raise errors.InvalidArgumentError(
-            f"workers={workers} was asked for, and the mesh has {found}"
+            f"workers={workers} was asked for, and the mesh has {len(devices)}"
         )
-    order = [mesh.axis_names.index(n) for n in ((worker_axis,) * has_workers + axes)]
-    shape = [found, *(mesh.shape[name] for name in axes)]
-    return Mesh(mesh.devices.transpose(order).reshape(shape), (worker_axis, *axes))
+    return Mesh(devices, names)

@@ -96,13 +96,8 @@ class Mean:
     """
 
     rows: PyTree
+    # Whether the mean is over all workers, or over the towers of the first one.
     of_workers: bool = dataclasses.field(metadata={"static": True})
-
-    def rows_to_average(self, towers: int, workers: int) -> PyTree:
-        """Return all rows, or those of the first worker if not ``of_workers``."""
-        if self.of_workers:
-            return self.rows
-        return jax.tree.map(lambda x: x[: towers // workers], self.rows)
 
 
 def map_key_data(function: Callable[..., Any], *keys: Any) -> Any:
@@ -217,26 +212,6 @@ def check_centers(state: PyTree) -> None:
             )
 
 
-def unreplicate(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """Do the same as `Towers.unreplicate` for numpy arrays, without their mesh.
-
-    Args:
-      state: stacked state.
-      sizes: the sizes of the mesh's axes, by name and in order.
-    """
-
-    def first(node: Any) -> Any:
-        if isinstance(node, Mean):
-            towers, workers = math.prod(sizes.values()), next(iter(sizes.values()))
-            rows = node.rows_to_average(towers, workers)
-            return jax.tree.map(np.asarray, mean_of_rows(rows))
-        if isinstance(node, PerTower):
-            return PerTower(unstack_rows(node.rows, node.axes, sizes), node.axes)
-        return node[0]
-
-    return jax.tree.map(first, mark_differing(state), is_leaf=is_marked)
-
-
 def unstack_rows(
     rows: PyTree, axes: collectives.Axes, sizes: Mapping[str, int]
 ) -> PyTree:
@@ -257,21 +232,6 @@ def unstack_rows(
     return jax.tree.map(cut, rows)
 
 
-def with_cut_of(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
-    """Set the ``cut`` of each sharded center to that of a mesh of these sizes."""
-
-    def cut(center: CenterShards) -> CenterShards:
-        return dataclasses.replace(center, cut=_counts(center, sizes))
-
-    return trees.map_nodes(cut, state, CenterShards)
-
-
-def _counts(center: CenterShards, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the number of pieces of a center along each of its two groups of axes."""
-    within, across = (math.prod(map(sizes.__getitem__, axes)) for axes in center.axes)
-    return within, across
-
-
 def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """Cut the sharded centers of a state from `unreplicate` for a mesh of these sizes.
 
@@ -284,54 +244,44 @@ def cut_again(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         if not (shards and is_per_tower(shards[0].pieces)):
             return node
         (center,) = shards
-        within, across = center.axes
-        new_cut = tuple(sizes.get(name, 0) for name in (*within, *across))
-        leaves = jax.tree.leaves(center.pieces.rows)
-        cuts = {jnp.shape(leaf)[: len(new_cut)] for leaf in leaves}
+        leaves, names = jax.tree.leaves(center.pieces.rows), center.pieces.axes
         is_local = all(getattr(x, "is_fully_addressable", True) for x in leaves)
-        if cuts <= {new_cut} or 0 in new_cut or not is_local:
+        cuts = {jnp.shape(leaf)[: len(names)] for leaf in leaves}
+        new_cut = tuple(sizes.get(name, 0) for name in names)
+        if len(cuts) != 1 or cuts == {new_cut} or 0 in new_cut or not is_local:
             return node  # if the pieces do not fit, `PerTower.sharding` raises
-        counts = _counts(center, sizes)
         paths = [path for path, _ in tree_flatten_with_path(center.pieces.rows)[0]]
-        shapes = dict(zip(paths, center.shapes, strict=True))
+        (old_cut,) = cuts
         cut_node = functools.partial(
-            _cut_node, shapes=shapes, old=center.cut, new=counts, sizes=sizes
+            _cut_node,
+            shapes=dict(zip(paths, center.shapes, strict=True)),
+            pieces=(math.prod(old_cut), math.prod(new_cut)),
+            sizes=sizes,
         )
         leading = as_stored(node.center).leading
-        pieces = cut_node(center.pieces, _piece, leading=leading)
-        center = dataclasses.replace(center, pieces=pieces, cut=counts)
+        within, across = (math.prod(sizes[n] for n in axes) for axes in center.axes)
+        center = dataclasses.replace(
+            center,
+            pieces=cut_node(center.pieces, leading=leading),
+            cut=(within, across),
+        )
         return node._replace(
             center=trees.map_nodes(lambda _: center, node.center, CenterShards),
-            center_state=cut_node(
-                node.center_state, _piece, mode="edge", leading=leading
-            ),
+            center_state=cut_node(node.center_state, mode="edge", leading=leading),
             local=node.local._replace(
-                record=cut_node(node.local.record, _part),
-                codec_state=cut_node(node.local.codec_state, _part),
+                record=cut_node(node.local.record),
+                codec_state=cut_node(node.local.codec_state),
             ),
         )
 
     return trees.map_nodes(cut, state, ExchangeState)
 
 
-def _piece(shape: tuple[int, ...], within: int, across: int) -> int | None:
-    """Return the elements of a piece of a center's leaf; None if it stays whole."""
-    return piece_length(shape, within * across)
-
-
-def _part(shape: tuple[int, ...], within: int, across: int) -> int | None:
-    """Return the elements of a tower's part of the record; None if it stays whole."""
-    length = _piece(shape, within, across)
-    return None if length is None or within == 1 else length * across
-
-
 def _cut_node(
     node: PerTower,
-    length_of: Callable[..., int | None],
     *,
     shapes: Mapping[Any, tuple[int, ...]],
-    old: tuple[int, int],
-    new: tuple[int, int],
+    pieces: tuple[int, int],
     sizes: Mapping[str, int],
     mode: Literal["constant", "edge"] = "constant",
     leading: tuple[int, ...] = (),
@@ -339,47 +289,47 @@ def _cut_node(
     """Cut the leaves of ``node`` again, for other sizes of its axes.
 
     Args:
-      node: the pieces along some axes.
-      length_of: `_piece` or `_part`.
+      node: the rows along some axes.
       shapes: the shapes of the parameters, by their paths.
-      old: the numbers of pieces so far, within workers and across them.
-      new: the new numbers of pieces.
+      pieces: the number of pieces of the center so far, and the new one.
       sizes: the sizes of the axes, by name.
       mode: how `numpy.pad` fills the last piece.
       leading: dimensions of size 1 that each leaf has before its own.
     """
-    counts = [sizes[name] for name in node.axes]
+    counts = tuple(sizes[name] for name in node.axes)
+    old_pieces, new_pieces = pieces
 
-    def cut_leaf(path: Any, rows: Any) -> Any:
-        leaf = np.asarray(rows)
-        towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(leading) :])
+    def cut_leaf(path: Any, leaf: Any) -> Any:
+        rows = np.asarray(leaf)
+        rows = rows.reshape(-1, *rows.shape[len(counts) + len(leading) :])
         # An optimizer's state contains trees like the parameters, so the end of a path
         # is the path of a parameter.
         ends = (path[n:] for n in range(len(path) + 1))
         shape = next((shapes[end] for end in ends if end in shapes), None)
-        length = None if shape is None else length_of(shape, *old)
-        if shape is None or towers.shape[1:] != _cut_shape(shape, length):
+        old = None if shape is None else _row_shape(shape, len(rows), old_pieces)
+        if shape is None or rows.shape[1:] != old:
             # It belongs to no parameter, such as a counter.
-            return _repeated(towers[0].reshape((*leading, *towers.shape[1:])), counts)
-        flat = towers[0] if length is None else towers
-        flat = flat.reshape(-1)[: math.prod(shape)]
-        length = length_of(shape, *new)
-        if length is None:
-            return _repeated(flat.reshape((*leading, *shape)), counts)
-        missing = math.prod(counts) * length - flat.size
-        return np.pad(flat, (0, missing), mode=mode).reshape(
-            (*counts, *leading, *_cut_shape(shape, length))
-        )
+            shape = new = rows.shape[1:]
+            whole = rows[0]
+        else:
+            new = _row_shape(shape, math.prod(counts), new_pieces)
+            whole = rows[0] if old == shape else rows
+        flat = whole.reshape(-1)[: math.prod(shape)]
+        cut_shape = (*counts, *leading, *new)
+        if new == shape:
+            return np.broadcast_to(flat.reshape((*leading, *new)), cut_shape)
+        missing = math.prod(cut_shape) - flat.size
+        return np.pad(flat, (0, missing), mode=mode).reshape(cut_shape)
 
     return PerTower(tree_map_with_path(cut_leaf, node.rows), node.axes)
 
 
-def _cut_shape(shape: tuple[int, ...], length: int | None) -> tuple[int, ...]:
-    return shape if length is None else (*(1,) * (len(shape) - 1), length)
-
-
-def _repeated(leaf: np.ndarray, counts: list[int]) -> np.ndarray:
-    return np.broadcast_to(leaf, (*counts, *leaf.shape))
+def _row_shape(shape: tuple[int, ...], rows: int, pieces: int) -> tuple[int, ...]:
+    """Return the shape of each of ``rows`` rows of a leaf that is cut into pieces."""
+    length = piece_length(shape, pieces)
+    if length is None or rows == 1:  # the leaf stays whole
+        return shape
+    return (*(1,) * (len(shape) - 1), length * pieces // rows)
 
 
 def mean_of_rows(tree: PyTree) -> PyTree:

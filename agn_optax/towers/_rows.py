@@ -37,13 +37,10 @@ def check(rows: Any, what: str) -> None:
         )
 
 
-def all_gather(rows: Any, axes: collectives.Axes, scale: float, dtype_sent: Any) -> Any:
+def all_gather(rows: Any, axes: collectives.Axes, scale: float) -> Any:
     """Return the sum of all towers' rows as one array, with each row once."""
-    dtype = rows.data.dtype
-    values = rows.data * jnp.asarray(scale, dtype)
-    if dtype_sent is not None:
-        values = values.astype(dtype_sent)
-    values = collectives.gather(values, axes, same=True).astype(dtype)
+    values = rows.data * jnp.asarray(scale, rows.data.dtype)
+    values = collectives.gather(values, axes, same=True)
     indices = collectives.gather(rows.indices, axes, same=True)
     return unique(type(rows)((values, indices), shape=rows.shape))
 

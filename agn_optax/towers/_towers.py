@@ -42,7 +42,7 @@ class Towers:
       devices: None for all devices of this process (its accelerators, or else the CPU);
         a number of devices of this process; a list of devices, such as
         ``jax.devices()`` for the devices of all processes; or a `jax.sharding.Mesh`
-        with the axes named below.
+        of ``axis_name``, or of ``worker_axis`` and then ``axis_name``.
       workers: number of workers, which must divide the number of devices; None for one
         worker, or for the size of the mesh's worker axis.
       axis_name: axis of the towers of a worker. A tuple of axes for a mesh that has
@@ -219,7 +219,8 @@ class Towers:
                     self._unstack_program(node.axes)(rows), node.axes
                 )
             if isinstance(node, _replicas.Mean):
-                rows = node.rows_to_average(self.size, self.workers)
+                towers = self.size if node.of_workers else self.size // self.workers
+                rows = jax.tree.map(lambda x: x[:towers], node.rows)
                 return self._mean_of_rows(jax.device_put(rows, jax.memory.Space.Device))
             if self.mesh.is_multi_process:
                 return self._first_row(node)

@@ -318,20 +318,15 @@ def test_restored_gossip_state_continues_bit_for_bit(tmp_path):
     assert_identical(restored, state)
 
 
-def test_elastic_load_of_gossip_starts_from_the_mean_of_centers(tmp_path):
+def test_gossip_on_other_workers_starts_from_the_mean_of_centers():
     tx = make(shared.diloco(FAST), period=2)
     many, few = agn_optax.Towers(4, workers=4), agn_optax.Towers(3, workers=3)
     state, _ = problem.train(many, tx, problem.batches(5), problem.params())
     mean = many.center_params(state[1])
     first = find_state(state[1]).center.center["s"]
     assert not np.allclose(first, first[0])
-    agn_optax.checkpoint.save(tmp_path / "saved", towers=(many, state))
-    like = few.create(lambda p: (p, tx.init(p)), problem.params())
-    restored = agn_optax.checkpoint.load(
-        tmp_path / "saved", towers=(few, like), elastic=True
-    )["towers"]
+    restored = few.replicate(many.unreplicate(state))
     assert_close(few.center_params(restored[1]), mean)
-    assert_close(few.center_params(few.replicate(many.unreplicate(state))[1]), mean)
     trace = find_state(restored[1]).center_state[0].trace["s"]
     before = find_state(state[1]).center_state[0].trace["s"]
     assert_close(trace, jnp.full(3, before.mean()))

@@ -134,31 +134,6 @@ def test_codecs_accept_every_dtype_under_strict_promotion(codec, dtype):
             assert trees.kinds(read) == trees.kinds(params)
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_warned"),
-    [
-        ({"rule": "diloco", "codec": "top_k"}, True),
-        ({"rule": "diloco", "codec": "sign"}, True),
-        ({"center_optimizer": "adam", "learning_rate": 0.1, "codec": "top_k"}, True),
-        ({"center_optimizer": "heloco", "messages": 2, "codec": "top_k"}, True),
-        ({"center_optimizer": "sgd", "learning_rate": 0.8, "codec": "top_k"}, False),
-        ({"rule": "average", "codec": "top_k"}, False),
-        ({"rule": "downpour", "codec": "top_k"}, False),
-        ({"rule": "diloco", "codec": "int4"}, False),
-        ({"rule": "diloco"}, False),
-    ],
-)
-def test_named_rule_warns_where_its_codec_meets_momentum(settings, is_warned, caplog):
-    with caplog.at_level("WARNING", "agn_optax"):
-        rules.rule_from_settings(
-            {"rule": "diloco", **settings}, lambda name: f"--{name}"
-        )
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == is_warned
-    named = f"--codec {settings.get('codec')} "
-    assert all(each.startswith(named) and "momentum" in each for each in messages)
-
-
 @pytest.mark.slow
 def test_top_k_converges_only_without_center_momentum():
     """On a quadratic it is near the optimum after 800 steps, with momentum not."""

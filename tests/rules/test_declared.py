@@ -258,7 +258,6 @@ def test_every_scale_by_of_optax_is_in_the_table_or_known_to_read_the_tree():
         optax.chain(SGD, optax.named_chain(("clip", optax.clip_by_global_norm(1.0)))),
         agn_optax.by_local_steps(optax.lamb(0.1)),
         outer.buffered(optax.clip_by_global_norm(1.0), 2),
-        outer.buffered(SGD, 2, combine="radial"),
         outer.scale_by_drift(history=2),
     ],
 )

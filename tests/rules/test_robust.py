@@ -5,11 +5,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.support import assert_close
 
-from agn_optax import center_optimizers, errors, robust, rules
+from agn_optax import errors, robust, rules
 
 ALL = {
     "median": robust.median(),
@@ -190,25 +189,11 @@ def test_radial_averages_lengths_and_directions_separately(count):
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
-def radial_round(messages):
+@jax.jit
+@jax.vmap
+def radial(messages):
     """Combine all messages at once, as on a mesh or in a synchronous round."""
     return robust.radial().function(messages, robust.total_of_leaves)
-
-
-def radial_one_by_one(messages):
-    """Combine messages one after the other, with the buffered center optimizer."""
-    tx = center_optimizers.buffered(optax.sgd(1.0), messages.shape[0], combine="radial")
-    state = tx.init(messages[0])
-    for message in messages:
-        moved, state = tx.update(message, state, messages[0])
-    return -moved
-
-
-RADIAL = {
-    "round": jax.jit(jax.vmap(radial_round)),
-    "one by one": jax.jit(jax.vmap(radial_one_by_one)),
-}
-radial = pytest.mark.parametrize("made_by", RADIAL)
 
 
 def opposite_pairs(shape, dtype, cases=200):
@@ -225,17 +210,14 @@ def lengths_of(messages):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (64, 3)])
-@radial
-def test_radial_mean_of_opposite_messages_is_zero(made_by, shape, dtype):
+def test_radial_mean_of_opposite_messages_is_zero(shape, dtype):
     messages = opposite_pairs(shape, dtype)
-    made = np.float64(RADIAL[made_by](messages)).reshape(len(messages), -1)
+    made = np.float64(radial(messages)).reshape(len(messages), -1)
     sizes = np.linalg.norm(made, axis=1) / lengths_of(messages).mean(axis=1)
-    # Directions are rounded to float32, or (one by one) to the center's dtype.
     assert sizes.max() <= 64 * float(jnp.finfo(dtype).eps) / 2
 
 
-@radial
-def test_radial_mean_is_continuous_where_directions_cancel(made_by):
+def test_radial_mean_is_continuous_where_directions_cancel():
     """Changing the last bit of the messages changes the radial mean by a few bits."""
     # Pairs of messages of length 1, nearly opposite.
     turn = np.concatenate([[0.0], np.geomspace(1e-8, 0.2, 100)])
@@ -243,8 +225,8 @@ def test_radial_mean_is_continuous_where_directions_cancel(made_by):
     first = np.broadcast_to([1.0, 0.0], (len(turn), 2))
     second = np.stack([-np.cos(turn), np.sin(turn)], axis=1)
     messages = jnp.asarray(np.stack([first, second], axis=1), jnp.float32)
-    made = RADIAL[made_by](messages)
-    rounded = RADIAL[made_by](messages * (1 + jnp.finfo("float32").eps))
+    made = radial(messages)
+    rounded = radial(messages * (1 + jnp.finfo("float32").eps))
     np.testing.assert_allclose(made, rounded, atol=64 * 1.2e-7)
     # The result points along the sum; below an agreement of 1 / 32 it shrinks to 0.
     w = np.float64(messages).sum(axis=1)

@@ -151,9 +151,7 @@ def test_all_reduce_works_in_a_checked_shard_map():
 def test_one_device_has_no_collectives():
     towers = agn_optax.Towers(1)
     tx = optax.chain(
-        agn_optax.all_reduce(
-            "towers", bucket_bytes=100, codec=agn_optax.codecs.cast("bfloat16")
-        ),
+        agn_optax.all_reduce("towers", bucket_bytes=100),
         agn_optax.loss_scaling(
             problem.agn(optax.adam(0.1)), axis_name=("workers", "towers")
         ),

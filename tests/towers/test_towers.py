@@ -31,9 +31,8 @@ def test_towers_accept_a_mesh():
     devices = np.array(jax.devices())
     only = agn_optax.Towers(Mesh(devices, ("towers",)))
     assert only.mesh.shape == {"workers": 1, "towers": 8}
-    both = agn_optax.Towers(Mesh(devices.reshape(4, 2), ("towers", "workers")))
+    both = agn_optax.Towers(Mesh(devices.reshape(2, 4), ("workers", "towers")))
     assert both.mesh.shape == {"workers": 2, "towers": 4}
-    assert both.mesh.devices[1, 2] == devices.reshape(4, 2)[2, 1]
     cube = agn_optax.Towers(
         Mesh(devices.reshape(2, 2, 2), ("workers", "hosts", "chips")),
         axis_name=("hosts", "chips"),
@@ -66,6 +65,8 @@ def test_invalid_meshes_are_rejected():
         agn_optax.Towers(mesh)
     with pytest.raises(errors.InvalidArgumentError, match="the mesh has 2"):
         agn_optax.Towers(mesh, workers=4, worker_axis="data", axis_name="model")
+    with pytest.raises(errors.InvalidArgumentError, match="in this order"):
+        agn_optax.Towers(mesh, worker_axis="model", axis_name="data")
 
 
 def test_unreplicate_undoes_replicate():

@@ -55,8 +55,8 @@ class Placement:
 
     The centers stay different, and so do parameters and states: keep them with a row
     for each worker, as `Towers` does. A checkpoint of the rows restores them exactly.
-    `Towers.center_params` gives the mean of the centers. `Towers.unreplicate` and an
-    elastic load continue from the means of the centers and of their optimizers' states.
+    `Towers.center_params` gives the mean of the centers. `Towers.unreplicate` gives
+    the means of the centers and of their optimizers' states.
 
     Args:
       shard_axis: mesh axis, or tuple of axes, over which the center is divided; None

@@ -8,7 +8,6 @@ place of parameters, and the extra argument ``staleness``.
 - `_restart_momentum`: for any center
 - `_buffered`: combine several messages into one
 - `_drift`: scale late messages by how far the center has moved
-- `_evaluated`: the point to evaluate, if it is not the center
 """
 
 from agn_optax.rules.center_optimizers._buffered import BufferedState, buffered
@@ -17,9 +16,9 @@ from agn_optax.rules.center_optimizers._delayed_nesterov import (
     delayed_nesterov,
 )
 from agn_optax.rules.center_optimizers._drift import DriftState, scale_by_drift
-from agn_optax.rules.center_optimizers._evaluated import evaluated
 from agn_optax.rules.center_optimizers._lookahead import (
     LookaheadState,
+    evaluated,
     heloco,
     momentum_lookahead,
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax._internal import check, trees
-from agn_optax.rules.robust import LEAST_AGREEMENT
+from agn_optax._internal import check
 
 PyTree = Any
 
@@ -18,16 +17,12 @@ class BufferedState(NamedTuple):
     """State of `buffered`."""
 
     inner_state: PyTree  # state of the wrapped optimizer
-    buffer: PyTree  # like the center: the sum of messages, or of their directions
-    lengths: PyTree  # float scalars, sums of the messages' lengths; or EmptyState
+    buffer: PyTree  # like the center: the sum of messages
     buffered: jax.Array  # int32 scalar: number of messages in the buffer
 
 
 def buffered(
-    optimizer: optax.GradientTransformation,
-    size: int,
-    *,
-    combine: Literal["mean", "radial"] = "mean",
+    optimizer: optax.GradientTransformation, size: int
 ) -> optax.GradientTransformationExtraArgs:
     r"""Update the center once for several messages (buffered aggregation).
 
@@ -40,16 +35,6 @@ def buffered(
     not steps of the center. A `scale_by_staleness` before it in the chain scales each
     message.
 
-    With ``combine="radial"``, length and direction of each leaf are averaged
-    separately,
-
-    .. math:: \frac{1}{k} \sum_i |g_i| \cdot \frac{w}{\max(|w|, k / 32)}, \qquad
-        w = \sum_i g_i / |g_i|
-
-    because the mean of k nearly orthogonal messages is :math:`\sqrt k` times shorter
-    than the messages. Weights applied before it scale the lengths, but not the
-    directions. This needs whole leaves, so a sharded center rejects it.
-
     ``optax.MultiSteps`` also has the mean, as a running one, and takes as long. Here
     messages are summed and divided once, like those of a round, so k workers that start
     at one version get the same numbers as in a round.
@@ -58,14 +43,13 @@ def buffered(
       optimizer: the center optimizer. It also runs at the messages in between, but its
         results are discarded.
       size: :math:`k`, messages of a step.
-      combine: "mean" or "radial".
 
     Returns:
       A center optimizer with `BufferedState`. Its inner optimizer gets the extra
       arguments of the last message.
 
     Raises:
-      InvalidArgumentError: ``size`` or ``combine`` is invalid.
+      InvalidArgumentError: ``size`` is not a positive int.
       InvalidTypeError: ``optimizer`` is not an optax optimizer.
 
     Example:
@@ -83,31 +67,14 @@ def buffered(
     References:
       John Nguyen et al., *Federated Learning with Buffered Asynchronous Aggregation*,
       2022.
-      Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026, for the average of lengths and directions. The formula
-      follows implementations, because the paper was not read.
     """
     optimizer = check.optimizer(optimizer, "optimizer")
     size = check.positive_int(size, "size")
-    check.one_of(combine, "combine", ("mean", "radial"))
-    is_radial = combine == "radial"
-    tiny = float(jnp.finfo(jnp.float32).tiny)
-
-    def length(leaf: jax.Array) -> jax.Array:
-        wide = trees.widened(leaf)
-        return jnp.sqrt(jnp.sum(wide * wide))
-
-    def rescale(leaf: jax.Array, new_length: Any, min_length: float) -> jax.Array:
-        """Scale a leaf to a length, or less if the leaf is below ``min_length``."""
-        factor = new_length / jnp.maximum(length(leaf), min_length)
-        return (trees.widened(leaf) * factor).astype(leaf.dtype)
 
     def init_fn(params: PyTree) -> BufferedState:
-        no_length = jax.tree.map(lambda x: jnp.zeros((), trees.wide(x)), params)
         return BufferedState(
             optimizer.init(params),
             optax.tree.zeros_like(params),
-            no_length if is_radial else optax.EmptyState(),
             jnp.zeros((), jnp.int32),
         )
 
@@ -115,19 +82,8 @@ def buffered(
         updates: PyTree, state: BufferedState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, BufferedState]:
         is_full = state.buffered + 1 == size
-        lengths: PyTree = optax.EmptyState()
-        if is_radial:
-            total = jax.tree.map(
-                lambda d, g: d + rescale(g, 1.0, tiny), state.buffer, updates
-            )
-            lengths = jax.tree.map(lambda n, g: n + length(g), state.lengths, updates)
-            min_length = LEAST_AGREEMENT * size
-            message = jax.tree.map(
-                lambda d, n: rescale(d, n / size, min_length), total, lengths
-            )
-        else:
-            total = jax.tree.map(jnp.add, state.buffer, updates)
-            message = jax.tree.map(lambda d: d / size, total)
+        total = jax.tree.map(jnp.add, state.buffer, updates)
+        message = jax.tree.map(lambda d: d / size, total)
         new_updates, inner_state = optimizer.update(
             message, state.inner_state, params, **extra_args
         )
@@ -138,7 +94,6 @@ def buffered(
         ), BufferedState(
             optax.tree.where(is_full, inner_state, state.inner_state),
             optax.tree.where(is_full, zeros(total), total),
-            optax.tree.where(is_full, zeros(lengths), lengths),
             jnp.where(is_full, 0, state.buffered + 1),
         )
 

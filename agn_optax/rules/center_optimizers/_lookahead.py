@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax._internal import check, trees
 
 PyTree = Any
@@ -104,26 +105,19 @@ def heloco(
     momentum: float = 0.9,
     *,
     messages: int = 1,
-    r0: float = 0.2,
-    k_s: float = 0.5,
-    k_d: float = 1.0,
-    beta_max: float = 0.5,
-    kappa: float = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""`momentum_lookahead` that corrects messages which disagree with momentum.
 
     For each leaf, with :math:`u = g / |g|`, :math:`v = m / |m|`, their cosine
-    :math:`r = u \cdot v`, and the confidence
-    :math:`q = |g| / (|g| + \kappa |m|)`:
+    :math:`r = u \cdot v`, and the confidence :math:`q = |g| / (|g| + 3 |m|)`:
 
     .. math::
         \hat g = \begin{cases}
-            g & r \ge r_0 \\
+            g & r \ge 0.2 \\
             |g| \, w / |w|, \quad
                 w = (1 - \lambda) u + \lambda v, \quad
-                \lambda = \min(k_d (1 - r) q, 1) & 0 \le r < r_0 \\
-            g - \beta r |g| v, \quad
-                \beta = \min(-k_s r q, \beta_\text{max}) & r < 0
+                \lambda = (1 - r) q & 0 \le r < 0.2 \\
+            g + \tfrac12 r^2 q |g| v & r < 0
         \end{cases}
 
     A message that agrees with momentum passes unchanged. A message that is nearly
@@ -138,14 +132,6 @@ def heloco(
       learning_rate: :math:`\eta`.
       momentum: :math:`\mu`, in [0, 1).
       messages: :math:`n`, messages of a round, which is the number of workers.
-      r0: :math:`r_0`, in [-1, 1]: the least cosine of a message that passes
-        unchanged.
-      k_s: :math:`k_s`, at least 0.
-      k_d: :math:`k_d`, at least 0.
-      beta_max: :math:`\beta_\text{max}`, in [0, 1]: the largest part of the opposing
-        component that is removed.
-      kappa: :math:`\kappa`, at least 0: with a larger value, messages that are small
-        compared with the momentum are corrected less.
 
     Returns:
       A center optimizer with `LookaheadState`.
@@ -163,32 +149,27 @@ def heloco(
     References:
       Abdullah Al Asif, Patrick Diem, Juan Pablo Muñoz, Felix Wolf, Ali Jannesari, Arya
       Mazaheri, *HeLoCo: Efficient asynchronous low-communication training under data
-      and device heterogeneity*, 2026. The equations and defaults were read from two
-      implementations by others.
+      and device heterogeneity*, 2026. The equations and constants were read from
+      two implementations by others.
     """
     ahead = momentum_lookahead(learning_rate, momentum)
     messages = check.positive_int(messages, "messages")
-    check.rate(r0, "r0", low=-1.0, high=1.0)
-    check.rate(k_s, "k_s", low=0.0, high=math.inf)
-    check.rate(k_d, "k_d", low=0.0, high=math.inf)
-    check.rate(beta_max, "beta_max", low=0.0, high=1.0)
-    check.rate(kappa, "kappa", low=0.0, high=math.inf)
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def correct(message: jax.Array, momentum: jax.Array) -> jax.Array:
         g, m = trees.widened(message), momentum.astype(trees.wide(message))
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
-        confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)
+        confidence = g_norm / jnp.maximum(g_norm + 3 * m_norm, tiny)
         # In every case the result is a combination of message and momentum.
         ratio = g_norm / jnp.maximum(m_norm, tiny)
-        beta = jnp.minimum(-k_s * cosine * confidence, beta_max)
-        lambda_ = jnp.minimum(k_d * (1 - cosine) * confidence, 1)
+        beta = -0.5 * cosine * confidence
+        lambda_ = (1 - cosine) * confidence
         rest = 1 - lambda_
         square = rest * rest + lambda_ * lambda_ + 2 * lambda_ * rest * cosine  # |w|²
         length = jnp.sqrt(jnp.maximum(square, tiny))
         opposes = cosine < 0
-        passes = (cosine >= r0) | (m_norm == 0)  # zero momentum has no direction
+        passes = (cosine >= 0.2) | (m_norm == 0)  # zero momentum has no direction
         of_message = jnp.where(passes | opposes, 1, rest / length)
         of_momentum = jnp.where(opposes, -beta * cosine, lambda_ / length) * ratio
         of_momentum = jnp.where(passes, 0, of_momentum)
@@ -203,3 +184,50 @@ def heloco(
         return ahead.update(corrected, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(ahead.init, update_fn)
+
+
+def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
+    r"""Return the parameters to evaluate if these are not the center.
+
+    With most center optimizers, the center is evaluated. With `momentum_lookahead` and
+    `heloco`, the center is the point where workers start, and the base point
+    :math:`c + \eta \mu m` is evaluated. (For ``optax.contrib.schedule_free`` it is
+    ``optax.contrib.schedule_free_eval_params(center_state, center)``.)
+
+    Args:
+      center_state: the center optimizer's state, such as ``state.center_state`` of a
+        drop-in, or the ``center_state`` of ``LocalCenter.save()``.
+      center: the center that belongs to this state.
+
+    Returns:
+      Parameters with the structure, shapes and dtypes of the center.
+
+    Raises:
+      InvalidArgumentError: the state has neither of these optimizers, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> outer = agn_optax.center_optimizers.momentum_lookahead(0.5, 0.5)
+      >>> tx = agn_optax.diloco(optax.sgd(1.0), period=1, center=outer)
+      >>> params = jnp.zeros(1)
+      >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+      >>> print(state.center)
+      [-0.75]
+      >>> x = agn_optax.center_optimizers.evaluated(state.center_state, state.center)
+      >>> print(x)
+      [-0.625]
+    """
+    found = [node for _, node in trees.nodes(center_state, LookaheadState)]
+    if len(found) != 1:
+        raise errors.InvalidArgumentError(
+            "center_state must have one state of momentum_lookahead or heloco, got "
+            f"{len(found)}; with other center optimizers evaluate the center"
+        )
+    (state,) = found
+
+    def base_point(c: jax.Array, momentum: jax.Array) -> jax.Array:
+        wide = trees.wide(c)
+        base = c.astype(wide) + state.reach.astype(wide) * momentum.astype(wide)
+        return base.astype(c.dtype)
+
+    return jax.tree.map(base_point, center, state.momentum)

@@ -198,7 +198,7 @@ def _cast(dtype: Any) -> Codec:
 def cast_dtype(codec: Codec) -> Any:
     """Return the dtype of a `cast`; None for any other codec.
 
-    An all-reduce can only sum what is cast or sent unchanged.
+    An all-reduce can only sum numbers that are cast or unchanged.
     """
     dtype = codec.answers
     return dtype if dtype is not None and codec == _cast(dtype) else None
