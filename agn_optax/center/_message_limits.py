@@ -18,7 +18,7 @@ from agn_optax._internal import check
 from agn_optax.center._submission import Submission
 
 _MAX_NORMS = 100  # maximum number of norms in the median
-_MAX_NORM = 2.0**64  # the square root of the largest number of float32
+MAX_NORM = 2.0**64  # rounded: the square root of the largest number of float32
 _MIN_NORMS = 10  # applied messages before a norm is compared with the median
 
 
@@ -31,10 +31,11 @@ class MessageLimits:
 
     Args:
       nonfinite: reject messages that are not finite or far too large: their norm is
-        beyond the square root of the largest number of the center's dtype (1.8e19 for
-        float32 and bfloat16, 256 for float16), so that the squares in an optimizer's
-        state stay finite. For float64 the limit is the largest number of float32. A
-        center optimizer may still overflow, for example with a learning rate of 1e20.
+        beyond 1.8e19, the square root of the largest number of float32, so that the
+        squares in an optimizer's state stay finite. For a center of float16 the limit
+        is 65504, its largest number, so the squares may overflow: give such a center
+        ``dtype="float32"``. A center optimizer may also overflow for another reason,
+        such as a learning rate of 1e20.
       norm: maximum global norm of a message; None for no limit.
       times_median: maximum norm of a message as a multiple of the median norm of the
         last 100 applied messages. Takes effect after 10 applied messages; None for no
@@ -116,7 +117,7 @@ class Rejections:
     def __init__(self, limits: MessageLimits) -> None:
         self.limits = limits
         self.counts: dict[str, int] = {}
-        self.max_norm = _MAX_NORM
+        self.max_norm = MAX_NORM
         self._norms: deque[float] = deque(maxlen=_MAX_NORMS)
         self._new: list[float] = []  # added since the last call of `norms_to_save`
 

@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
+from agn_optax.center._message_limits import MAX_NORM
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._submission import Submission
 from agn_optax.round import Broadcast
@@ -79,8 +80,9 @@ class Store:
       contribution_like: abstract tree of a worker's contribution.
       delta_like: abstract tree of a delta between broadcast parameters; None if
         the codec does not answer with deltas.
-      max_norm: norm beyond which a message counts as not finite: the square root of the
-        largest number of the center's dtype.
+      max_norm: norm beyond which a message counts as not finite: the square root of
+        float32's largest number, or the largest number of the center's dtype if that is
+        smaller.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Store:
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
         largest = [float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(self.like)]
-        self.max_norm = math.sqrt(min(largest, default=0.0))
+        self.max_norm = min([MAX_NORM, *largest])
         # True if all leaves are in the memory of JAX's default CPU device.
         first, default = jax.local_devices()[0], jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
