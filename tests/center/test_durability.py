@@ -689,6 +689,30 @@ def test_snapshot_within_a_journal_is_restored(tmp_path, killed):
     center.close()
 
 
+@pytest.mark.parametrize("step", ["save", "begin_journal"])
+def test_center_killed_while_it_begins_keeps_its_id_and_its_workers(
+    step, tmp_path, monkeypatch
+):
+    center = kept(Journal(tmp_path / "a"))
+    session = center.join("w")
+    directory = center.core._keeper._directory
+    make = getattr(directory, step)
+
+    def make_and_copy(*args):
+        made = make(*args)
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")
+        return made
+
+    monkeypatch.setattr(directory, step, make_and_copy)
+    center.initialize(jnp.zeros(2), worker="w")
+    again = kept(Journal(tmp_path / "copy"))
+    assert again.center_id == center.center_id
+    resumed = again.join("w", resume_token=session.resume_token)
+    assert resumed.exchange(Submission(1, jnp.ones(2), anchor_version=0)).applied
+    again.close()
+    center.close()
+
+
 def test_initialization_is_undone_if_the_journal_cannot_be_begun(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
 

@@ -33,9 +33,10 @@ _RESTORE_OR_REMOVE_LOCK = (
 )
 _LOCK_SIZE = 64  # bytes
 
-# The guarantee for records beyond the number in the lock. "closed": there are none.
-# "journal": a record is on disk before its exchange is answered.
-Kind = Literal["closed", "journal"]
+# The guarantee for records beyond the number in the lock. "new": there are none, and
+# perhaps no snapshot yet. "closed": there are none. "journal": a record is on disk before
+# its exchange is answered.
+Kind = Literal["new", "closed", "journal"]
 
 
 class Lock(NamedTuple):
@@ -75,8 +76,8 @@ class CenterFiles:
         if self.lock is not None:
             return ""
         return (
-            f"{self.path / 'lock'} is missing, so the number of records that were on "
-            "disk is unknown"
+            f"{self.path / 'lock'} is missing or empty, so the number of records that "
+            "were on disk is unknown"
         )
 
     def load(self) -> Record | None:
@@ -87,7 +88,8 @@ class CenterFiles:
         """
         newest = max(self.numbers("snapshot"), default=None)
         if newest is None:
-            if self.lock is not None or self.numbers("journal"):
+            is_new = self.lock is None or self.lock.kind == "new"
+            if not is_new or self.numbers("journal"):
                 raise errors.DurabilityError(
                     f"{self.path} had a center, but its snapshot is missing. "
                     f"{_RESTORE_BACKUP}"
@@ -127,7 +129,7 @@ def replay(files: CenterFiles, snapshot: Record) -> Iterator[Record]:
     starts = files.numbers("journal")
     earlier = [start for start in starts if start <= number]
     starts = earlier[-1:] + [start for start in starts if start > number]
-    if lock is not None and lock.kind != "closed" and not earlier:
+    if lock is not None and lock.kind == "journal" and not earlier:
         missing = f"{files.file('journal', number)} is missing"
     cut_off: list[int] = []  # bytes of an incomplete write at the end of a journal
     for start in starts:

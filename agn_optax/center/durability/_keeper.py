@@ -203,6 +203,8 @@ class Keeper:
         try:
             # The guarantee in the lock holds if the process is killed in between.
             with disk_errors(f"cannot write to {self._directory.path}"):
+                if not self.restore_message:  # there was no center
+                    self._directory.write_lock("new", number)
                 if self._saved != (number, self.center_id):
                     self._save(number, image())
                 self._written = number
